@@ -1,17 +1,19 @@
-"""Vocabulary shards of any size against even ones and against layers that are moved, as the cost model predicts them.
+"""Compare vocabulary shards of any size with even shards and with moved layers, as the cost model predicts them.
 
     python benchmarks/balance.py [--models gpt_4b,...] [--ranks 4,6,...] [--schedules 1f1b,...] [--output FILE.jsonl]
 
-Every job is a model of configs/ on so many pipeline ranks, without other kinds of parallelism, 128 microbatches, H100,
-no memory limit. A line is one job under one schedule, with the better of vocab-1 and vocab-2:
+Every job is a model of configs/ on a number of pipeline ranks, without other kinds of parallelism, with 128
+microbatches, on H100, without a memory limit. A line is one job under one schedule, with the better of vocab-1 and
+vocab-2:
 
-    whole       the fastest run with whole vocabulary layers, of layers spread evenly or moved to balance the stages
+    whole       the fastest run with whole vocabulary layers and with layers spread evenly or moved to balance stages
     even        vocabulary parallelism with even shards
     balanced    with the layers and rows that `megatron_vp.cost.balance.balanced` chooses
-    over bound  balanced, over max(ceil(L / p), (L + v) / p) layers per microbatch plus fill and drain, all GPUs taken
-                to be equally fast; v: what one rank would take for the whole vocabulary, in layers. `1f1b` alone
+    over bound  the time of `balanced`, divided by that of max(ceil(L / p), (L + v) / p) layers per microbatch plus fill
+                and drain, if all GPUs are equally fast; v is the time that one rank would take for the whole
+                vocabulary, in layers. Only for `1f1b`
 
-The last lines compare the best of all schedules and give means. Predictions only: nothing here was measured.
+The last lines compare the best of all schedules, and give means. All numbers are predictions; nothing is measured.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
 
 
 def job_on(model: str, ranks: int) -> Job:
-    """The model of a configuration on `ranks` pipeline ranks."""
+    """The job with the model of a configuration on `ranks` pipeline ranks."""
     values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []).values)
     values |= {"pipeline_model_parallel_size": ranks, "tensor_model_parallel_size": 1, "global_batch_size": None}
     return replace(job_of(values), microbatches=128)
 
 
 def line(model: str, ranks: int, schedule: str) -> dict | None:
-    """One job under one schedule; None where it cannot run."""
+    """Predict one job under one schedule; None if it cannot run."""
     job, record = job_on(model, ranks), family(schedule)
     chunks = 2 if record.chunks is None else None
     placement = record.placement_of(ranks, chunks)
@@ -64,7 +66,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     for layers in {balanced_layers(job, placement, H100), spread_layers(job, placement)}:
         try:
             found = evaluate(Candidate(REDISTRIBUTED, Plan(schedule, chunks=chunks, layers=layers)), job, H100)
-        except UserError:  # tied embeddings in a V
+        except UserError:  # a V with tied embeddings
             continue
         whole.append((found.iteration_seconds, found.candidate.plan.layers))
     runs = []
@@ -96,7 +98,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
 
 
 def summary(lines: list[dict]) -> str:
-    """The table, and means over the jobs."""
+    """The table of all lines, and means over the jobs."""
     table = ["| model | p | schedule | whole s | even / whole | balanced / whole | over bound | layers | rows |"]
     table.append("|---|---|---|---|---|---|---|---|---|")
     for each in lines:

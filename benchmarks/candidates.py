@@ -1,24 +1,26 @@
-"""Ways to compute S and the weight gradient of T, side by side on a device, to choose by.
+"""Compare ways to compute S and the weight gradient of T side by side on a device, to choose among them.
 
     python benchmarks/candidates.py [--tokens 2048,4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-The first way is the package's: cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E.
+The first way is that of the package: cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E.
 
-    kernels             as the package launches it
-    reverse             programs in reverse order: the logits that the GEMM wrote last are the likeliest in L2
+    kernels             as the package launches the kernel
+    reverse             programs in reverse order, because the logits that the GEMM wrote last are most likely in L2
     dependent           launched before the GEMM ends (programmatic dependent launch, compute capability 9.0)
-    half the warps      twice the logits per thread; `three held`: the fourth piece of a row read twice, for 64 warps
-                        per multiprocessor
+    half the warps      with twice the logits per thread; in `three held`, the fourth piece of a row is read twice, for
+                        64 warps per multiprocessor
     all pieces held, twice the warps
-                        where the package reads pieces twice: held as well; a program twice as wide with idle lanes
-    two reads BxW       rows read twice, B logits at a time by W warps, instead of held in registers
-    blocks TxC          GEMM and pass for T tokens and C columns at a time, which L2 holds, with one reference per row
-    compiled            the pass as `torch.compile` makes it of PyTorch's operations
+                        only where the package reads pieces twice: all pieces are held, or a program is twice as wide,
+                        with idle lanes
+    two reads BxW       rows are read twice, B logits at a time by W warps, instead of being held in registers
+    blocks TxC          GEMM and pass for T tokens and C columns at a time, which fit L2, with one reference per row
+    compiled            the pass as `torch.compile` makes it from PyTorch's operations
 
-Every line is one shape and one way, checked against fp64 before it is timed: `s_over_gemm` and `t_over_gemm` are times
-over the bare GEMM in cuBLAS, `over_kernels` is S + T over the package's, all from one process, in turns. A way that
-does not compile or is wrong is a line with the error; the others go on, and the exit status is 1. Without a GPU
-everything runs on small shapes, Triton in its interpreter, to be tried at all; there dependent launches are left out.
+Every line is one shape and one way, which is checked against fp64 before it is timed. `s_over_gemm` and `t_over_gemm`
+are times relative to the bare GEMM in cuBLAS, and `over_kernels` is S + T relative to the package's way; all come from
+one process, in turns. For a way that does not compile or is wrong, the line has the error, the others continue, and the
+exit status is 1. Without a GPU, everything runs on small shapes, with Triton in its interpreter, only to try out the
+script; dependent launches are then left out.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ from megatron_vp.vocab.kernels.softmax import Launch, launch_exponentiate, launc
 from megatron_vp.vocab.statistics import LINEAR, MAX  # noqa: E402
 
 BLOCKS = ((1024, 8192), (512, 8192), (1024, 16384)) if ON_GPU else ((48, 32), (128, 64))
-"""Tokens and columns of a block: 8 to 32 MiB of logits."""
+"""The tokens and columns of a block, which has 8 to 32 MiB of logits."""
 
 
 @torch.compile(dynamic=False)
 def _exponentiate_compiled(logits_nv: torch.Tensor, target_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    # exp(log-sum-exp - largest) and not the sum of what is stored: on that, PyTorch 2.13's compiler for CPUs gives up.
+    # The total is exp(log-sum-exp - largest), because PyTorch 2.13's compiler for CPUs fails on the sum of the stored
+    # values.
     wide = logits_nv.float()
     largest_n = wide.amax(-1)
     total_n = (wide.logsumexp(-1) - largest_n).exp()
@@ -64,7 +67,7 @@ def _exponentiate_compiled(logits_nv: torch.Tensor, target_n: torch.Tensor) -> t
 
 
 class Way:
-    """One way on one shape. `s` returns [n, V/p] for T and fills the statistics; `t` adds to `main_grad`."""
+    """One way for one shape. `s` returns E [n, V/p] for T and fills the statistics; `t` adds to `main_grad`."""
 
     def __init__(self, shape: Shape, launch: Launch | None = None) -> None:
         self.shape = shape
@@ -77,27 +80,27 @@ class Way:
         self.statistics_3n = torch.empty_like(shape.pending.statistics_3n)
 
     def s(self) -> torch.Tensor:
-        """cuBLAS and one pass."""
+        """Run cuBLAS and one pass over the logits."""
         exp_nv = self.x_nh @ self.weight.t()
         self.statistics_3n, *_ = launch_exponentiate(self.launch, exp_nv, self.shape.labels_n, self.first, 1.0)
         return exp_nv
 
     def t(self, kept_nv: torch.Tensor) -> None:
-        """Entries of the targets into E and row factors on X, then a GEMM into `main_grad`."""
+        """Enter the targets into E, multiply X by row factors, and run a GEMM into `main_grad`."""
         token_loss_grad_n = self.shape.token_loss_grad_n
         weighed_nh = self.operations.enter_targets_(kept_nv, self.x_nh, token_loss_grad_n, self.derivative)
         self.operations.add_product_(self.main_grad, kept_nv, weighed_nh)
 
 
 class Blocks(Way):
-    """S for some tokens and columns at a time."""
+    """Computes S for some tokens and columns at a time."""
 
     def __init__(self, shape: Shape, tokens: int, columns: int) -> None:
         super().__init__(shape)
         self.tokens, self.columns = tokens, columns
 
     def s(self) -> torch.Tensor:
-        """cuBLAS and the pass, block after block; E is relative to the rows' references."""
+        """Run cuBLAS and the pass block by block; E is relative to the references of the rows."""
         (tokens, rows), target_n = (len(self.x_nh), len(self.weight)), self.shape.pending.target_n
         exp_nv = self.x_nh.new_empty(tokens, rows)
         self.statistics_3n = torch.zeros_like(self.statistics_3n)
@@ -113,19 +116,19 @@ class Blocks(Way):
 
 
 class Compiled(Way):
-    """The pass by `torch.compile`."""
+    """Compiles the pass with `torch.compile`."""
 
     def s(self) -> torch.Tensor:
-        """cuBLAS and what the compiler makes of the rest."""
+        """Run cuBLAS, and the compiled rest."""
         exp_nv = self.x_nh @ self.weight.t()
         torch.stack(_exponentiate_compiled(exp_nv, self.derivative.target_n), out=self.statistics_3n)
         return exp_nv
 
 
 def check(way: Way) -> None:
-    """Statistics and weight gradient against fp64 on the logits that a GEMM in the model's dtype gives.
+    """Check statistics and weight gradient against fp64, for the logits of a GEMM in the model's dtype.
 
-    Raises ArithmeticError where they differ by more than a rounding or two.
+    Raises ArithmeticError if they differ by more than one or two roundings.
     """
     shape = way.shape
     way.main_grad.zero_()
@@ -148,7 +151,7 @@ def check(way: Way) -> None:
     }
     for what, value in expected.items():
         off = ((found[what] - value).norm() / value.norm()).item()
-        if not off < 2 * torch.finfo(way.x_nh.dtype).eps:  # logits of another GEMM may differ by a rounding
+        if not off < 2 * torch.finfo(way.x_nh.dtype).eps:  # another GEMM's logits may differ by a rounding
             raise ArithmeticError(f"its {what} is {off:.2g} off")
 
 
@@ -167,9 +170,10 @@ def ways(shape: Shape) -> dict[str, Way]:
 
 
 def parts(way: Way, name: str) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
-    """What is timed of a way, each part run once: whatever cannot compile has failed by then; and what comes before.
+    """The parts of a way that are timed, and what must run before them. Each part is run once, so that parts that
+    cannot compile fail here.
 
-    T writes into E, and gets it as S has left it.
+    T overwrites E, so before each call E is restored to what S returned.
     """
     kept_nv = way.s()
     fresh_nv = kept_nv.clone()
@@ -180,7 +184,7 @@ def parts(way: Way, name: str) -> tuple[dict[str, Callable[[], object]], dict[st
 
 
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, object]]:
-    """The ratios of every way, or why it has none."""
+    """The ratios of every way, or the error for which it has none."""
     works: dict[str, Callable[[], object]] = {"gemm of s": shape.s_gemm, "gemm of t": shape.t_gemm}
     before: dict[str, Callable[[], object]] = {}
     results: dict[str, dict[str, object]] = {}
@@ -210,7 +214,7 @@ def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[s
 
 
 def main() -> int:
-    """Measure every shape and print, or append to a file, a line of JSON for each way; 1 if one failed."""
+    """Measure every shape, and print or append to a file one line of JSON per way. Returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(
         parser,

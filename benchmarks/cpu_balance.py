@@ -1,16 +1,16 @@
-"""Real computation on two cores: how much of the speed-up of a perfectly balanced pipeline vocab-2 reaches.
+"""Measure with real computation on two cores how much of a perfectly balanced pipeline's speed-up vocab-2 reaches.
 
     python benchmarks/cpu_balance.py [--rounds 3] [--iterations 6] [--output FILE.jsonl]
 
-Two ranks, one core and one thread each, a model whose output layer costs about as much as its transformer layers. Plain
-Megatron and vocab-2 train in turns; times are those of the schedule (`--rank-report`), medians without a training's
-first iteration.
+Two ranks with one core and one thread each train a model whose output layer costs about as much as its transformer
+layers. Plain Megatron and vocab-2 train in turns. Times are those of the schedule (`--rank-report`); they are medians
+without the first iteration of a training.
 
-    measured speed-up   plain Megatron's iteration over vocab-2's
-    perfect speed-up    the iteration that plain Megatron's pass times give in the simulator, over the one that they
-                        would give if all ranks shared the same work evenly; communication free in both
+    measured speed-up   the time of plain Megatron's iteration, divided by that of vocab-2
+    perfect speed-up    the time that the simulator gives for plain Megatron's pass times, divided by the time for the
+                        same work shared evenly by all ranks; communication is free in both
 
-The last line's `of_perfect` is the measured over the perfect speed-up. Run it on a machine with nothing else to do.
+`of_perfect` in the last line is the measured speed-up divided by the perfect one. Run this on an idle machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_vp.schedule import StageCosts, generate, simulate
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 ON_A_CORE_OF_ITS_OWN = 'exec taskset --cpu-list $LOCAL_RANK "$0" "$@"'
-"""As on a device of its own: a rank that waits lends nothing to the one that works."""
+"""Binds each rank to a core, as if it had its own device: a rank that waits does not lend its core to the other."""
 MODEL = {
     "num-layers": 4,
     "hidden-size": 256,
@@ -56,7 +56,7 @@ MODEL = {
 
 
 def train(flags: list[str], iterations: int) -> list[dict]:
-    """The ranks' reports of one training in processes of its own."""
+    """Run one training in separate processes, and return the ranks' reports."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
@@ -73,13 +73,13 @@ def train(flags: list[str], iterations: int) -> list[dict]:
 
 
 def iteration_seconds(reports: list[dict]) -> list[float]:
-    """Seconds of every iteration but the first, on the rank that took longest."""
+    """The seconds of every iteration but the first, on the slowest rank."""
     times = zip(*(report["iteration_milliseconds"][1:] for report in reports), strict=True)
     return [max(ranks) / 1000 for ranks in times]
 
 
 def perfect_speed_up(reports: list[dict]) -> float:
-    """Of plain Megatron's pass times: simulated as they are, over simulated with the work spread evenly."""
+    """The perfect speed-up for plain Megatron's pass times: the simulated time over that with evenly spread work."""
     microbatches = reports[0]["microbatches"]
     forward, backward = (
         [fmean(times[kind] for times in report["pass_milliseconds_by_iteration"][1:]) for report in reports]
@@ -94,7 +94,7 @@ def perfect_speed_up(reports: list[dict]) -> float:
 
 
 def main() -> None:
-    """Train in turns and print, or append to a file, a line of JSON a round and one of the medians."""
+    """Train in turns, and print or append to a file one line of JSON per round, and one for the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=6)

@@ -1,12 +1,12 @@
-"""The shortest order of a schedule's passes within given memory, by OR-tools' CP-SAT. For small schedules.
+"""Find the shortest order of a schedule's passes within a given memory with OR-tools' CP-SAT, for small schedules.
 
-The model knows the passes and operations of `build_graph`, their durations, and the limits that our generators keep. A
-rank runs one pass at a time, a communicator one operation. Every start is a variable, the makespan is minimised, and
-the schedule at hand is the first guess.
+The model contains the passes and operations of `build_graph`, their durations, and the limits that our generators keep.
+A rank runs one pass at a time, and a communicator one operation. Every start is a variable, the makespan is minimised,
+and the given schedule is the first guess.
 
-Microbatches are alike. Sorting the passes of one rank, kind and chunk by time, and numbering them in that order, breaks
-neither a dependency nor a limit. So the model numbers them in that order from the start. Only for schedules with pairs
-(see `Nominal.pairs`), whose microbatches differ, this is a restriction.
+All microbatches are equal. If the passes of one rank, kind and chunk are sorted by time and numbered in that order, no
+dependency or limit is violated. So the model prescribes this order from the start. It is a restriction only for
+schedules with pairs (see `Nominal.pairs`), whose microbatches differ.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.reorder import link_limits
 
 GRID = 400
-"""Durations are multiples of 1/GRID: the solver computes with integers."""
+"""Durations must be multiples of 1/GRID, because the solver computes with integers."""
 
 Pairs = Sequence[Sequence[tuple[Pass, Pass]]]
 
 
 @dataclass(frozen=True)
 class Shortest:
-    """What the solver found, timed by our simulator, and what it proved."""
+    """The schedule that the solver found, timed by our simulator, and the bound that it proved."""
 
     schedule: Schedule
     makespan: float
     bound: float
-    """no order within the limits takes less"""
+    """No order within the limits takes less time."""
 
     @property
     def proven(self) -> bool:
-        """Whether nothing shorter exists."""
+        """Whether it is proven that no shorter order exists."""
         return self.makespan <= self.bound + 1e-6
 
 
 def shortest(schedule: Schedule, limits: MemoryLimits, pairs: Pairs, costs: Costs, effort: float) -> Shortest:
-    """The shortest order of the passes of `schedule` within `limits`.
+    """Find the shortest order of the passes of `schedule` within `limits`.
 
-    The solver stops after about `effort` seconds of one core; it counts steps, so the result does not depend on the
-    machine. Raises ValueError for durations off the grid, and ScheduleError where the order found is not valid: then
-    the model is wrong.
+    The solver stops after about `effort` seconds on one core. It counts steps instead of seconds, so the result does
+    not depend on the machine. Raises ValueError for durations off the grid, and ScheduleError if the found order is not
+    valid, which means that the model is wrong.
     """
     model = _Model(schedule, costs)
     model.run_one_at_a_time(pairs)
@@ -68,7 +68,7 @@ def shortest(schedule: Schedule, limits: MemoryLimits, pairs: Pairs, costs: Cost
 
 
 class _Model:
-    """Variables by the numbers of the graph's nodes. Times are whole numbers of `unit`."""
+    """The solver's model, with variables indexed by the numbers of the graph's nodes. Times are multiples of `unit`."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.graph = schedule, _graph(schedule)
@@ -93,7 +93,7 @@ class _Model:
                 self.model.add(start >= self.end[before])
 
     def _guess(self) -> None:
-        """Time the given order."""
+        """Time the given order, which is the first guess."""
         graph = self.graph
         if self.schedule.vocab is VocabMethod.INTERLACED:
             graph = _graph(self.schedule)
@@ -101,10 +101,10 @@ class _Model:
         self.guess = node_times(graph, self.orders, self.took)
 
     def run_one_at_a_time(self, pairs: Pairs) -> None:
-        """Let no two passes of a rank overlap, nor two operations of a communicator.
+        """Forbid that two passes of a rank, or two operations of a communicator, overlap.
 
-        The backward of a pair runs behind its forward with nothing in between. From a V's broadcast on, which waits for
-        all ranks to come to their V, a rank runs nothing else.
+        The backward of a pair follows its forward with nothing in between. From the start of a V's broadcast, which
+        waits for all ranks, until the end of that V, a rank runs nothing else.
         """
         backward_of: dict[int, int] = {}
         if pairs:
@@ -127,14 +127,14 @@ class _Model:
             self.model.add_no_overlap(intervals)
 
     def _interval(self, first: int, last: int) -> cp_model.IntervalVar:
-        """From the start of a node to the end of the same or another one."""
+        """The interval from the start of a node to the end of the same or another node."""
         if first == last:
             return self.model.new_fixed_size_interval_var(self.start[first], self.took[first], "")
         length = self.model.new_int_var(self.took[first], int(max(self.guess.end)), "")
         return self.model.new_interval_var(self.start[first], length, self.end[last], "")
 
     def keep_microbatches_in_order(self) -> None:
-        """Let nodes that differ in nothing but their microbatch run in the order of these."""
+        """Let nodes that differ only in their microbatch run in the order of microbatches."""
         alike = defaultdict(list)
         for node, number in zip(self.graph.nodes, range(len(self.took)), strict=True):
             alike[_without_microbatch(node)].append(number)
@@ -143,7 +143,7 @@ class _Model:
                 self.model.add(self.start[after] >= self.end[before])
 
     def limit_memory(self, rank: int, held: Held, limit: int) -> None:
-        """Let at most `limit` passes of a rank have taken this memory and not given it back."""
+        """Let a rank hold this kind of memory for at most `limit` passes at a time."""
         numbers = self.orders[rank]
         found = lives(self.schedule.ranks[rank], held)
         if len(found) > limit:
@@ -151,20 +151,21 @@ class _Model:
             self.model.add_cumulative(intervals, [1] * len(intervals), limit)
 
     def solve(self, effort: float) -> tuple[Schedule, float]:
-        """The schedule found, and the lower bound."""
+        """Return the schedule that was found, and the lower bound."""
         self.model.minimize(self.makespan)
         solver = cp_model.CpSolver()
         solver.parameters.max_deterministic_time = effort
         solver.parameters.num_workers = 1
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            # Not even the first guess was confirmed within the effort, which says nothing about it.
+            # The effort was not enough to confirm even the first guess, which does not mean that the guess is invalid.
             assert status == cp_model.UNKNOWN, f"the given order is not possible: {solver.status_name(status)}"
             return self.schedule, 0.0
         place = {number: position for position, number in enumerate(self.guess.order)}
         ranks = []
         for order in self.orders:
-            # What takes no time comes first; at the same time, as in the order at hand.
+            # Among passes that start at the same time, those that take no time come first, then those that are earlier
+            # in the given order.
             order = sorted(order, key=lambda n: (solver.value(self.start[n]), self.took[n], place[n]))
             ranks.append(tuple(self.graph.step(number).action for number in order))
         return replace(self.schedule, ranks=tuple(ranks)), solver.best_objective_bound * self.unit

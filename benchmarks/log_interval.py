@@ -1,11 +1,12 @@
-"""What `--log-pipeline-interval 1` adds to a step: real processes and communication, computation replaced by sleep.
+"""Measure what `--log-pipeline-interval 1` adds to a step, with real processes and communication but sleeping passes.
 
     python benchmarks/log_interval.py [--ranks 4] [--microbatches 16] [--pass-ms 10] [--iterations 20]
 
-Recorded and unrecorded iterations take turns in the same processes, so both meet the same machine. After a recorded one
-every rank reads its marks and puts its figures into the store, as in training, before the step counts as done; the last
-rank also takes the figures of all ranks. Printed is the ratio of the medians, that of the fastest iterations, and the
-processor time of the last rank in an iteration of either kind, which other work on the machine changes least.
+Recorded and unrecorded iterations take turns in the same processes, so that both see the same machine. After a recorded
+iteration, every rank reads its timings and puts its figures into the store, as in training, before the step counts as
+done; the last rank also fetches the figures of all ranks. The output is the ratio of the medians, the ratio of the
+fastest iterations, and the processor time of the last rank per iteration of either kind, which other work on the
+machine affects least.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_vp.schedule import lower
 
 
 def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict | None:
-    """A row of results, on the last rank."""
+    """Run one schedule; return a row of results on the last rank, None on others."""
     device, pipeline, ranks, rank = DEVICES["host"](), Pipeline(groups), options.ranks, groups.rank
     schedule, costs = made_schedule(name, options, 0.0)
     program, model = lower(schedule, costs)[rank], SleepingModel(schedule, rank, costs, device)
@@ -63,7 +64,7 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
     if rank != ranks - 1:
         return None
     assert len(logged) == options.iterations, f"{len(logged)} iterations were written"
-    plain, watched = took[False][1:], took[True][1:]  # the first connect the communicators
+    plain, watched = took[False][1:], took[True][1:]  # the first iterations connect communicators
     return {
         "schedule": name,
         "median_ratio": round(statistics.median(watched) / statistics.median(plain), 4),
@@ -87,7 +88,7 @@ def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
 
 
 def main() -> None:
-    """Run every schedule on ranks of its own."""
+    """Run every schedule in separate processes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)

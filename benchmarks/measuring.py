@@ -1,4 +1,4 @@
-"""How the benchmarks take sizes, take the time of one call and write down what they found."""
+"""Helpers with which the benchmarks read sizes, time calls, and write results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from pathlib import Path
 import torch
 
 EVICTING_BYTES = 2**30
-"""Written before every timed call: 20 times the L2 of an H100, so that inputs come from memory."""
+"""The bytes that are written before every timed call: 20 times the L2 of an H100, so that inputs come from memory."""
 
 CLEANING_BYTES = 2**28
-"""Read after that, so that L2 holds lines that need not be written back: otherwise the first kernel that is timed pays
-for up to 50 MB of other writes."""
+"""The bytes that are read after that, so that L2 holds lines that need not be written back. Otherwise the first timed
+kernel would pay for up to 50 MB of other writes.
+"""
 
 SUSTAINED_SECONDS = 0.3
 
 HEAD_START_CYCLES = 4_000_000
-"""The device then spins for about 2 ms, within which the host issues the call's kernels, as it is ahead in a run."""
+"""The cycles for which the device then spins, about 2 ms, so that the host can issue the kernels ahead, as in a run."""
 
 
 def milliseconds(work: Callable[[], object], device: torch.device, *, dirty: bool = False) -> float:
-    """One call, by device events on a GPU.
+    """The milliseconds of one call, measured with device events on a GPU.
 
-    There the host gets a head start, so the time is the device's and not that of launches. The inputs have left L2 by
-    then. With `dirty` L2 is full of lines that must be written back first; in a run it holds both kinds.
+    On a GPU the host gets a head start, so the time does not include launches, and the inputs are no longer in L2. With
+    `dirty`, L2 is full of lines that must be written back first; in a real run it holds both kinds.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -58,9 +59,9 @@ def times(
     dirty: bool = False,
     before: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each in every round, in turns, after two rounds that warm up.
+    """The milliseconds of each work in every round, run in turns, after two warm-up rounds.
 
-    `before` prepares some of them, for a work that changes its input, say. That is not in the times.
+    `before` prepares some of the works, for example those that change their input; this is not timed.
     """
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 2):
@@ -72,10 +73,10 @@ def times(
 
 
 def sustained(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a call among many that follow each other without a pause, for `SUSTAINED_SECONDS`.
+    """The milliseconds of a call among many that follow each other without a pause, for `SUSTAINED_SECONDS`.
 
-    At the clock that the device keeps up under load: after a pause, as in `milliseconds`, a single call may run at a
-    higher one. Inputs that fit L2 may still be there from the call before.
+    The device then runs at the clock that it sustains under load; a single call after a pause, as in `milliseconds`,
+    may run at a higher clock. Inputs that fit L2 may still be there from the previous call.
     """
     calls = max(3, int(1e3 * SUSTAINED_SECONDS / milliseconds(work, device)) if device.type == "cuda" else 3)
 
@@ -83,7 +84,7 @@ def sustained(work: Callable[[], object], device: torch.device) -> float:
         for _ in range(calls):
             work()
 
-    for _ in range(2):  # the first loop brings the clock down
+    for _ in range(2):  # the first loop lowers the clock
         took = milliseconds(many, device)
     return took / calls
 
@@ -94,12 +95,12 @@ def medians(
     device: torch.device,
     before: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Median milliseconds of each, in turns."""
+    """The median milliseconds of each work, run in turns."""
     return {name: statistics.median(values) for name, values in times(works, rounds, device, before=before).items()}
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """The first and the last tenth of some values; their least and largest where there are fewer than three."""
+    """The first and last decile of some values, or their minimum and maximum if there are fewer than three."""
     if len(values) < 3:
         return min(values), max(values)
     tenths = statistics.quantiles(values, n=10, method="inclusive")
@@ -107,14 +108,14 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 def copy_bandwidth(size: int, device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second that a copy of `size` bytes reads and writes: the roof of a kernel that moves as many."""
+    """The bytes per second that a copy of `size` bytes reads and writes, the roof for kernels that move as many."""
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2e3 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, rounds, device)["copy"]
 
 
 def device_state(device: torch.device) -> dict[str, str] | None:
-    """Clock, power and why the clock is held down, as nvidia-smi says; None without a GPU or without the tool."""
+    """Clock, power and throttle reasons from nvidia-smi; None without a GPU or without the tool."""
     names = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
     if device.type != "cuda":
         return None
@@ -132,7 +133,7 @@ def _elsewhere(device: torch.device) -> torch.Tensor:
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: str) -> None:
-    """Options for comma-separated sizes."""
+    """Add options for comma-separated sizes."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", default=default, help=f"comma-separated (default {default})")
 
@@ -143,7 +144,7 @@ def sizes(args: argparse.Namespace, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def write(line: dict, output: Path | None) -> None:
-    """Print a line of JSON, and append it to a file where there is one: what is done stays when the rest is cut off."""
+    """Print a line of JSON, and append it to `output` if given, so that results survive if the rest is interrupted."""
     text = json.dumps({"benchmark": Path(sys.argv[0]).stem} | line)
     print(text, flush=True)
     if output is not None:

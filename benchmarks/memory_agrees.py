@@ -1,14 +1,14 @@
-"""The memory that `simulate` predicts against what `replay --shapes-only` counts, over jobs that people train.
+"""Compare the memory that `simulate` predicts with the memory that `replay --shapes-only` counts, for realistic jobs.
 
     python benchmarks/memory_agrees.py [--jobs TEXT;TEXT;...] [--output FILE.jsonl]
     python benchmarks/memory_agrees.py --counted FILE.jsonl [...]
     python benchmarks/memory_agrees.py --table FILE.jsonl
 
-The replay runs the real program of a rank on fake tensors and knows nothing of the cost model. Every line has the bytes
-of tensors at a rank's peak, counted and predicted (without workspaces, and without what no tensor holds). The exit
-status is 1 where the two are further apart than MEAN on average or MOST at worst.
+The replay runs the real program of a rank on fake tensors, and does not use the cost model. Every line has the bytes of
+tensors at a rank's peak, counted and predicted; the prediction leaves out workspaces and memory outside of tensors. The
+exit status is 1 if the two differ by more than MEAN on average or by more than MOST at worst.
 
---jobs takes the jobs whose name contains one of the texts. --counted takes the counts that a file has and predicts
+--jobs selects the jobs whose names contain one of the texts. --counted reads counts from a file and only predicts
 again, after a change of the cost model. --table prints the lines of a file as a table for the documentation.
 """
 
@@ -35,7 +35,7 @@ from tests.harness.ranks import RankError, run_ranks  # noqa: E402
 GIB = 2**30
 
 MEAN, MOST = 0.03, 0.08
-"""How far the two may be apart: on average, and in any rank of any job."""
+"""How far the two may differ: on average, and for any rank of any job."""
 
 LAYERS = {
     "TE": [],
@@ -63,14 +63,16 @@ SETTINGS = {
     "gemma2_9b": "kernels: {window_size: null, window_attn_skip_freq: null}\nmodel: {apply_layernorm_1p: null}\n",
     "fp16": "precision: {bf16: false, fp16: true}\n",
 }
-"""What no flag can unset: sliding windows and norms around one need Transformer Engine, in a job with local layers."""
+"""Configuration overlays that unset what no flag can unset, such as sliding windows and zero-centered norm weights,
+which need Transformer Engine's layers.
+"""
 GEMMA_V = ["--pipeline-model-parallel-layout", "Et*3|(t*3|)*9(t*2|)*5t*2L"]
-"""42 layers on the two chunks of 8 ranks."""
+"""A layout of 42 layers on the two chunks of 8 ranks."""
 
 
 @dataclass(frozen=True)
 class AgreesJob:
-    """One job: a configuration, whose layers, a schedule, a vocabulary method, and one more choice."""
+    """A job: a configuration, an implementation of layers, a schedule, a vocabulary method, and one more choice."""
 
     model: str
     layers: str
@@ -80,11 +82,11 @@ class AgreesJob:
 
     @property
     def name(self) -> str:
-        """The job in a line."""
+        """The name of the job, in one line."""
         return ", ".join(filter(None, (self.model, self.layers, self.schedule, self.method, self.further)))
 
     def files(self, folder: Path) -> list[str]:
-        """Its configuration files; what it unsets is written into `folder`."""
+        """The configuration files of the job; overlays are written to `folder`."""
         files = [str(ROOT / "configs" / f"{self.model}.yaml")]
         for each in (self.model, self.further):
             if each in SETTINGS and not (each == self.model and self.layers == "TE"):
@@ -95,7 +97,7 @@ class AgreesJob:
 
     @cached_property
     def flags(self) -> list[str]:
-        """Its flags. Three microbatches per pipeline rank hold as much as any more."""
+        """The flags of the job. Three microbatches per pipeline rank are enough to reach the peak."""
         flags = ["--pipeline-schedule", self.schedule, *LAYERS[self.layers], *METHODS[self.method]]
         flags += GEMMA_V if self.model == "gemma2_9b" and self.schedule != "1f1b" else []
         flags += ["--num-virtual-stages-per-pipeline-rank", "2"] if self.schedule == "interleaved" else []
@@ -124,7 +126,7 @@ TWENTY = [
     AgreesJob("gpt_4b", "sdpa", "1f1b", "vocab-1"),
     AgreesJob("gpt_4b", "sdpa", "v-half", "plain"),
 ]
-"""Llama-like, Qwen-like, Gemma-like and GPT; fused and local layers; 1F1B and V-Half."""
+"""Twenty jobs: Llama-like, Qwen-like, Gemma-like and GPT; fused and local layers; 1F1B and V-Half."""
 
 JOBS = [
     *TWENTY,
@@ -149,14 +151,14 @@ JOBS = [
     AgreesJob("gpt_4b", "TE", "v-half", "vocab-2", "half of the rows on the last rank"),
     AgreesJob("gpt_4b", "TE", "zb-h1", "vocab-1", "half of the rows on the last rank"),
 ]
-"""And what else changes memory: further schedules, sizes and options."""
+"""All jobs, including further schedules, sizes and options that change memory."""
 
 PLACES = ("first", "middle", "last")
-"""Pipeline ranks."""
+"""The pipeline ranks that are compared."""
 
 
 def predicted(job: AgreesJob) -> list[float]:
-    """Bytes of tensors that the cost model says for the peak of every pipeline rank."""
+    """The bytes of tensors that the cost model predicts for the peak of every pipeline rank."""
     from megatron_vp.cost.balance.chosen_shards import with_shards
     from megatron_vp.cost.hardware.gpus import HARDWARE
     from megatron_vp.cost.memory.rank_memory import WORKSPACES
@@ -174,7 +176,9 @@ def predicted(job: AgreesJob) -> list[float]:
 
 
 def counted(job: AgreesJob, rank: int) -> dict[str, Any]:
-    """What a replay of shapes reports of one pipeline rank, in a process of its own: caches would keep fake tensors."""
+    """The report of a replay of shapes for one pipeline rank, in a separate process, because caches would keep fake
+    tensors.
+    """
     try:
         return run_ranks(1, replay, job, rank, timeout=600)[0]
     except RankError as error:
@@ -182,7 +186,7 @@ def counted(job: AgreesJob, rank: int) -> dict[str, Any]:
 
 
 def replay(_rank: int, _world_size: int, job: AgreesJob, rank: int) -> dict[str, Any]:
-    """The same in this process."""
+    """Replay one pipeline rank in this process."""
     from megatron_vp.jobs.job_config import read_sizes
     from megatron_vp.mcore.replay.one_rank import run_alone
 
@@ -194,7 +198,7 @@ def replay(_rank: int, _world_size: int, job: AgreesJob, rank: int) -> dict[str,
 
 
 def agreement(job: AgreesJob, place: str, earlier: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """What both say of the `first`, `middle` or `last` pipeline rank; `earlier` lines spare a count."""
+    """Both figures for the `first`, `middle` or `last` pipeline rank; counts in `earlier` lines are reused."""
     found = predicted(job)
     rank = {"first": 0, "middle": len(found) // 2, "last": len(found) - 1}[place]
     line = {"job": job.name, "place": place, "rank": rank}
@@ -209,12 +213,12 @@ def agreement(job: AgreesJob, place: str, earlier: dict[tuple[str, str], dict[st
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The lines of JSON of a file."""
+    """Read the lines of JSON in a file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def table_of(lines: list[dict[str, Any]]) -> str:
-    """A row per job, GiB counted and predicted for each of its ranks; and how far the two are apart."""
+    """A table with a row per job, GiB counted and predicted for each of its ranks, and how far the two differ."""
     rows: dict[str, list[str]] = {}
     for line in lines:
         cells = ["failed", line["error"]] if "error" in line else [
@@ -234,7 +238,7 @@ def table_of(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Compare all jobs and print, or append to a file, a line of JSON for each rank; 1 if they do not agree."""
+    """Compare all jobs, and print or append to a file one line of JSON per rank. Returns 1 if they do not agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default="", help="texts in the names of jobs, separated by semicolons")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
@@ -260,6 +264,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import memory_agrees  # what the ranks' processes can import
+    import memory_agrees  # so that the ranks' processes can import it
 
     sys.exit(memory_agrees.main())

@@ -1,4 +1,4 @@
-"""Draws what `replay_tables.py --shapes-only` counted: the peak of every stage, a panel a model, beside the prediction.
+"""Draw the peak memory of every stage that `replay_tables.py --shapes-only` counted, next to the prediction.
 
 python benchmarks/memory_by_stage.py benchmarks/results/replay_shapes.jsonl -o docs/images/memory_by_stage.png
 """
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Read lines, draw one vocabulary size."""
+    """Read the lines, and draw those of one vocabulary size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="lines of JSON")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a PNG or SVG")

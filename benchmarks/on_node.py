@@ -1,8 +1,8 @@
-"""Ten minutes on a node with eight GPUs: whether jobs start, end, compute plain Megatron's losses, and what they take.
+"""Check on a node with eight GPUs whether jobs start, end and match plain Megatron, and how fast they are.
 
     benchmarks/on_node.sh FOLDER [STEP...]
 
-Steps, in this order; `losses` must run before those behind it, which start from its checkpoint:
+The steps run in this order; `losses` must run before the steps after it, which start from its checkpoint:
 
     env       what a run would use on this machine
     nccl      communicators, streams and whole iterations over NCCL (tests/gpu/test_nccl.py)
@@ -10,13 +10,13 @@ Steps, in this order; `losses` must run before those behind it, which start from
     blocking  three iterations with CUDA_LAUNCH_BLOCKING=1
     timers    three iterations with --timing-log-level 2
     tensor    two tensor ranks per stage with CUDA_DEVICE_MAX_CONNECTIONS=1, compared with plain Megatron
-    channels  1f1b with vocab-2 where a message between ranks may take one or two of NCCL's channels, not four
-    start     how long jobs take to their first iteration, with each of PyTorch's NCCL backends
-    memory    what the device holds outside PyTorch's allocator, per rank
+    channels  1f1b with vocab-2, with one or two of NCCL's channels per message between ranks instead of four
+    start     the time that jobs take to their first iteration, with each of PyTorch's NCCL backends
+    memory    the device memory of each rank outside of PyTorch's allocator
 
-Every command has a time limit. FOLDER gets a log per command, summary.txt, results.json, and send_this.tar.gz with all
-of it. The exit status is 1 where a verdict is FAILED. Without eight GPUs the same steps run on four CPU processes, at
-sizes that only show that they run.
+All steps together take ten minutes, and every command has a time limit. FOLDER gets a log per command, summary.txt,
+results.json, and send_this.tar.gz with all of these. The exit status is 1 if a verdict is FAILED. Without eight GPUs,
+the same steps run on four CPU processes, at sizes that only show that the steps work.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """How many ranks there are, and a job of the right size for them."""
+    """The number of ranks, and a job of the right size for them."""
 
     ranks: int
     model: list[str]
     tolerance: float
-    """Of losses, relative: what rounding leaves in the job's precision."""
+    """The relative tolerance for losses, which rounding in the job's precision requires."""
 
     @property
     def on_gpus(self) -> bool:
-        """Whether this is no rehearsal."""
+        """Whether the steps run on GPUs, not as a rehearsal on CPUs."""
         return "--cpu" not in self.model
 
 
 def machine() -> Machine:
-    """Eight GPUs, or four CPU processes."""
+    """Describe this machine: eight GPUs, or four CPU processes."""
     shared = ["--num-layers", "16", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
     shared += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--no-create-attention-mask-in-dataloader"]
     shared += ["--micro-batch-size", "1", "--lr", "2e-4", "--lr-decay-style", "constant", "--clip-grad", "1.0"]
@@ -79,11 +79,11 @@ def machine() -> Machine:
 
 @dataclass
 class Run:
-    """What one job left behind."""
+    """The results of one job."""
 
     name: str
     status: int | None
-    """None where it ran into its limit."""
+    """The exit status; None if the job reached its time limit."""
     seconds: float
     to_first_iteration: float | None
     losses: dict[int, float]
@@ -93,12 +93,12 @@ class Run:
 
     @property
     def median(self) -> float:
-        """Milliseconds of an iteration."""
+        """The median milliseconds of an iteration."""
         return sorted(self.milliseconds)[len(self.milliseconds) // 2]
 
 
 class Node:
-    """Runs the steps and writes down what they found."""
+    """Runs the steps, and writes down their results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +107,7 @@ class Node:
         self.results: dict[str, object] = {"torch": torch.__version__, "ranks": self.machine.ranks}
 
     def say(self, verdict: str, words: str) -> None:
-        """A verdict: ok, FAILED, or a figure to look at."""
+        """Report a verdict: ok, FAILED, or a figure to look at."""
         self.failed |= verdict == "FAILED"
         line = f"{verdict:7} {words}"
         print(line, flush=True)
@@ -115,7 +115,9 @@ class Node:
             file.write(line + "\n")
 
     def command(self, name: str, words: list[str], limit: float, **environment: str) -> tuple[int | None, float, Path]:
-        """Exit status (None after `limit` seconds), duration, and where the output is."""
+        """Run a command; return its exit status (None after `limit` seconds), its duration, and the file with its
+        output.
+        """
         log = self.folder / f"{name.replace(' ', '_')}.log"
         start = time.monotonic()
         with log.open("w") as file:
@@ -127,7 +129,7 @@ class Node:
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun ends its ranks, whose watchdogs say where they were
+                process.terminate()  # torchrun stops its ranks, whose watchdogs then say where they were
                 try:
                     process.wait(40)
                 except subprocess.TimeoutExpired:
@@ -138,7 +140,7 @@ class Node:
     def train(
         self, name: str, flags: list[str], limit: float = 90, script: tuple[str, ...] = SCRIPT, **environment: str
     ) -> Run:
-        """A training job on all ranks."""
+        """Run a training job on all ranks."""
         reports = self.folder / f"{name.replace(' ', '_')}_ranks"
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc-per-node", str(self.machine.ranks), *script, *self.machine.model]
@@ -163,7 +165,7 @@ class Node:
         )
 
     def ended(self, run: Run) -> bool:
-        """Whether a job ended well; says so where it did not."""
+        """Whether a job succeeded; if not, report it."""
         if run.status == 0:
             return True
         what = "hung until its limit" if run.status is None else f"ended with status {run.status}"
@@ -247,7 +249,7 @@ class Node:
 
     def _channels(self) -> list[Run]:
         runs, flags = [], OURS["1f1b vocab-2"]
-        for channels in ("4", "2", "1"):  # in one step: times of iterations compare with those of the same minute
+        for channels in ("4", "2", "1"):  # in one step, so that iteration times from the same minute are compared
             script = ("benchmarks/with_channels.py", channels, *SCRIPT)
             runs.append(self._from_weights(f"channels {channels}", flags, ["--train-iters", "10"], script))
             if self.ended(runs[-1]):
@@ -284,7 +286,7 @@ STEPS = ("env", "nccl", "losses", "blocking", "timers", "tensor", "channels", "s
 
 
 def main() -> None:
-    """Run the steps and pack what they left."""
+    """Run the steps, and pack their results."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog=f"steps: {' '.join(STEPS)} (default: all)"
     )

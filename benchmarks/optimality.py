@@ -1,15 +1,16 @@
-"""How far the schedules that we generate are from the shortest ones in the same memory.
+"""Measure how far the schedules that we generate are from the shortest ones in the same memory.
 
     python benchmarks/optimality.py [--solve] [--effort 15] [--only zb-v ...] [--write]
 
-Small schedules of every family, with every vocabulary method, equal and unequal costs, with and without communication:
-our makespan over the shortest possible with the same passes, dependencies and limits. `--solve` finds the shortest with
-OR-tools' CP-SAT (`pip install 'megatron_vp[optimality]'`) for the cases that `results/optimality.jsonl` lacks, and adds
-them there; delete a line to have it solved again. A case takes a second to a minute on one core. Where the solver stops
-before it has proven the shortest, its lower bound counts: the ratio is then at most what is printed.
+The cases are small schedules of every family, with every vocabulary method, equal and unequal costs, with and without
+communication. For each case, our makespan is divided by the shortest possible with the same passes, dependencies and
+limits. `--solve` finds the shortest with OR-tools' CP-SAT (`pip install 'megatron_vp[optimality]'`) for the cases that
+`results/optimality.jsonl` lacks, and adds them there; delete a line to solve its case again. A case takes a second to a
+minute on one core. If the solver stops before it has proven the shortest, its lower bound is used, and the ratio is at
+most what is printed.
 
-At the end it prints the table of docs/evidence/predictions.md. The exit status is 1 if a schedule
-takes more than 2 percent over the bound; V-Min and one named cell of the table may take more.
+At the end, the script prints the table of docs/evidence/predictions.md. The exit status is 1 if a schedule takes more
+than 2 percent over the bound; V-Min and one named cell of the table may take more.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimality.jsonl"
 
 MOST = 1.02
-"""The most that a makespan may be of the shortest, with the exceptions below."""
+"""The largest ratio of a makespan to the shortest that is allowed, apart from the exceptions below."""
 EXCEPTED = {"v-min": 1.035}
-"""The most for families without slack."""
+"""The largest ratio allowed for families without slack."""
 EXCEPTED_ROWS = {("interleaved", "none", "layers and rows"): 1.03}
-"""The most for an order of Megatron's own. Without vocabulary passes, Megatron runs it; it is here for comparison."""
+"""The largest ratio allowed for an order that Megatron itself runs, without vocabulary passes. It is here for
+comparison.
+"""
 
 SIZES = {
     "equal": ((2, 8), (3, 6), (4, 8)),
@@ -52,7 +55,7 @@ SIZES = {
     "layers and rows": ((2, 8), (3, 6)),
     "few holders": ((2, 8), (3, 6)),
 }
-"""Ranks and microbatches for each set of costs."""
+"""The ranks and microbatches for each set of costs."""
 
 ALIKE = {
     "equal": PassCosts(),
@@ -60,7 +63,7 @@ ALIKE = {
     "large vocabulary": PassCosts(S=0.8, T=0.5),
     "communication": PassCosts(comm=0.05),
 }
-"""Costs that are alike on all ranks."""
+"""The sets of costs that are equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +78,24 @@ class Case:
 
     @property
     def vocab_ranks(self) -> tuple[int, ...] | None:
-        """The ranks with vocabulary rows; None: all. With few holders, the second half of the ranks."""
+        """The ranks with vocabulary rows; None for all. With few holders, it is the second half of the ranks."""
         return tuple(range(self.ranks // 2, self.ranks)) if self.costs_name == "few holders" else None
 
     @property
     def chunks(self) -> int:
-        """Chunks per rank."""
+        """The number of chunks per rank."""
         return FAMILIES[self.name].chunks_of(None)
 
     def costs(self) -> Costs:
-        """The costs; see `SIZES` for their names."""
+        """The costs of passes; `SIZES` lists their names."""
         return ALIKE[self.costs_name] if self.costs_name in ALIKE else self._by_stage()
 
     def _by_stage(self) -> StageCosts:
-        """Stages of unequal layers. Holders share the rows so that all ranks with rows work about equally long.
+        """The costs for stages with unequal layers. The rows are shared so that all ranks with rows work about equally
+        long.
 
-        A stage has two layers of F = B = W = 1 / (2 chunks); the last rank has a layer less, and so has each chunk of
-        a holder where few ranks hold rows. Whole vocabulary layers are worth half a layer on the last stage.
+        A stage has two layers with F = B = W = 1 / (2 chunks). The last rank has one layer less or, if few ranks hold
+        rows, each chunk of a holder has. Whole vocabulary layers take as long as half a layer on the last stage.
         """
         placement = FAMILIES[self.name].placement_of(self.ranks)
         holders = range(self.ranks) if self.vocab_ranks is None else self.vocab_ranks
@@ -111,7 +115,7 @@ class Case:
         return StageCosts(tuple(time), tuple(time), tuple(time), S, T, embedding, embedding)
 
     def request(self) -> ScheduleRequest:
-        """What is asked of a schedule."""
+        """The request for the schedule of this case."""
         return ScheduleRequest.of(
             FAMILIES[self.name],
             self.ranks,
@@ -122,12 +126,12 @@ class Case:
         )
 
     def schedule(self) -> Schedule:
-        """Ours."""
+        """The schedule that we generate."""
         return self.request().schedule()
 
     @property
     def key(self) -> dict[str, object]:
-        """What names the case in the results."""
+        """The entries that identify the case in the results."""
         return {
             "schedule": self.name,
             "vocab": self.vocab,
@@ -138,7 +142,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All cases: of the schedules that train."""
+    """Yield all cases, for the schedules that training uses."""
     for costs_name, sizes in SIZES.items():
         for name in PLANNED:
             for vocab in FAMILIES[name].methods:
@@ -150,7 +154,7 @@ def cases() -> Iterator[Case]:
 
 
 def read_results() -> dict[Case, dict]:
-    """What was solved so far, by case."""
+    """Read the cases that were solved so far."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     found = {}
     for line in map(json.loads, lines):
@@ -160,14 +164,14 @@ def read_results() -> dict[Case, dict]:
 
 
 def solve(case: Case, effort: float) -> dict:
-    """The shortest schedule's makespan, its bound and memory."""
+    """Solve a case: find the makespan and memory of the shortest schedule, and the bound."""
     try:
         from exact_schedules import shortest
     except ModuleNotFoundError as error:
         sys.exit(f"--solve needs OR-tools, and there is no module {error.name}: pip install 'megatron_vp[optimality]'")
     family, costs, schedule = FAMILIES[case.name], case.costs(), case.schedule()
     if family.block is None:
-        # A family that is ordered by hand has the memory that its order takes.
+        # For a family whose order is fixed, the limit is the memory that its order takes.
         limits, pairs = MemoryLimits(tuple(map(round, simulate(schedule).peak_activation))), ()
     else:
         request = case.request()
@@ -184,17 +188,17 @@ def solve(case: Case, effort: float) -> dict:
 
 
 def ratio(case: Case, result: dict) -> float:
-    """Our makespan over the bound."""
+    """The ratio of our makespan to the bound."""
     return simulate(case.schedule(), case.costs()).makespan / result["bound"]
 
 
 def most(case: Case) -> float:
-    """The most that our makespan may be of the bound."""
+    """The largest ratio of our makespan to the bound that is allowed for a case."""
     return EXCEPTED_ROWS.get((case.name, case.vocab, case.costs_name)) or EXCEPTED.get(case.name, MOST)
 
 
 def table(results: dict[Case, dict]) -> str:
-    """The largest ratio of every family, method and set of costs, in Markdown."""
+    """A Markdown table with the largest ratio for every family, method and set of costs."""
     rows = dict.fromkeys((case.name, case.vocab) for case in cases())
     lines = ["| schedule | vocabulary | " + " | ".join(SIZES) + " |", "|---" * (2 + len(SIZES)) + "|"]
     for name, vocab in rows:

@@ -1,21 +1,21 @@
-"""S and T of one shard with their bare GEMMs, eager and compiled operations and other implementations.
+"""Compare S and T of one shard with their bare GEMMs, eager and compiled operations, and other implementations.
 
     python benchmarks/output_layer.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-Every line is one shape. All times of a line come from one process, in turns; the medians' ratios are the result, the
-milliseconds belong to the machine.
+Every line is one shape. All times in a line come from one process, in turns. The result is the ratios of medians; the
+milliseconds depend on the machine.
 
     s_t_and_loss        our whole chain on one shard: S and T of vocab-2, the fold of C1's statistics, the losses, and
-                        dX rescaled. Rivals (`rivals.py`) do as much, on a vocabulary of this shard's size
+                        dX rescaled. Rivals (`rivals.py`) do the same, on a vocabulary of this shard's size
     s_over_aim, t_over_aim
-                        over the aim: the GEMM, the bytes that the kernel next to it reads and writes at the speed of a
-                        copy, and 2.5 us for its launch, all on this device and in this process
-    sustained           the same of S, and S and T of vocab-2, over their GEMMs in a loop without pauses
-    softmax_over_copy   time of S beyond its GEMM over a copy of as many bytes in the same process, which is its roof
+                        relative to the aim: the GEMM, plus the time of a copy for the bytes that the kernel next to it
+                        reads and writes, plus 2.5 us for its launch, all on this device and in this process
+    sustained           the same for S, and for S and T of vocab-2, relative to their GEMMs in a loop without pauses
+    softmax_over_copy   time of S beyond its GEMM, relative to a copy of as many bytes in the same process, its roof
     t_dirty             T with an L2 full of lines that must be written back first
     error               of dX and dW, by norm, against fp64 on a part of the tokens
 
-Without a GPU it runs the eager operations on small shapes, to be tried at all.
+Without a GPU, the eager operations run on small shapes, only to try out the script.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from megatron_vp.vocab.statistics import GlobalStatistics
 
 SHARDS = 4
 CHECKED_TOKENS = 512
-"""Whose gradients are compared with fp64: more would take longer than what is measured."""
+"""The number of tokens whose gradients are compared with fp64; more would take longer than the measurement itself."""
 
 
 class _Cut(VocabShards):
-    """Shards of just the rows asked for, to measure what rounding spares."""
+    """Shards with exactly the given number of rows, to measure what rounding up saves."""
 
     @property
     def rows_per_shard(self) -> int:
-        """Not rounded."""
+        """The rows per shard, not rounded up."""
         return -(-self.vocab_size // self.count)
 
 
 class Shape:
-    """One shard of `SHARDS` with everything that its passes need, and each thing to be timed as a method."""
+    """One of `SHARDS` shards with everything that its passes need, and a method for everything that is timed."""
 
     def __init__(
         self, tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype, shards: int = SHARDS
@@ -77,40 +77,42 @@ class Shape:
         self._exp_nv = self.pending.exp_nv.clone()
 
     def restore_exp(self) -> None:
-        """E as S has left it. T writes into it: in fp16 it scales the rows that have a target here, every time."""
+        """Restore E to what S returned, because T writes to it: in fp16, each call scales the rows that have a target
+        here.
+        """
         self.pending.exp_nv.copy_(self._exp_nv)
 
     def s(self) -> PendingOutput:
-        """S of vocab-1."""
+        """Run S of vocab-1."""
         return self.layer(self.x_nh, self.labels_n)
 
     def s_gemm(self) -> torch.Tensor:
-        """The GEMM of S alone."""
+        """Run only the GEMM of S."""
         return self.x_nh @ self.layer.weight.detach().t()
 
     def s_of_vocab_2(self) -> torch.Tensor:
-        """S of vocab-2: E W as well."""
+        """Run S of vocab-2, which also computes E W."""
         return self.layer.unscaled_input_gradient(self.layer(self.x_nh, self.labels_n))
 
     def s_of_vocab_2_gemms(self) -> torch.Tensor:
-        """The GEMMs of vocab-2's S alone."""
+        """Run only the GEMMs of vocab-2's S."""
         return self.s_gemm() @ self.layer.weight.detach()
 
     def t(self) -> None:
-        """T of vocab-2: the weight gradient."""
+        """Run T of vocab-2, which computes the weight gradient."""
         self.layer.t_pass(self.pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def t_gemm(self) -> None:
-        """The GEMM of T alone, into fp32 where the device can."""
+        """Run only the GEMM of T, into fp32 if the device supports that."""
         output.operations_for(self.x_nh).add_product_(self.layer.weight.main_grad, self.pending.exp_nv, self.x_nh)
 
     def s_and_t_gemms(self) -> None:
-        """The GEMMs of S and T alone."""
+        """Run only the GEMMs of S and T."""
         self.s_of_vocab_2_gemms()
         self.t_gemm()
 
     def eager_s_and_t(self) -> None:
-        """S and T of vocab-2 on plain PyTorch operations."""
+        """Run S and T of vocab-2 with plain PyTorch operations."""
         with mock.patch.object(output, "operations_for", lambda tensor: EagerOperations()):
             pending = self.s()
             self.layer.unscaled_input_gradient(pending)
@@ -123,7 +125,7 @@ class Shape:
         self.layer.t_pass(pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def s_t_and_loss(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that one shard computes for losses and gradients; returns dX and `main_grad`."""
+        """Run everything that one shard computes for losses and gradients; return dX and `main_grad`."""
         pending = self.s()
         product_nh = self.layer.unscaled_input_gradient(pending)
         total_3n = torch.empty_like(pending.statistics_3n)
@@ -135,11 +137,11 @@ class Shape:
         return part_nh * self.token_loss_grad_n[:, None], self.layer.weight.main_grad
 
     def rivals(self) -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
-        """What else computes the loss of this shard's words, and both gradients."""
+        """Other implementations that compute the loss for this shard's words, and both gradients."""
         return rivals(self.x_nh, self.layer.weight.detach(), self.labels_n % len(self.layer.weight))
 
     def bytes_allocated_by_s(self) -> int:
-        """What S has taken from a GPU's memory when it is over."""
+        """The GPU memory that S still holds when it has ended."""
         before = torch.cuda.memory_allocated()
         pending = self.s()
         taken = torch.cuda.memory_allocated() - before
@@ -147,7 +149,7 @@ class Shape:
         return taken
 
     def bytes_kept_a_logit(self) -> float:
-        """What S leaves for T, X and four vectors included, over the number of logits."""
+        """The bytes per logit that S leaves for T, including X and four vectors."""
         kept = (self.pending.exp_nv, self.x_nh, self.pending.statistics_3n, self.pending.target_logit_n)
         return sum(tensor.nbytes for tensor in kept) / self.pending.exp_nv.numel()
 
@@ -162,12 +164,12 @@ def expected(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def said(error: Exception) -> str:
-    """An exception in one line."""
+    """Describe an exception in one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """Of dX and dW by norm, ours and every rival's, on `CHECKED_TOKENS` tokens; or why one has none."""
+    """The errors of dX and dW by norm on `CHECKED_TOKENS` tokens, for ours and every rival; or why one has none."""
     shape = Shape(min(tokens, CHECKED_TOKENS), hidden, rows, device, dtype, shards=1)
     references, found = expected(shape), {}
     shape.layer.weight.main_grad.zero_()
@@ -185,7 +187,7 @@ def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: tor
 
 
 def peaks(works: dict[str, Callable[[], object]]) -> dict[str, int]:
-    """Most bytes that each call has allocated beyond what there was before."""
+    """The most bytes that each call allocates in addition to those allocated before it."""
     found = {}
     for name, work in works.items():
         before = torch.cuda.memory_allocated()
@@ -196,7 +198,7 @@ def peaks(works: dict[str, Callable[[], object]]) -> dict[str, int]:
 
 
 def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) -> dict[str, object]:
-    """Milliseconds of everything: medians, the first and last tenth, and what follows."""
+    """Measure everything: medians and first and last deciles of milliseconds, and ratios that follow from them."""
     names = ["s_gemm", "s", "s_of_vocab_2_gemms", "s_of_vocab_2", "t_gemm", "t", "s_and_t", "eager_s_and_t"]
     works: dict[str, Callable[[], object]] = {name: getattr(shape, name) for name in [*names, "s_t_and_loss"]}
     failed = {}
@@ -204,7 +206,7 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
         if name in usable:
             try:
                 work()
-            except Exception as error:  # not enough memory for all tokens, say
+            except Exception as error:  # for example too little memory for all tokens
                 failed[name] = said(error)
             else:
                 works[name] = work
@@ -257,16 +259,16 @@ def measure(shape: Shape, usable: list[str], rounds: int, device: torch.device) 
 
 
 def main() -> int:
-    """Measure every combination and print, or append to a file, a line of JSON each; 1 if one failed."""
+    """Measure every combination, and print or append to a file one line of JSON for each. Returns 1 if one failed."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # for Liger, before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"  # for Liger; must be set before Triton is imported
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(
         parser,
         tokens="2048,4096" if on_gpu else "256",
         hidden="3072,4096,6144" if on_gpu else "128",
-        # The last three are what shards are no longer: no multiples of 16, of 8, and odd.
+        # Shards no longer have the last three sizes: not a multiple of 16, not a multiple of 8, and odd.
         rows="8192,32768,9536,9496,4748,10667" if on_gpu else "1000",
     )
     parser.add_argument(
@@ -293,7 +295,7 @@ def main() -> int:
             shape = Shape(tokens, hidden, rows, device, dtype)
             usable = [name for name, error in wrong.items() if name != "ours" and not isinstance(error, str)]
             line |= {"error": wrong} | measure(shape, usable, args.rounds, device)
-        except Exception as error:  # the shapes after this one are measured all the same
+        except Exception as error:  # the following shapes are still measured
             traceback.print_exc()
             line["failed"] = said(error)
             status = 1

@@ -1,24 +1,25 @@
-"""What communication in flight costs the passes beside it: F and B of a few layers, with and without kernels of NCCL.
+"""Measure what communication in flight costs concurrent passes: F and B of a few layers, with and without NCCL kernels.
 
     python benchmarks/overlap_tax.py [--tokens 4096] [--hidden 4096] [--layers 4] [--output FILE.jsonl]
 
-One GPU has no peers, so a kernel of a fixed number of thread blocks stands for NCCL's, of one of two kinds:
+One GPU has no peers, so a kernel with a fixed number of thread blocks stands for NCCL's. There are these kinds:
 
-    copy    moves X, [n, h] in 16 bits, from one buffer to another: C0 beside F, C1 of vocab-2 beside B. It is over long
-            before the pass is
+    copy    moves X, [n, h] in 16 bits, from one buffer to another, like C0 during F, or C1 of vocab-2 during B. It ends
+            long before the pass
     held    waits until the pass has ended, as a receive waits for its message. A rank in the middle of a pipeline has
             about one receive waiting at all times, so this is the tax that every pass pays
 
-    to-host, from-host    copies `--copy-mib` MiB to pinned host memory or back, as `--offload-chunks` does. It takes
-            no multiprocessor. `behind` is how much later a small kernel ends that is issued behind two such copies, of
-            which the second waits for the first: with one hardware queue the second may hold it up
+    to-host, from-host    copies `--copy-mib` MiB to pinned host memory or back, as `--offload-chunks` does. It uses no
+            multiprocessor. `behind` is the delay of a small kernel that is issued after two such copies, of which the
+            second waits for the first: with one hardware queue, the second may block the kernel
 
-They run on the runtime's own second stream, with its events. What that shows is the price of the multiprocessors and of
-the memory traffic; what it cannot show is traffic between devices, and how many registers and how much shared memory
-NCCL's own blocks keep from a GEMM. Every line is one kind and one number of thread blocks, all measured in turns in one
-process: the tax is a ratio of medians. The aim is a tax of `held` of 2 percent at most, and a copy that takes less than
-the shorter pass: that decides `CTAS` and `EDGE_CTAS` (`megatron_vp/runtime/groups.py`). Run it with several
-CUDA_DEVICE_MAX_CONNECTIONS. Without a GPU it runs tiny sizes in Triton's interpreter, whose times mean nothing.
+The kernels and copies run on the runtime's own second stream, with its events. This shows the cost of the occupied
+multiprocessors and of the memory traffic. It cannot show traffic between devices, or how many registers and how much
+shared memory NCCL's own blocks take from a GEMM. Every line is one kind and one number of thread blocks. All are
+measured in turns in one process, and the tax is a ratio of medians. The aim is a tax of at most 2 percent for `held`,
+and a copy that is shorter than the shorter pass; this decides `CTAS` and `EDGE_CTAS` (`megatron_vp/runtime/groups.py`).
+Run it with several values of CUDA_DEVICE_MAX_CONNECTIONS. Without a GPU, it runs tiny sizes in Triton's interpreter,
+and the times mean nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -49,12 +50,14 @@ KINDS = ("copy", "held")
 HOST_KINDS = ("to-host", "from-host")
 HEAD = 128 if ON_GPU else 8
 POLLS = 1 << 24 if ON_GPU else 50
-"""Looks at the flag after which a waiting block gives up, so that nothing can hang: about ten seconds on a GPU."""
+"""After polling the flag this many times, about ten seconds on a GPU, a waiting block gives up, so that nothing can
+hang.
+"""
 
 
 @triton.jit
 def copy(source, target, count, BLOCK: tl.constexpr):
-    """As many programs as are launched share the elements, block by block."""
+    """Copy elements, which all launched programs share block by block."""
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         here = start + tl.arange(0, BLOCK)
         tl.store(target + here, tl.load(source + here, mask=here < count), mask=here < count)
@@ -62,7 +65,7 @@ def copy(source, target, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def hold(flag, left, polls):
-    """Every program keeps its multiprocessor until the flag is up; `left` gets the looks that it did not need."""
+    """Let every program occupy its multiprocessor until the flag is set; `left` gets the number of unused polls."""
     remaining = polls
     while (tl.load(flag, volatile=True) == 0) & (remaining > 0):
         remaining -= 1
@@ -80,8 +83,8 @@ class Layer(torch.nn.Module):
         )
 
     def forward(self, x_nh: torch.Tensor) -> torch.Tensor:
-        """[n, h] of one sequence to [n, h]."""
-        # Four dimensions, [1, heads, n, d]: with fewer PyTorch takes no fused kernel.
+        """Run the layer on [n, h] of one sequence; return [n, h]."""
+        # With fewer than four dimensions, [1, heads, n, d], PyTorch would not use a fused kernel.
         heads = self.query_key_value(x_nh).view(1, len(x_nh), 3, -1, HEAD).permute(2, 0, 3, 1, 4)
         attended_1nsd = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
         x_nh = x_nh + self.projection(attended_1nsd.flatten(2)[0])
@@ -89,7 +92,7 @@ class Layer(torch.nn.Module):
 
 
 class Passes:
-    """F and B of some layers with or without a kernel of NCCL's each beside them."""
+    """Runs F and B of some layers, with or without a concurrent kernel that stands for NCCL's."""
 
     def __init__(self, tokens: int, hidden: int, layers: int, copy_mib: int, device: torch.device) -> None:
         self.device = device
@@ -103,10 +106,10 @@ class Passes:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.left = torch.ones(64, dtype=torch.int32, device=device)
         self.gave_up = False
-        """Whether a block has waited in vain for the end of a pass, whose time is then worth nothing."""
+        """Whether a block gave up before the end of a pass, whose time is then invalid."""
 
     def post(self, kind: str, blocks: int) -> Event | None:
-        """Start a kernel or a copy on the second stream; `kind` is one of `KINDS` or of `HOST_KINDS`."""
+        """Start a kernel or a copy on the second stream; `kind` is in `KINDS` or `HOST_KINDS`."""
         if not blocks:
             return None
         if kind in HOST_KINDS:
@@ -118,7 +121,7 @@ class Passes:
         return self.stream.submit(lambda: copy[(blocks,)](self.source, self.target, count, BLOCK=16384, num_warps=16))
 
     def run(self, kind: str, blocks: int) -> tuple[float, float]:
-        """Milliseconds of F and of B, each to its own end; the other kernel's end is waited for behind it."""
+        """The milliseconds of F and of B, each to its own end; only then is the end of the other kernel awaited."""
 
         def beside(work: Callable[[], object]) -> float:
             events = []
@@ -127,7 +130,7 @@ class Passes:
             def both() -> None:
                 events.append(self.post(kind, blocks))
                 work()
-                self.flag.fill_(1)  # without blocks as well: the launch is in both times
+                self.flag.fill_(1)  # even without blocks, so that both times include this launch
 
             took = milliseconds(both, self.device)
             if events[0] is not None:
@@ -143,11 +146,11 @@ class Passes:
         return forward, backward
 
     def alone(self, kind: str, blocks: int) -> float:
-        """Milliseconds of a copy with nothing beside it."""
+        """The milliseconds of a copy without concurrent work."""
         return milliseconds(lambda: self.post(kind, blocks).wait(), self.device)
 
     def behind(self, kind: str, copies: int) -> float:
-        """Milliseconds until a small kernel has ended that is issued behind so many copies."""
+        """The milliseconds until a small kernel that is issued after this many copies has ended."""
         events: list[Event | None] = []
 
         def issue() -> None:
@@ -162,7 +165,7 @@ class Passes:
 
 
 def main() -> int:
-    """Measure and print, or append to a file, a line of JSON for every choice; 1 where a block did not wait."""
+    """Measure, and print or append to a file one line of JSON per choice. Returns 1 if a block did not wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, here, tried in (("tokens", 4096, 16), ("hidden", 4096, 16), ("layers", 4, 1), ("rounds", 20, 1)):
         parser.add_argument(f"--{name}", type=int, default=here if ON_GPU else tried)
@@ -177,7 +180,7 @@ def main() -> int:
     for _ in range(args.rounds + 2):
         for choice in choices:
             times[choice].append(passes.run(*choice))
-    # The first two rounds warm up.
+    # The first two rounds only warm up.
     medians = {
         choice: [statistics.median(part) for part in zip(*taken[2:], strict=True)] for choice, taken in times.items()
     }

@@ -1,14 +1,14 @@
-"""Time and memory of single ranks of the paper's models, each replayed alone on one GPU, or without one.
+"""Measure time and memory of single ranks of the paper's models, each replayed alone on one GPU or without one.
 
     python benchmarks/replay_tables.py [--models gpt_4b,gpt_10b,gpt_21b] [--ranks 0,-1] [--output FILE.jsonl]
     python benchmarks/replay_tables.py --shapes-only [...]
 
-Every line is one rank of one job: pass times, peak memory and its parts, as `megatron-vp replay` reports them. The
-first and last rank hold the vocabulary layers of a plain job; with vocabulary parallelism all ranks hold as much, and
-differ in microbatches in flight. Without Transformer Engine attention is PyTorch's (`--core-attention sdpa`). A rank
-that fails or takes longer than --timeout is a line with the error, and the exit status is 1. With --shapes-only nothing
-is computed and memory alone is found, in seconds on a CPU, with 3 p microbatches, which hold as much as any more;
-`predicted_bytes` is what the cost model says of that rank, without what no tensor holds.
+Every line is one rank of one job: pass times, peak memory and its parts, as `megatron-vp replay` reports them. In a
+plain job, the first and last rank hold the vocabulary layers; with vocabulary parallelism, all ranks hold the same, and
+differ only in microbatches in flight. Without Transformer Engine, attention is PyTorch's (`--core-attention sdpa`). If
+a rank fails or takes longer than --timeout, its line has the error, and the exit status is 1. With --shapes-only,
+nothing is computed and only memory is found, in seconds on a CPU, with 3 p microbatches, which are enough to reach the
+peak; `predicted_bytes` is the cost model's prediction for that rank, without memory outside of tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ATTENTION = [] if importlib.util.find_spec("transformer_engine") else ["--core-a
 
 
 def replay(config: Path, rank: int, flags: list[str], timeout: float) -> dict:
-    """The report of one rank, run in a process of its own; where it fails, the last line that it said."""
+    """Replay one rank in a separate process; return its report or, if it fails, the last line that it printed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "megatron_vp.cli.app", "replay", str(config), "--rank", str(rank)]
@@ -62,7 +62,9 @@ def replay(config: Path, rank: int, flags: list[str], timeout: float) -> dict:
 
 
 def predicted_bytes(config: Path, rank: int, flags: list[str]) -> float:
-    """The cost model's peak of the rank's tensors; its workspaces of libraries are the last part that is left out."""
+    """The peak of a rank's tensors in the cost model, without memory outside of the allocator and workspaces of
+    libraries.
+    """
     command = [sys.executable, "-m", "megatron_vp.cli.app", "simulate", str(config), "--hardware", "h100", *flags]
     said = subprocess.run([*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     parts = json.loads(said)["plan"]["memory_bytes"][rank]
@@ -70,7 +72,7 @@ def predicted_bytes(config: Path, rank: int, flags: list[str]) -> float:
 
 
 def main() -> int:
-    """Replay every combination and print, or append to a file, a line of JSON each; 1 if one failed."""
+    """Replay every combination, and print or append to a file one line of JSON for each. Returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt_4b,gpt_10b,gpt_21b", help="names of files in configs/")
     parser.add_argument("--methods", default=",".join(METHODS))

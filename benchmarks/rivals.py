@@ -1,12 +1,12 @@
 """Other implementations of the output layer with cross entropy, in the modes in which they are fastest.
 
-Each takes x [n, h], W [V/p, h] and labels, and returns dX and dW of the mean loss: the same three GEMMs as S and T.
-None of them can be cut in two at a barrier. All of them round dW to the weight's dtype at the end, where S and T add to
-an fp32 `main_grad`.
+Each takes x [n, h], W [V/p, h] and labels, and returns dX and dW of the mean loss, with the same three GEMMs as S and
+T. None of them can be cut in two at a barrier. All of them round dW to the weight's dtype at the end, whereas S and T
+add to an fp32 `main_grad`.
 
     liger K             Liger's chunk loop with `chunk_mem_const` K: how many times n x h of logits a chunk may hold
-    liger loss          its public loss, with its own backward
-    pytorch             torch.nn.functional.linear_cross_entropy, where PyTorch has it
+    liger loss          Liger's public loss, with its own backward
+    pytorch             torch.nn.functional.linear_cross_entropy, if PyTorch has it
     pytorch chunked     the same with its options, which choose the chunks
     quack               chunked_linear_cross_entropy (bf16)
     quack scaled        the same with scaled exponentials (V/p a multiple of 128, capability 9.0)
@@ -27,7 +27,7 @@ QUACK_WIDTH = 128
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are here."""
+    """The versions of the packages that are installed."""
     found = {}
     for name in ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl"):
         try:
@@ -38,9 +38,10 @@ def versions() -> dict[str, str]:
 
 
 def rivals(x_nh: torch.Tensor, weight_vh: torch.Tensor, labels_n: torch.Tensor) -> dict[str, Callable[[], Gradients]]:
-    """By name, those that are installed and take these shapes.
+    """The rivals by name that are installed and support these shapes.
 
-    A package that cannot be imported, say because it does not suit this PyTorch, is a rival that raises why.
+    A package that cannot be imported, for example because it does not fit this PyTorch, becomes a rival that raises the
+    error.
     """
     makers = {}
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -78,7 +79,7 @@ def _liger(x_nh: torch.Tensor, weight_vh: torch.Tensor, labels_n: torch.Tensor) 
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    # The chunk loop computes both gradients, where the operands ask for them.
+    # The chunk loop computes both gradients if the operands require them.
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x_nh, weight_vh)]
 
     def chunks(budget: int) -> Callable[[], Gradients]:

@@ -1,20 +1,22 @@
-"""What the runtime adds to a schedule: real processes and real communication, computation replaced by sleep.
+"""Measure what the runtime adds to a schedule, with real processes and communication but sleeping passes.
 
     python benchmarks/runtime_overhead.py [--ranks 8] [--microbatches 32] [--pass-ms 20] [--schedule 1f1b ...]
                                           [--device asynchronous | host] [--offload-chunks 1] [--copy-ms 15]
 
-A sleeping rank needs no core, so eight ranks fit on two. Every F, B and W of a chunk lasts `--pass-ms`, vocabulary
-passes last in proportion; messages, collectives, second stream and bookkeeping are the runtime's own. The passes last
-on a device that the host runs ahead of, as it does on a GPU; with `--device host` they hold up the host, and its
-bookkeeping comes on top of them, as on a CPU. With `--offload-chunks` the activations of so many chunks of each rank
-leave and come back, and every copy of a chunk lasts `--copy-ms`.
+A sleeping rank needs no core, so eight ranks fit on two cores. Every F, B and W of a chunk lasts `--pass-ms`, and
+vocabulary passes last in proportion. Messages, collectives, the second stream and bookkeeping are the runtime's own.
+The passes run on a device that the host runs ahead of, as on a GPU. With `--device host` they block the host, and the
+runtime's bookkeeping adds to them, as on a CPU. With `--offload-chunks`, the activations of that many chunks of each
+rank are offloaded and fetched back, and every copy of a chunk lasts `--copy-ms`.
 
-Printed is the measured time of an iteration over the timeline's prediction. The prediction knows the passes' lengths
-and the latency of every kind of message and collective, each measured in the same processes before, alone, without the
-device. What is above 1 is bookkeeping, late wake-ups, and communication that gets in each other's way; below 1 comes
-what arrives sooner than alone, because the ranks do not all get to it at once. `free_s` is the prediction for
-communication that costs nothing, `cpu_ms` the processor time of a rank and microbatch: all ranks' together must be
-small against a microbatch times the cores. The best iteration counts, for other work on the machine only adds.
+The output is the measured time of an iteration relative to the timeline's prediction. The prediction uses the lengths
+of passes and the latency of every kind of message and collective, which is measured before in the same processes,
+separately and without the device. Values above 1 come from bookkeeping, late wake-ups, and communication that
+interferes with other communication. Values below 1 arise because some communication completes sooner than when it is
+measured separately, as ranks do not all reach it at the same time. `free_s` is the prediction with free communication,
+and `cpu_ms` is the processor time per rank and microbatch; the sum over all ranks must be small compared with the
+duration of a microbatch times the number of cores. The best iteration counts, because other work on the machine can
+only add time.
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0
 METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced", "po": "vocab-2"}
 DEFAULTS = ("1f1b", "v-half", "interlaced")
 ROUNDS = 20
-"""Measurements of each latency."""
+"""The number of measurements of each latency."""
 
 
 def latency(operation: Callable[[], None]) -> float:
-    """Seconds from the moment when the last rank is ready to the moment when the last rank is done; the median."""
+    """The median number of seconds from when the last rank is ready to when the last rank has finished."""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()
@@ -75,14 +77,14 @@ def latency(operation: Callable[[], None]) -> float:
         start = time.perf_counter()
         operation()
         marks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(marks, (start, time.perf_counter()))  # one host, one clock
+        dist.all_gather_object(marks, (start, time.perf_counter()))  # all ranks are on one host, with one clock
         starts, ends = zip(*marks, strict=True)
         took.append(max(ends) - max(starts))
     return statistics.median(took)
 
 
 def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKind, float]]:
-    """Latency of a message between neighbours and of every kind of collective, on ranks that do nothing else."""
+    """Measure the latency of a message between neighbours, and of every kind of collective, on otherwise idle ranks."""
     ranks, rank = len(groups.members), groups.rank
     stream, communicator = ThreadStream(), groups.vocabulary
     rows, statistics_3n = SHAPES.rows(SHAPES.tokens), torch.zeros(3, SHAPES.tokens)
@@ -123,7 +125,7 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
 
 
 def known_costs(schedule: Schedule, costs: PassCosts, message: float, collectives: dict) -> StageCosts:
-    """The passes' lengths with the measured latencies."""
+    """The costs with the lengths of passes and the measured latencies."""
     ranks, stages = schedule.pipeline_size, schedule.placement.stages
     chunk = [(getattr(costs, kind) / schedule.chunks,) * stages for kind in ("F", "B", "W")]
     vocabulary = [(getattr(costs, kind),) * ranks for kind in ("S", "T", "IF", "IB")]
@@ -135,7 +137,7 @@ def known_costs(schedule: Schedule, costs: PassCosts, message: float, collective
 
 
 def made_schedule(name: str, options: argparse.Namespace, communication: float) -> tuple[Schedule, PassCosts]:
-    """A schedule for passes of the lengths asked for, and their costs in seconds."""
+    """Generate a schedule for passes of the requested lengths; return it and the costs in seconds."""
     chunks = 2 if name in ("v-half", "po") else 1
     unit = options.pass_ms / 1000 * chunks
     lengths = {kind: value * unit for kind, value in UNITS.items()}
@@ -146,21 +148,23 @@ def made_schedule(name: str, options: argparse.Namespace, communication: float) 
 
 
 class SleepingCopies(Unobserved):
-    """Makes copies last, where they run."""
+    """Makes copies take time in the thread that runs them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     @contextmanager
     def communicating(self, operation: Operation) -> Iterator[None]:
-        """A copy sleeps."""
+        """Sleep during a copy."""
         if isinstance(operation, Copy):
             time.sleep(self._seconds)
         yield
 
 
 def used_edges(schedule: Schedule) -> set[Edge]:
-    """The links that a schedule needs; each is a communicator, whose thread gloo wakes a hundred times a second."""
+    """The edges that a schedule uses. Others are left out, because gloo wakes the thread of each communicator 100 times
+    a second.
+    """
     posted = (step.operation for program in lower(schedule) for step in program.instructions if isinstance(step, Post))
     return {(each.source, each.target, each.channel) for each in posted if isinstance(each, Message)}
 
@@ -173,7 +177,9 @@ def run_schedule(
     message: float,
     collectives: dict[CollectiveKind, float],
 ) -> dict:
-    """A row of results; `cpu_ms` is processor time, of a rank and microbatch, all threads."""
+    """Run one schedule and return a row of results; `cpu_ms` is the processor time of all threads per rank and
+    microbatch.
+    """
     ranks, rank = len(pipeline.groups.members), pipeline.groups.rank
     schedule, costs = made_schedule(name, options, statistics.fmean([message, *collectives.values()]))
     known = known_costs(schedule, costs, message, collectives)
@@ -192,7 +198,7 @@ def run_schedule(
         dist.barrier()
         times.append(time.perf_counter() - start)
     free = known_costs(schedule, costs, 0.0, {})
-    # The first iteration connects the communicators.
+    # The first iteration connects communicators.
     best, middle = min(times[1:]), statistics.median(times[1:])
     burnt = torch.tensor(min(cpu[1:]) / options.microbatches / ranks)
     dist.all_reduce(burnt)
@@ -212,9 +218,9 @@ def run_schedule(
 
 
 def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
-    # With a core for every rank no thread that moves messages would take one from a pass that begins. Threads inherit
-    # the policy that their process has when they start: gloo's and the second stream's do not push others aside, this
-    # one does. Garbage is collected at no time of its own choice, as with Megatron's `--manual-gc`.
+    # If every rank had its own core, threads that move messages would never delay the start of a pass. Threads inherit
+    # the scheduling policy that is set when they start: those of gloo and of the second stream do not preempt others,
+    # but this one does. Automatic garbage collection is off, as with Megatron's `--manual-gc`.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     ranks = options.ranks
@@ -242,7 +248,7 @@ def _rank(rank: int, name: str, options: argparse.Namespace, port: int) -> None:
 
 
 def main() -> None:
-    """Run every schedule on ranks of its own."""
+    """Run every schedule in separate processes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)

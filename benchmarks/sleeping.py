@@ -1,4 +1,4 @@
-"""A model whose passes take exactly as long as they are told to, and cost no core while they do."""
+"""A model whose passes take exactly a given time, and use no core meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 256
 
 
 class SleepingModel:
-    """A rank's chunks: forward and backward sleep and pass tensors on unchanged."""
+    """A rank's chunks, whose forwards and backwards sleep and pass tensors on unchanged."""
 
     def __init__(self, schedule: Schedule, rank: int, costs: Costs, device: SleepingDevice) -> None:
         self._lasting = device.lasting
@@ -34,30 +34,30 @@ class SleepingModel:
         self._tokens_bs = torch.randint(VOCABULARY, (SHAPES.batch, SHAPES.sequence))
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Any token ids."""
+        """Return arbitrary token ids."""
         return self._tokens_bs
 
     labels = tokens
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """The words, as an activation."""
+        """Return the embeddings in the layout of an activation."""
         return words_bsh.transpose(0, 1).contiguous()
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Nothing: whole vocabulary layers sleep with their chunks."""
+        """Do nothing, because whole vocabulary layers sleep together with their chunks."""
 
     def forward(self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: None) -> torch.Tensor:
-        """Sleep. A chunk with a whole output layer returns losses by token, for one chunk per rank."""
+        """Sleep. With a whole output layer and one chunk per rank, the last chunk returns losses by token."""
         with self._lasting(self._seconds[PassKind.F, chunk]):
             if input_sbh is None:
                 input_sbh = SHAPES.activation().zero_().requires_grad_()
             return input_sbh.sum(-1).t() if self._ends else input_sbh * 1.0
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
-        """Sleep, and make the gradients that travel on."""
+        """Sleep, and compute the gradients that are passed on."""
         with self._lasting(self._seconds[PassKind.B, chunk]):
             output_sbh.backward(gradient_sbh)
 
@@ -67,17 +67,17 @@ class SleepingModel:
             pass
 
     def loss(self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor) -> torch.Tensor:
-        """A row factor of one."""
+        """Return gradients of one."""
         return torch.ones_like(token_loss_bs)
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Nobody waits for it."""
+        """Do nothing."""
 
 
 class SleepingOutput(OutputLayer):
-    """S and T of a tiny shard: results of the right shape, made once or while a pass lasts.
+    """S and T of a tiny shard, with results of the right shape, which are made in advance or during the pass.
 
-    `forward` sleeps for all of vocab-2's S.
+    `forward` sleeps for the whole S of vocab-2.
     """
 
     seconds: Mapping[PassKind, float]
@@ -92,7 +92,7 @@ class SleepingOutput(OutputLayer):
         return super().forward(self._x_nh, torch.zeros(SHAPES.tokens, dtype=torch.int64))
 
     def forward(self, *arguments: object) -> PendingOutput:
-        """Pass S."""
+        """Sleep for pass S."""
         with self.device.lasting(self.seconds[PassKind.S]):
             self._unscaled_nh = self._x_nh.clone()
             return self._pending
@@ -106,24 +106,24 @@ class SleepingOutput(OutputLayer):
         return unscaled_nh
 
     def t_pass(self, *arguments: object, input_gradient: bool) -> torch.Tensor | None:
-        """Pass T."""
+        """Sleep for pass T."""
         with self.device.lasting(self.seconds[PassKind.T]):
             return self._x_nh.clone() if input_gradient else None
 
 
 class SleepingEmbedding(EmbeddingLayer):
-    """IF and IB of a tiny shard; the rows that travel are as many as the tokens say."""
+    """IF and IB of a tiny shard; the number of exchanged rows is that of the tokens."""
 
     seconds: Mapping[PassKind, float]
     device: SleepingDevice
 
     def forward(self, exchange: RowExchange) -> torch.Tensor:
-        """Pass IF."""
+        """Sleep for pass IF."""
         with self.device.lasting(self.seconds[PassKind.IF]):
             return SHAPES.rows(exchange.counts[self.index])
 
     def backward_pass(self, *arguments: object) -> None:
-        """Pass IB."""
+        """Sleep for pass IB."""
         with self.device.lasting(self.seconds[PassKind.IB]):
             pass
 
@@ -136,7 +136,7 @@ def sleeping_layers(
     vocabulary: int = VOCABULARY,
     stage_rows: tuple[int, ...] | None = None,
 ) -> LayerShards:
-    """A rank's shards of a vocabulary of tiny rows, whose passes last on `device`; without rows it has none."""
+    """A rank's shards of a vocabulary of tiny rows, whose passes sleep on `device`; without rows, it has none."""
     shards = VocabShards(vocabulary, schedule.pipeline_size, stage_rows=stage_rows)
     if not shards.rows(rank):
         return LayerShards(shards, None, None)

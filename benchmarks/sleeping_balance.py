@@ -1,19 +1,19 @@
-"""What assigned shards gain, with real processes and real communication and computation replaced by sleep.
+"""Measure the gain of assigned shards, with real processes and communication but sleeping passes.
 
     python benchmarks/sleeping_balance.py slow-rank [--ranks 4] [--slower 0.05]
     python benchmarks/sleeping_balance.py layers [--layers 7] [--ranks 4]
 
-A sleeping rank needs no core, so eight ranks fit on two. Messages, collectives, second stream and bookkeeping are the
-runtime's own. The best iteration counts, because other work on the machine only adds.
+A sleeping rank needs no core, so eight ranks fit on two cores. Messages, collectives, the second stream and bookkeeping
+are the runtime's own. The best iteration counts, because other work on the machine can only add time.
 
 `slow-rank`: one rank takes longer for all its passes. A first run with even shards writes its pass times as
-`--pipeline-trace` does. A second run has the rows that `--vocab-shards measured:DIR` makes of them. Both are compared
-with a run in which all ranks are equally fast, and together as fast as before.
+`--pipeline-trace` does. A second run has the rows that `--vocab-shards measured:DIR` derives from them. Both are
+compared with a run in which all ranks are equally fast and have the same total speed.
 
-`layers`: layers that the ranks cannot share equally, and a large vocabulary. The passes' lengths have the proportions
-that a real training on two cores had (`cpu_balance.py`). Printed are the times of the best layout with whole vocabulary
-layers, of even shards and of balanced ones, over the bound: max(ceil(L / p), (L + v) / p) layers for each microbatch, v
-being the vocabulary's work in layers, and the fill and drain of the pipeline.
+`layers`: the model has a large vocabulary, and layers that the ranks cannot share equally. The lengths of passes are in
+the proportions of a real training on two cores (`cpu_balance.py`). The output gives the times of the best layout with
+whole vocabulary layers, of even shards and of balanced shards, relative to the bound: max(ceil(L / p), (L + v) / p)
+layers for each microbatch, plus fill and drain of the pipeline, where v is the work of the vocabulary in layers.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from megatron_vp.trace.partition import VOCABULARY as VOCABULARY_SIZE
 from megatron_vp.trace.partition import Partition
 
 LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
-"""Milliseconds of a rank's passes in `slow-rank`: the vocabulary is a sixth of the work."""
+"""The milliseconds of a rank's passes in `slow-rank`; the vocabulary is a sixth of the work."""
 
 VOCABULARY = 16384
 
 
 @dataclass(frozen=True)
 class Run:
-    """One schedule with the seconds of its passes; `rows` by rank, None without vocabulary passes."""
+    """A run of one schedule with the seconds of its passes. `rows` are by rank, None without vocabulary passes."""
 
     name: str
     costs: StageCosts
@@ -68,7 +68,7 @@ class Run:
     layers: tuple[int, ...] | None = None
 
     def schedule(self, microbatches: int):
-        """As training orders it: for every rank's own costs."""
+        """The schedule as training orders it, for the costs of every rank."""
         ranks = len(self.costs.F)
         if self.rows is None:
             return generate("1f1b", ranks, microbatches, costs=self.costs)
@@ -79,7 +79,7 @@ class Run:
 def stage_costs(
     forward: Iterable[float], backward: Iterable[float], per_row: dict[str, list[float]], rows
 ) -> StageCosts:
-    """F and B by rank, and S, T, IF, IB as long as the rank's rows take."""
+    """The costs with F and B by rank, and with S, T, IF and IB in proportion to the rank's rows."""
     passes = {
         kind: tuple(each * count for each, count in zip(times, rows, strict=True)) for kind, times in per_row.items()
     }
@@ -88,7 +88,9 @@ def stage_costs(
 
 
 def measure(run: Run, options: argparse.Namespace, folder: Path | None = None) -> float:
-    """Seconds of the best iteration, in processes of its own; `folder` takes the traces of the others."""
+    """Run in separate processes, and return the seconds of the best iteration; traces of iterations are written to
+    `folder`.
+    """
     with socket.socket() as probe, tempfile.TemporaryDirectory() as result:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +100,7 @@ def measure(run: Run, options: argparse.Namespace, folder: Path | None = None) -
 
 
 def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: Path | None, result: str) -> None:
-    # See `runtime_overhead`: what moves messages does not push passes aside.
+    # As in `runtime_overhead`: threads that move messages do not preempt passes.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     ranks = len(run.costs.F)
@@ -109,7 +111,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
     program = lower(schedule, run.costs)[rank]
     gc.disable()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    # Pass times are read from the host's clock, so a traced pass has to hold up the host.
+    # Pass times are read from the host's clock, so a traced pass must block the host.
     device = DEVICES["host" if folder is not None else "asynchronous"]()
     times = []
     with device.serving():
@@ -141,7 +143,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
 
 
 def slow_rank(options: argparse.Namespace) -> list[dict]:
-    """Even shards, measured ones, and equal ranks of the same total speed."""
+    """Compare even shards and measured shards with equal ranks of the same total speed."""
     ranks = options.ranks
     slow = [1 + options.slower if rank == ranks // 2 else 1.0 for rank in range(ranks)]
     alike = [ranks / sum(1 / each for each in slow)] * ranks
@@ -176,7 +178,7 @@ def slow_rank(options: argparse.Namespace) -> list[dict]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Seconds of one layer's F and B, and of S, T, IF and IB of one row."""
+    """The seconds of F and B of one layer, and of S, T, IF and IB of one row."""
 
     forward: float
     backward: float
@@ -184,16 +186,18 @@ class Lengths:
 
     @property
     def layer(self) -> float:
-        """Of one layer's passes."""
+        """The seconds of one layer's passes."""
         return self.forward + self.backward
 
     def costs(self, layers: tuple[int, ...], rows: tuple[int, ...]) -> StageCosts:
-        """With split vocabulary layers."""
+        """The costs with split vocabulary layers."""
         forward, backward = ([each * count for count in layers] for each in (self.forward, self.backward))
         return stage_costs(forward, backward, {kind: [each] * len(rows) for kind, each in self.rows.items()}, rows)
 
     def whole(self, layers: tuple[int, ...], vocabulary: int) -> StageCosts:
-        """With whole ones. S and T of vocab-2 are the output layer's three products, two of them in its backward."""
+        """The costs with whole vocabulary layers. S and T of vocab-2 are the three products of the output layer, two of
+        which belong to its backward.
+        """
         forward, backward = ([each * count for count in layers] for each in (self.forward, self.backward))
         output = (self.rows["S"] + self.rows["T"]) * vocabulary
         forward[-1] += output / 3
@@ -204,7 +208,7 @@ class Lengths:
 
 
 def real_lengths(options: argparse.Namespace) -> Lengths:
-    """From the rank reports of a training with vocab-2 on two cores, two layers and half of the vocabulary each."""
+    """Measure the lengths in a training with vocab-2 on two cores, each with two layers and half of the vocabulary."""
     reports = train(["--vocab-parallel", "--vocab-shards=even"], options.training_iterations)
     rows = 8192 // len(reports)
 
@@ -216,7 +220,7 @@ def real_lengths(options: argparse.Namespace) -> Lengths:
 
 
 def balanced(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microbatches: int) -> Run:
-    """The shortest of the layouts and fillings that the planner considers, for these lengths."""
+    """The fastest of the layouts and row counts that the planner considers for these lengths."""
     unit = 128
     units, row = vocabulary // unit, sum(lengths.rows.values())
     cost = [row * unit * count for count in range(units + 1)]
@@ -232,7 +236,7 @@ def balanced(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microba
 
 
 def best_whole(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microbatches: int) -> Run:
-    """The shortest of all layouts of whole layers, stages without layers at both ends included."""
+    """The fastest of all layouts of whole layers, including those with a first or last stage without layers."""
     found = []
     for cuts in combinations(range(layers + ranks - 1), ranks - 1):
         ends = (-1, *cuts, layers + ranks - 1)
@@ -244,7 +248,7 @@ def best_whole(lengths: Lengths, layers: int, ranks: int, vocabulary: int, micro
 
 
 def uneven_layers(options: argparse.Namespace) -> list[dict]:
-    """Even shards, balanced ones and the best layout of whole layers, over the bound."""
+    """Compare even shards, balanced shards and the best layout of whole vocabulary layers with the bound."""
     layers, ranks, microbatches = options.layers, options.ranks, options.microbatches
     lengths = real_lengths(options)
     vocabulary = VOCABULARY
@@ -282,7 +286,7 @@ def uneven_layers(options: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    """Run a case and print, or append to a file, a line of JSON for each run."""
+    """Run a case, and print or append to a file one line of JSON per run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["slow-rank", "layers"])
     parser.add_argument("--ranks", type=int, default=4)

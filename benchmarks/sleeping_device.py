@@ -1,4 +1,7 @@
-"""What passes of a given length run on: the host itself, or a device behind it. Neither needs a core for them."""
+"""Devices on which passes of a given length run: the host itself, or a device that the host runs ahead of.
+
+Neither uses a core for the passes.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,28 @@ from megatron_vp.runtime import links, pipeline
 from megatron_vp.runtime.streams import ThreadEvent, ThreadStream
 
 LATE = 8e-5
-"""Seconds by which the kernel ends a sleep late: timer slack, and the way to a core."""
+"""The seconds by which the kernel ends a sleep late, because of timer slack and the time to get a core."""
 
 
 class SleepingDevice(Protocol):
-    """Where the passes of a sleeping model last."""
+    """A device on which the passes of a sleeping model run."""
 
     def lasting(self, seconds: float) -> AbstractContextManager[None]:
-        """A pass of this length; what the host does for it is done inside."""
+        """Run a pass of this length; the host does its work for the pass inside this context."""
 
     def synchronise(self) -> None:
-        """Block the host until everything issued so far is over."""
+        """Block the host until everything that was issued has ended."""
 
     def serving(self) -> AbstractContextManager[None]:
-        """Inside, pipelines run on this device."""
+        """Let pipelines run on this device inside this context."""
 
 
 class HostDevice:
-    """A pass holds up the host while it lasts, as computation on a CPU does."""
+    """A device on which a pass blocks the host, as computation on a CPU does."""
 
     @contextmanager
     def lasting(self, seconds: float) -> Iterator[None]:
-        """See `SleepingDevice`: what the runtime makes of its inputs is part of the pass, the rest is slept."""
+        """See `SleepingDevice`. The runtime's own work is part of the pass; the host sleeps for the rest."""
         end = time.perf_counter() + seconds
         yield
         while (left := end - LATE - time.perf_counter()) > 0:
@@ -47,20 +50,20 @@ class HostDevice:
             pass
 
     def synchronise(self) -> None:
-        """See `SleepingDevice`: everything is over."""
+        """See `SleepingDevice`. Everything has already ended."""
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """See `SleepingDevice`: the runtime's own streams and messages."""
+        """See `SleepingDevice`. The runtime keeps its own streams and messages."""
         yield
 
 
 class AsynchronousDevice:
-    """A queue of passes, and of waits for what other streams do, that the host runs ahead of: a CUDA stream on a CPU.
+    """A queue of passes, and of waits for other streams, that the host runs ahead of, like a CUDA stream on a CPU.
 
-    It keeps a device's time. A pass begins when the one before it is over, when the host has issued it, or when what it
-    waits for is there, whichever is last; that the thread which plays the device is woken late delays the messages and
-    collectives behind a pass, not the next pass.
+    It keeps the time that a device would have. A pass begins when the previous one has ended, when the host has issued
+    it, or when the operation that it waits for has ended, whichever is last. If the thread that plays the device is
+    woken late, this delays messages and collectives after a pass, but not the next pass.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class AsynchronousDevice:
 
     @contextmanager
     def lasting(self, seconds: float) -> Iterator[None]:
-        """See `SleepingDevice`: issues the pass when the host is through with it."""
+        """See `SleepingDevice`. The pass is issued when the host has finished its work for it."""
         yield
         issued = time.perf_counter()
 
@@ -81,11 +84,11 @@ class AsynchronousDevice:
         self._queue.submit(last)
 
     def mark(self) -> ThreadEvent:
-        """Where the queue is now."""
+        """Mark the current end of the queue."""
         return self._queue.submit(lambda: None)
 
     def wait(self, ready: Callable[[], float]) -> None:
-        """Hold up what is issued later until `ready` returns, with the time at which it could have."""
+        """Delay what is issued later until `ready` returns; it returns the time at which the wait could have ended."""
 
         def hold() -> None:
             self._free = max(self._free, ready())
@@ -93,12 +96,12 @@ class AsynchronousDevice:
         self._queue.submit(hold)
 
     def synchronise(self) -> None:
-        """See `SleepingDevice`; raises what any stream raised that the device waited for."""
+        """See `SleepingDevice`. Raises the error of any stream that the device waited for."""
         self._queue.synchronise()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """See `SleepingDevice`: the second stream and every communicator queue up behind the passes, as on CUDA."""
+        """See `SleepingDevice`. The second stream and every communicator run after the issued passes, as on CUDA."""
         streams: dict[dist.ProcessGroup, DeviceStream] = defaultdict(lambda: DeviceStream(self))
 
         def isend(tensor: torch.Tensor, target: int, group: dist.ProcessGroup) -> DeviceEvent:
@@ -115,7 +118,7 @@ class AsynchronousDevice:
 
 
 class DeviceEvent:
-    """Something that a stream beside the passes does; an event of the second stream, or the work of a message."""
+    """An operation on a stream next to the passes: an event of the second stream, or the work of a message."""
 
     def __init__(self, device: AsynchronousDevice, event: ThreadEvent, over: list[float]) -> None:
         self._device = device
@@ -123,7 +126,7 @@ class DeviceEvent:
         self._over = over
 
     def wait(self) -> None:
-        """Order what the device is given later after it; the host goes on."""
+        """Let what is issued to the device later run after this operation; the host continues."""
 
         def ready() -> float:
             self._event.wait()
@@ -132,18 +135,18 @@ class DeviceEvent:
         self._device.wait(ready)
 
     def host_wait(self) -> None:
-        """Block the host until it is over."""
+        """Block the host until the operation has ended."""
         self._event.wait()
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the operation has ended."""
         return self._event.done()
 
     is_completed = done
 
 
 class DeviceStream:
-    """A stream beside the passes: a function starts when those before it, and the passes issued so far, are over."""
+    """A stream next to the passes: functions start when earlier ones, and the passes issued so far, have ended."""
 
     def __init__(self, device: AsynchronousDevice) -> None:
         self._device = device
@@ -161,7 +164,7 @@ class DeviceStream:
         return DeviceEvent(self._device, self._thread.submit(run), over)
 
     def synchronise(self) -> None:
-        """Order what the device is given later after everything submitted."""
+        """Let what is issued to the device later run after everything that was submitted."""
         self.submit(lambda: None).wait()
 
 

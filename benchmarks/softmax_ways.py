@@ -11,11 +11,13 @@ import triton.language as tl
 from megatron_vp.vocab.kernels.softmax import LOG2_E, Launch, launch_for
 
 RANGE = 60.0
-"""How far a logit may lie above its row's reference: exp of it, and sums of 2^30 such, are within bf16 and fp32."""
+"""How far a logit may exceed its row's reference, so that its exponential, and sums of 2^30 of these, fit bf16 and
+fp32.
+"""
 
 
 def launches(columns: int, dtype: torch.dtype) -> dict[str, Launch]:
-    """By name, the package's launch first."""
+    """The launches by name, first that of the package."""
     usual = launch_for(columns, dtype)
     found = {
         "kernels": usual,
@@ -56,7 +58,7 @@ def _exponentiate_block(
     else:
         base, before = tl.load(reference + token), tl.load(total + token)
         if largest - base > RANGE:
-            # Hardly ever: what earlier blocks hold of this row moves to the new reference.
+            # Rarely needed: rescale the earlier blocks of this row to the new reference.
             shrink = tl.exp(base - largest)
             for earlier in range(0, start, BLOCK):
                 place = earlier + lane
@@ -79,15 +81,15 @@ def exponentiate_block(
 ) -> None:
     """Turn columns of logits into exp(logit - r), with one reference r per row: the first block's maximum.
 
-    Blocks come in the order of their columns, the first with `start` 0. bf16 has the exponents of fp32, so E is as
-    precise for any r near the maximum. Not for fp16.
+    Call it for blocks in the order of their columns, the first with `start` 0. bf16 has the exponents of fp32, so E is
+    equally precise for any r near the maximum. It does not work for fp16.
 
     Args:
-        exp_nv: logits from column `start` on, E before it. Rows contiguous.
-        target_n: the target's column, -1 without one.
-        statistics_3n: r, the sum of exp(logit - r) so far and the target's logit, which is zero to begin with;
-            contiguous rows. Updated.
-        start, columns: of the block.
+        exp_nv: logits from column `start` on, E before it; rows are contiguous.
+        target_n: the column of the target, -1 if it is on another shard.
+        statistics_3n: r, the sum of exp(logit - r) so far, and the target's logit, initially zero; rows are contiguous.
+            Updated in place.
+        start, columns: the first column of the block, and their number.
     """
     block = triton.next_power_of_2(columns)
     _exponentiate_block[(len(exp_nv),)](

@@ -1,14 +1,15 @@
-"""Which calls of a host wait until its CUDA device is idle, and which of them also stop the other Python threads.
+"""Find out which host calls wait until the CUDA device is idle, and which of them also stop other Python threads.
 
     python benchmarks/waits.py [--output FILE]
 
-A kernel that sleeps for SECONDS on a stream of its own stands for an operation that waits for its peer. Every call
-below is made once while it runs. A call that returns only after the sleep has ended waited for the device: in a
-pipeline it would stall the rank until the peer's message has come. So that no compiler takes that long, the kernels
-are in PyTorch's libraries, and Triton compiles its own beforehand. A thread that ticks meanwhile shows whether the call
-keeps Python's global lock, which would silence the watchdog as well.
+A kernel that sleeps for SECONDS on a separate stream stands for an operation that waits for its peer. While it runs,
+every call below is made once. If a call returns only after the sleep has ended, it waited for the device; in a pipeline
+it would stall the rank until the peer's message has come. To keep compilers from taking that long, the kernels come
+from PyTorch's libraries, and Triton's own kernels are compiled beforehand. A thread that ticks meanwhile shows whether
+the call holds Python's global lock, which would also stop the watchdog.
 
-Measures and judges nothing: the exit status is 0. Takes half a minute. Without a CUDA device it says so and ends.
+The script only measures: its exit status is always 0. It takes half a minute. Without a CUDA device, it says so and
+exits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # before CUDA starts: kernels are loaded at their first use
+os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # must be set before CUDA starts; loads kernels at first use
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,13 @@ Call = Callable[[], object]
 
 @triton.jit
 def add_count(numbers, count, BLOCK: tl.constexpr):
-    """Add `count` to the first `count` numbers; Triton specialises it for counts that divide by 16."""
+    """Add `count` to the first `count` numbers; Triton specialises this for counts that are multiples of 16."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(numbers + lane, tl.load(numbers + lane, mask=lane < count) + count, mask=lane < count)
 
 
 class Sleeper:
-    """A stream on which a kernel sleeps, and a thread that counts how often it gets to run."""
+    """A stream on which a kernel sleeps, and a thread that counts how often it can run."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -64,7 +65,7 @@ class Sleeper:
             time.sleep(TICK)
 
     def watch(self, name: str, call: Call) -> dict[str, object]:
-        """Make a call while the kernel sleeps; returns what it took and whether other threads ran."""
+        """Make a call while the kernel sleeps; return its duration and whether other threads ran."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(self._cycles)
@@ -90,7 +91,7 @@ class Sleeper:
 
 
 def calls(sleeper: Sleeper) -> Iterator[tuple[str, Call]]:
-    """The calls to watch, each in a state in which it has something to do for the first time."""
+    """Yield the calls to watch, each in a state in which it has something to do for the first time."""
     numbers = torch.ones(1 << 20, device="cuda")
     passed, aside = torch.cuda.Event(), torch.cuda.Stream()
     passed.record()
@@ -122,7 +123,7 @@ def calls(sleeper: Sleeper) -> Iterator[tuple[str, Call]]:
     yield "first stable sort of 5,000 numbers", lambda: torch.arange(5000, device="cuda").sort(stable=True)
     yield "first GEMM in bf16 (cuBLAS)", product
     add_count[(8,)](numbers, 1 << 20, BLOCK=1024)
-    add_count.warmup(numbers, (1 << 20) - 1, grid=(8,), BLOCK=1024)  # compiles, loads nothing
+    add_count.warmup(numbers, (1 << 20) - 1, grid=(8,), BLOCK=1024)  # compiles without loading
     yield "Triton, a new specialisation", lambda: add_count[(8,)](numbers, (1 << 20) - 1, BLOCK=1024)
     yield "Triton, the same once more", lambda: add_count[(8,)](numbers, (1 << 20) - 1, BLOCK=1024)
     yield "item() of the compute stream", lambda: numbers[0].item()
@@ -135,7 +136,7 @@ def calls(sleeper: Sleeper) -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    """Print a line per call."""
+    """Watch all calls, and print a line per call."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", help="append a line of JSON per call to this file")
     options = parser.parse_args()
@@ -153,7 +154,7 @@ def main() -> None:
         if options.output:
             with Path(options.output).open("a") as file:
                 file.write(json.dumps({"benchmark": "waits", **row}) + "\n")
-    # Communicators and the sleeping thread would hold up an orderly end.
+    # Communicators and the ticking thread would block an orderly exit.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,8 +1,9 @@
-"""A training script whose messages between ranks may take other numbers of NCCL's channels, one thread block each.
+"""Run a training script whose messages between ranks use another number of NCCL channels, with one thread block each.
 
     torchrun ... benchmarks/with_channels.py CHANNELS SCRIPT [ARGUMENT...]
 
-A message holds its thread blocks while it waits for the peer, so fewer cost the passes less, and move it more slowly.
+A message occupies its thread blocks while it waits for the peer. Fewer blocks therefore cost passes less, but move the
+message more slowly.
 """
 
 from __future__ import annotations
