@@ -113,8 +113,8 @@ def say(line: str) -> None:
 def at_last(speak: Callable[[], None]) -> bool:
     """Call `speak` before the process exits, for a few seconds at most; return whether everything was written.
 
-    `speak` runs in a thread that is abandoned after a few seconds, because it blocks if it writes to a pipe that is not
-    read.
+    `speak` runs in a thread that is abandoned after a few seconds, because a pipe that is not being read blocks its
+    writer.
     """
     written: list[bool] = []
 

@@ -115,7 +115,7 @@ def removed_when_told_to_end(folder: Path) -> Iterator[None]:
 def write_report(path: Path, text: str, what: str) -> None:
     """Write a file that the run can do without; if that fails, print one line on standard error and continue.
 
-    The file appears complete or not at all. Repeated failures with the same message print it only once.
+    The file appears complete or not at all. The same line is printed only once.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,6 @@ def write_report(path: Path, text: str, what: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error unless it was printed before, with the rank if there is one; ignore failures."""
+    """Print a line on standard error, but only once; add the rank if there is one, and ignore failures."""
     rank = os.environ.get("RANK")
     say(line if rank is None else f"rank {rank}: {line}")

@@ -39,8 +39,8 @@ def report(
 
     Shows how long each pipeline rank computed and waited, the memory, both loss curves and their largest difference.
 
-    Start both runs with --rank-report DIR and keep their output, either in DIR, as the only *.log, *.out or *.txt file
-    with losses, or anywhere else, and give it with --logs.
+    Start both runs with --rank-report DIR, and keep their output in DIR, as the only *.log, *.out or *.txt file with
+    losses. If the output is elsewhere, name both files with --logs.
 
     \b
     megatron-vp report plain/ vocab-2/

@@ -68,10 +68,9 @@ def tables(
     """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
 
     MFU is the model's FLOP/s over 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak on the
-    fullest rank, in GiB. With --published, the output has the published values, too, the relative error of each
-    prediction, and the mean and the largest error. With --hardware, the command predicts the same jobs for this
-    project's own code on that hardware. --paper pipeoffload predicts the runs of another paper, which keep activations
-    in host memory.
+    fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the mean and
+    largest error. --hardware predicts the same jobs for this project's own code on that hardware. --paper pipeoffload
+    predicts the runs of another paper, which keep activations in host memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv

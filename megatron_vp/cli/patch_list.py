@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
         The command also checks the Megatron functions that are called but not patched, and the arguments that are read.
         If anything does not fit, the output names it and the exit status is 1. On an unsupported release, the command
-        only compares signatures and applies nothing.
+        only compares signatures and applies no patch.
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches

@@ -63,7 +63,7 @@ def megatrons_check() -> Iterator[Ask]:
 def _load_megatron() -> None:
     from megatron_vp.mcore.start.preflight import load_megatron
 
-    logging.disable(logging.WARNING)  # this process only checks, so warnings of libraries are not news
+    logging.disable(logging.WARNING)  # this process only checks, so library warnings do not matter
     load_megatron()
 
 

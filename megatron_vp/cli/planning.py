@@ -274,7 +274,7 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as part of a JSON document: `overlay` always gives this run, `flags` only if `unset` is empty."""
+    """The settings as part of a JSON document: `overlay` always leads to this run, `flags` only if `unset` is empty."""
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 

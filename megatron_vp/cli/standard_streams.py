@@ -12,8 +12,8 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that raises UserError the first time that writing fails. A pipe without a reader is not a user's
-    error.
+    """Standard output that raises UserError the first time that writing fails. A pipe without a reader still raises
+    BrokenPipeError.
     """
 
     def __init__(self, reason: str | None) -> None:

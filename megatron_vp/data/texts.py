@@ -16,7 +16,7 @@ _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The documents in `files`, which may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
+    """The documents in `files`; may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
 
     Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. The
     text of a JSON object is under `json_key`. Empty lines are skipped. Raises UserError, naming file and line, for
@@ -91,7 +91,7 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class SourceTexts:
-    """The Python sources below `root` as (relative path, text) pairs in path order, which may be iterated repeatedly.
+    """The Python sources below `root` as (relative path, text) pairs in path order; may be iterated repeatedly.
 
     Tests, installed packages and the few files that are not UTF-8 are left out.
     """

@@ -92,7 +92,7 @@ class JobConfig:
     """A job's arguments by their long names, with underscores; a switch that is on is True."""
 
     values: dict[str, Any]
-    """The values as YAML would read them, also those of flags: a value that looks like a number is a number, and
+    """The values as YAML would read them, including those of flags: a value that looks like a number is a number, and
     several values are a list.
     """
     origins: dict[str, Leaf | str]

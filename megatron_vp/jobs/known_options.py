@@ -1,4 +1,4 @@
-"""Every option that a training script takes, for commands that read a job without Megatron.
+"""Knows every option that a training script accepts, for commands that read a job without Megatron.
 
 The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
 Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
@@ -67,7 +67,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for a name that training does not know; the error suggests the nearest name, also of
+    """Raise UserError for a name that training does not know; the error suggests the nearest one, perhaps of
     `commands_own`.
     """
     known = known_options()

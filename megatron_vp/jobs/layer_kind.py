@@ -40,8 +40,8 @@ _LINES = {
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
     """The layers that a job's `arguments` ask for; arguments have their long names with underscores.
 
-    Without `transformer_impl`, they are Transformer Engine's, as is Megatron's default. With `core_attention` sdpa,
-    which only local layers have, they are local. Raises UserError for an implementation that does not exist.
+    Without `transformer_impl`, they are Transformer Engine's, Megatron's default, or local if `core_attention` is sdpa,
+    which only local layers support. Raises UserError for an implementation that does not exist.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:

@@ -60,7 +60,7 @@ class Pattern:
         return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
     def with_bars(self, layers: Sequence[int]) -> str:
-        """The pattern as text, with bars between stages of so many `layers`."""
+        """The pattern as text, with bars between stages, given the number of `layers` of each."""
         return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 

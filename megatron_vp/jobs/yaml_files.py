@@ -40,7 +40,7 @@ class Leaf:
 
 
 def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
-    """All leaves of YAML files, each overlaying those before it, in the order of the files.
+    """All leaves of YAML files, in the order of the files; later files overlay earlier ones.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
     variables that look like secrets are refused, because arguments are written to files and logs. The file that a

@@ -33,8 +33,9 @@ EVEN_BAND = 0.01
 """Even shards are kept if they are predicted to take longer than the best by at most this share."""
 
 UNITS = (128, 64, 8)
-"""Possible units in which rows are assigned. The first one is used of which an even shard has at least FINE_ENOUGH.
-GEMMs are fastest with 128. Logits in 16-bit dtypes start at aligned addresses with 64, and in small shards with 8.
+"""Units in which rows may be assigned. The largest one is used that divides an even shard into at least FINE_ENOUGH
+parts. GEMMs are fastest if shards are multiples of 128 rows. 16-bit logits start at aligned addresses if shards are
+multiples of 64 rows, or of 8 rows if they are small.
 """
 
 FINE_ENOUGH = 16
@@ -234,8 +235,8 @@ class _Search:
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """The plan with its rows filled over the holders, and its sort key; None if the rows do not fit into the
-        holders' memory.
+        """The plan with rows assigned to the holders, and its sort key; None if the rows do not fit into the holders'
+        memory.
 
         The key is the busiest rank's work in thousandths of the mean, then the work of all ranks.
         """
@@ -257,7 +258,7 @@ class _Search:
 
     @cached_property
     def cost(self) -> list[float]:
-        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch; more rows never take less."""
+        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch; more rows never take less time."""
         return list(accumulate(self.row_seconds, max))
 
     @cached_property

@@ -56,8 +56,8 @@ def _layers_of_others(
 ) -> int | None:
     """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    The holders share the remaining layers as evenly as possible, and the rows according to the time that these layers
-    leave.
+    The holders share the remaining layers as evenly as possible, and the rows according to the time that they then have
+    left.
     """
     units = len(cost) - 1
     best = None

@@ -1,4 +1,4 @@
-"""Assigns vocabulary rows for a job's next start by the speed of every GPU that an earlier run measured.
+"""Assigns vocabulary rows for a job's next start by the speed of every GPU, as measured in an earlier run.
 
 GPUs of one kind differ in speed by a few percent. Whole layers are too coarse to compensate for that, but rows are not.
 The run's rank reports or traces say how long each rank computes per microbatch, and how many rows it has. Rows are then
@@ -77,7 +77,7 @@ def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequen
     """Compute `--vocab-shards measured:FOLDER` for `job`: rows from the run's pass times, and the run's layers.
 
     `room` returns how many rows each pipeline rank has memory for with the run's partition, or None if that is not
-    known. Raises UserError for a run of another job, and as `read_run` and `refilled` do.
+    known. Raises UserError for a run of another job, and whenever `read_run` or `refilled` does.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -92,9 +92,9 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
 
     `gain` is the busiest rank's time per microbatch before, divided by its time after. A row is assumed to take as long
-    as the rank's rows took on average. If a rank had no rows, the time of its layers tells how fast it is, compared
-    with the ranks that had some. Raises UserError for a run whose vocabulary passes took no time, and if the rows do
-    not fit into memory.
+    as the rank's rows took on average. For a rank that had no rows, the time of a row is estimated from the time of its
+    layers, compared with that of the ranks that had some. Raises UserError for a run whose vocabulary passes took no
+    time, and if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None

@@ -38,7 +38,7 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measurements of a run: seconds of every pipeline rank, medians over the iterations, and the job that ran.
+    """Measurements of a run: seconds of every pipeline rank (medians over the iterations), and properties of its job.
 
     uncertainty: relative standard deviation of a rank's time per microbatch, for the least certain rank.
     """

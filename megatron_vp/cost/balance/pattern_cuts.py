@@ -95,7 +95,7 @@ class _Cuts:
         return loads
 
     def figures(self, ends: Sequence[int]) -> tuple[float, float]:
-        """The objective: the busiest rank's work, then the inequality of the ranks."""
+        """The objective: the busiest rank's work, then how unequal the ranks are."""
         loads = self.loads(ends)
         return max(loads), sum(each * each for each in loads)
 
@@ -140,7 +140,7 @@ class _Cuts:
         return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
 
     def _below_by_all(self, level: float) -> list[int] | None:
-        """The same by exhaustive search: the set of all possible ends of each stage is kept as the bits of a number."""
+        """Like `_below`, but exhaustive: the set of all possible ends of each stage is kept as the bits of a number."""
         possible = [1]
         for stage, least in enumerate(self.least):
             ends = 0

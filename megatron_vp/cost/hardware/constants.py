@@ -38,7 +38,7 @@ class Constants:
     network: float
 
     def with_newer_attention(self) -> Constants:
-        """These constants, but for the attention kernels of the V-Half runs."""
+        """These constants, with the faster attention of the V-Half runs."""
         return replace(
             self,
             attention_forward=self.attention_forward * self.newer_attention,
@@ -96,8 +96,6 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote for a kind of job without its own: the worst of the dense kinds, or of those with
-    experts.
-    """
+    """The comparison to quote for a kind of job without one: the worst of the dense kinds, or of those with experts."""
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

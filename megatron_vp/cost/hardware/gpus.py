@@ -17,7 +17,7 @@ class Rates:
     gemm: FLOP/s of large bf16 products.
     fp8_gemm: FLOP/s of large fp8 products; 0 if the GPU has no fp8.
     copy: bytes/s of a copy on the device, counting reads and writes.
-    issue: instructions/s, counted by thread.
+    issue: thread instructions/s.
     source: where the figures come from.
     any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, so that none is transposed, and support
         scale blocks of 32 elements (mxfp8).

@@ -28,7 +28,7 @@ COMMUNICATOR = 4 * MIB
 """Memory of an unconnected communicator: queues, tables of peers and channels, rounded up to pages."""
 
 MEGATRON_CHANNELS = 16
-"""Channels of Megatron's communicators, which is NCCL's own choice over NVLink. It chooses fewer between nodes."""
+"""Channels of Megatron's communicators: NCCL's own choice over NVLink. Between nodes, NCCL chooses fewer."""
 
 FRAGMENTS = 0.02
 """Fragmentation: memory that PyTorch reserves but cannot use, as a share of the memory that is allocated and freed
@@ -72,7 +72,7 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
-    """Memory of a pipeline rank outside its tensors; `moving` bytes of these are allocated and freed repeatedly."""
+    """Memory of a pipeline rank outside its tensors, `moving` bytes of which are allocated and freed repeatedly."""
     fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):

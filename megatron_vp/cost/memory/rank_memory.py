@@ -73,7 +73,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of the ranks of `job` that run `schedule` on `hardware`.
+    """The memory of all ranks of `job`, which run `schedule` on `hardware`.
 
     layers: layers of every virtual stage, as in `Plan`.
     shard_rows: if the vocabulary is split, rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`);
@@ -339,6 +339,6 @@ class MemoryModel:
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
-    """Largest number of these spans that overlap at any place; both ends of a span belong to it."""
+    """Largest number of these spans that overlap at one place; a span includes both of its ends."""
     ends = [(first, 1) for first, _ in spans] + [(last + 1, -1) for _, last in spans]
     return max(accumulate(change for _, change in sorted(ends)))

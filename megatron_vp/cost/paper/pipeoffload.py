@@ -149,8 +149,8 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 def predict_cell(cell: Cell) -> CellPrediction:
     """The cost model's prediction for a cell.
 
-    With offloading, memory for one layer and for what its backward recomputes is added, because the published figures
-    include room to reload a layer. The figures without offloading do not.
+    With offloading, one layer and the tensors that its backward recomputes are added, because the published figures
+    include room to reload a layer. Published figures without offloading do not.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)

@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The published values of a cell: percent and GiB; None if the run did not fit in memory."""
+    """The published MFU in percent and memory in GiB of a cell; None if the run did not fit into memory."""
 
     mfu: float | None
     memory: float | None

@@ -30,8 +30,8 @@ takes as long as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""Vocabulary and sequence length by whose costs the passes of all cells of a model and method are ordered. The orders
-are at most 0.3 percent slower than those for each cell's own costs.
+"""The passes of all cells of a model and method are ordered by the costs at this vocabulary and sequence length. The
+orders are at most 0.3 percent slower than those for each cell's own costs.
 """
 
 
@@ -44,10 +44,10 @@ memory than published.
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting for the tables' cells other than the authors' code on A100s.
+    """A setting for the tables' cells that replaces the authors' code on A100s.
 
-    It is this project on `hardware`, in bf16 with gradients in fp32. If `fp8` names a recipe, the layers' products are
-    in fp8.
+    In it, this project trains on `hardware`, in bf16 with gradients in fp32. If `fp8` names a recipe, the layers'
+    products are in fp8.
     """
 
     hardware: Hardware

@@ -1,4 +1,4 @@
-"""Compares predictions of the paper's tables with published values, in rows, errors and CSV."""
+"""Compares predictions of the paper's tables with published values, and formats both as CSV."""
 
 from __future__ import annotations
 

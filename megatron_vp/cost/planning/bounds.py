@@ -57,7 +57,7 @@ class Bound:
     ranks: tuple[HeldBytes, ...] = ()
 
     def memory_within(self, seconds: float) -> float:
-        """Bytes that the fullest rank needs at least if an iteration takes no more than `seconds`."""
+        """The fewest bytes that the fullest rank can need if an iteration takes no more than `seconds`."""
         least = self.memory
         for rank in self.ranks:
             if rank.idle < seconds:
@@ -68,8 +68,9 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    A rank has its own work for all microbatches. Its first forward waits for one forward of every earlier stage. After
-    its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before its
+    A rank must do its own work for all microbatches. Its first forward waits for one forward of every earlier stage.
+    After its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before
+    its
     first forward and after its last backward: see the limits in `schedule.reorder`.
     """
     single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
@@ -158,7 +159,7 @@ def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
 
 
 def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
-    """Bytes of a rank's weights, their gradients and its part of the optimizer."""
+    """Bytes of a rank's weights, their gradients and its optimizer states."""
     job = memory.job
     gradient = 4 if job.wide_gradients else job.element_bytes
     return own.parameters + own.optimizer + gradient * memory.parameters(rank)

@@ -27,8 +27,8 @@ MOST_BALANCED = 16
 """
 
 LARGEST = 128
-"""The most pipeline ranks for which candidates are predicted. They take half a minute on two cores; twice as many ranks
-take over four times as long.
+"""The most pipeline ranks for which candidates are predicted. That takes half a minute on two cores, and over four
+times as long for twice as many ranks.
 """
 
 
@@ -61,8 +61,8 @@ def candidates(
 ) -> list[Candidate]:
     """Every schedule of `names` with each of its vocabulary methods, on the most even layout that its layers allow.
 
-    By default, `names` has all schedules that are planned. `chunks` is the number of chunks of `interleaved`, and of
-    other families with any number. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
+    By default, these are all schedules that `plan` considers. `chunks` is the number of chunks of `interleaved`, and of
+    other families that allow any number. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
     ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:

@@ -1,6 +1,4 @@
-"""Offloading in plans: chooses how many chunks of every schedule move to host memory, and predicts the time that it
-costs.
-"""
+"""Offloading in plans: chooses how many chunks of every schedule move to host memory, and predicts the cost in time."""
 
 from __future__ import annotations
 

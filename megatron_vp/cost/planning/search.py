@@ -1,5 +1,4 @@
-"""Finds the parallel sizes, schedule and vocabulary method that train fastest on a number of GPUs, also with less
-memory.
+"""Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, also for less memory.
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
 Combinations with the job's own sizes are simulated first, then all others by increasing bound. A combination is skipped
@@ -40,7 +39,8 @@ MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences per microbatch that are tried."""
 
 CONTEXT_TOKENS = 4096
-"""Fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden."""
+"""The fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden.
+"""
 
 SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""

@@ -56,9 +56,9 @@ def host_room(hardware: Hardware) -> float:
 
 
 def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
-    """Host memory of the fullest node in bytes, given the bytes of each rank of every pipeline stage (`host`).
+    """Host memory of the fullest node in bytes, given that of each pipeline rank (`host`).
 
-    Ranks of a stage are neighbours.
+    The ranks of a stage are neighbours.
     """
     each, size = job.gpus_per_stage, hardware.gpus_per_node
     if each % size == 0:

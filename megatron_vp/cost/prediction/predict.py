@@ -80,7 +80,7 @@ def predict(
 
     Args:
         measured: pass times in seconds from a trace of a run, which replace the modelled ones.
-        simulator: simulates the schedule; by default the schedule is generated in the order that training runs.
+        simulator: a simulator of the schedule; by default, one of the order that training runs.
 
     Raises UserError for a schedule that is unknown or does not suit the job, and for layers that do not fit the
     schedule.

@@ -12,9 +12,8 @@ from megatron_vp.errors import UserError
 def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
     """For each of the model's `layers`, whether it has experts.
 
-    `frequency` is a number N (every N-th layer has experts, starting with the first), a list of 0 and 1, or an
-    expression for one of these as text, which may use lists, + and *, such as "([0]*3+[1]*58)". Raises UserError for
-    anything else.
+    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list of 0 and 1. Either may
+    also be a text with numbers, lists, + and *, such as "([0]*3+[1]*58)". Raises UserError for anything else.
     """
     found = frequency
     if isinstance(frequency, str):

@@ -156,8 +156,9 @@ experts do not use it.
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Recipes set delayed scaling until early 2025. In that time, attention on H100 moved from FlashAttention 2 to cuDNN
-    9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other jobs use today's kernels.
+    Recipes set delayed scaling until early 2025. During that period, attention on H100 moved from FlashAttention 2 to
+    cuDNN 9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other jobs use today's
+    kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -176,7 +177,7 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""These names by the values with which Megatron replaces them when it parses its arguments."""
+"""The values with which Megatron replaces these names when it parses its arguments."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:

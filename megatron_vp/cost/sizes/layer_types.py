@@ -98,7 +98,9 @@ Counts = Mapping[LayerType, int]
 
 
 class StageLayers(NamedTuple):
-    """The layers of one virtual stage by type: `counts` of all, and of those whose products are in 16 bits (`wide`)."""
+    """The layers of one virtual stage by type: all of them (`counts`), and those whose products are in 16 bits
+    (`wide`).
+    """
 
     counts: Counts
     wide: Counts

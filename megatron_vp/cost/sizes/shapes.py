@@ -13,7 +13,7 @@ from megatron_vp.schedule.flex import shaped
 
 
 class Recompute(StrEnum):
-    """How much the backward recomputes instead of keeping it."""
+    """The activations that the backward recomputes instead of keeping them."""
 
     NONE = "none"
     FULL = "full"
@@ -61,7 +61,7 @@ class Dispatcher(StrEnum):
     ALL_TO_ALL = "alltoall"
     """a token travels once for each of its experts"""
     FLEXIBLE = "flex"
-    """DeepEP and similar ones: a token travels once for all of its experts on a rank"""
+    """DeepEP or similar: a token travels once for all of its experts on a rank"""
     UNSAID = "unsaid"
     """not stated: as in published recipes, all-to-all inside a node and the flexible one between nodes"""
 
@@ -207,8 +207,7 @@ class OptimizerStates:
 class Job:
     """A training job: a replica's step processes `microbatches` of `micro_batch` sequences of `sequence` tokens.
 
-    pipeline, tensor, context, data, expert: parallel sizes; the experts are split over `expert` of the ranks of a
-        stage.
+    pipeline, tensor, context, data, expert: parallel sizes; the experts are distributed over `expert` ranks of a stage.
     wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16; otherwise in the model's
         dtype.
     element_bytes: bytes of an element of parameters and activations.

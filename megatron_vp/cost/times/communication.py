@@ -39,7 +39,7 @@ assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron, and fill node after node.
+    """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
     `nodes` always means the nodes of a collective's members. Between nodes, each node has the network bandwidth of one
     GPU, however many members it has.
@@ -131,8 +131,8 @@ class CommunicationModel:
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
         """Seconds of every collective of a microbatch over the pipeline ranks, including the part of the tensor ranks.
 
-        `members`: the pipeline ranks that take part; empty: all. Each embedding row travels once: the pipelines of a
-        stage's tensor ranks each carry the rows of their own shards.
+        `members`: the pipeline ranks that take part; empty: all. Each embedding row travels once, in the pipeline of
+        the tensor rank that holds it.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -224,7 +224,8 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Seconds per iteration to reduce gradients over the replicas and gather parameters, except for hidden time.
+        """Seconds per iteration to reduce gradients over the replicas and gather parameters, as far as they are not
+        hidden.
 
         `backward` seconds can hide the reduction, and `forward` seconds the gathering. All replicas hold the `shared`
         parameters; `job.expert_replicas` hold the same `experts` parameters. `narrow` parameters are gathered in fp8.

@@ -47,7 +47,7 @@ class Separate(NamedTuple):
 
 
 def distinct(places: int, per_token: int) -> float:
-    """Expected number of distinct `places` of a token's experts over `per_token`, with experts chosen uniformly."""
+    """Expected number of distinct `places` that a token's uniformly chosen experts are in, divided by `per_token`."""
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 

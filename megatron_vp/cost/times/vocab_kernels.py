@@ -34,7 +34,7 @@ RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 
 ADD_LAUNCHES = 4
 """Kernels of IB: two of PyTorch that find the rows of the owned tokens, and two of this project that add them up. The
-second stream has sorted the tokens before.
+second stream has already sorted the tokens.
 """
 
 
