@@ -1,4 +1,4 @@
-"""Figures of a recorded run: each rank's time, and the simulator's prediction from the run's own pass times."""
+"""Computes figures of a recorded run: each rank's time, and the simulator's prediction from its pass times."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ class Timed(Protocol):
 class RankFigures:
     """Means over the traced iterations, in milliseconds per iteration.
 
-    busy: passes and losses. vocabulary: of these, S and T. waiting: of the host (CPU) or the compute stream (GPU) for
-    messages and collectives. communicating: a vocabulary collective runs or waits for its peers on the second
-    stream; hidden: of this, while a pass or a loss computes.
+    busy: time in passes and losses.
+    vocabulary: the part of `busy` in S and T.
+    waiting: time that the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
+    communicating: time that a vocabulary collective runs, or waits for its peers, on the second stream.
+    hidden: the part of `communicating` during which a pass or a loss computes.
     """
 
     busy: float
@@ -53,10 +55,10 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the last one's end.
+    """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the end of the last.
 
-    costs: mean times over microbatches and iterations: see `mean_costs`. predicted: the simulator's result for the
-        order that ran and these costs, with a free loss function.
+    costs: mean times over microbatches and iterations: see `mean_costs`.
+    predicted: the simulator's iteration time for the executed order and these costs, with a loss that takes no time.
     """
 
     iterations: tuple[int, ...]
@@ -68,7 +70,7 @@ class Figures:
 
 
 def figures(traces: Sequence[RankTrace]) -> Figures:
-    """Figures of the traces of all ranks (see `read_traces`). Raises UserError if passes are missing."""
+    """Compute the figures of all ranks' traces (see `read_traces`). Raises UserError if passes are missing."""
     iterations = tuple(sorted(traces[0].microbatches))
     try:
         costs = mean_costs(traces)
@@ -94,10 +96,10 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
 
 
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
-    """Mean durations in milliseconds, with an unsplit backward as B alone.
+    """Mean durations in milliseconds; a backward that is not split counts as B.
 
-    The duration of a collective is that on the rank that enters it last. Messages are not timed where they travel: each
-    counts as a collective of middle length.
+    A collective lasts as long as it does on the rank that enters it last. Messages are not timed on their way, so each
+    counts as long as an average collective.
     """
     took: dict[tuple, list[float]] = defaultdict(list)
     collectives: dict[tuple[int, str], float] = {}
@@ -143,7 +145,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
 
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
-    """Milliseconds of a rank's passes by kind, for each traced iteration in turn."""
+    """Durations of a rank's passes in milliseconds, by kind, for each traced iteration in turn."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
     for span in _compute(trace):
         if span.category != LOSS:
@@ -152,7 +154,7 @@ def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
-    """Each rank's held activations over time as the simulator shows them: counter events."""
+    """Counter events with each rank's held activations over time, as the simulator shows them."""
     events = []
     for iteration in sorted(traces[0].microbatches):
         schedule = ran(traces, iteration)
@@ -193,7 +195,7 @@ def _rank_figures(trace: RankTrace) -> RankFigures:
 class IterationFigures:
     """One iteration of a rank, in seconds.
 
-    extent: from its first pass to the end of its last one. The others as in `RankFigures`.
+    extent: from the start of its first pass to the end of its last. The other fields are as in `RankFigures`.
     """
 
     extent: float
@@ -204,11 +206,11 @@ class IterationFigures:
 
 
 def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
-    """One iteration of all ranks as curves show it: times in seconds, shares between 0 and 1.
+    """Figures of one iteration of all ranks, for curves: times in seconds, shares between 0 and 1.
 
-    The rank with the longest extent, the first one in all schedules, starts first and ends last. The vocabulary's share
-    is that of S and T in all busy time. Columns that a run does not have are left out: vocabulary passes, a second
-    stream.
+    The bubble is relative to the longest extent of any rank; in all schedules this is the first rank, which starts
+    first and ends last. The vocabulary's share is that of S and T in all busy time. A run without vocabulary passes or
+    without a second stream lacks their figures.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)
@@ -225,12 +227,12 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
 
 
 def total(spans: Iterable[Timed]) -> float:
-    """Sum of their durations."""
+    """Sum of the durations of `spans`."""
     return sum(span.end - span.start for span in spans)
 
 
 def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Time in which a span of both kinds runs; each kind is in order and does not overlap itself."""
+    """Time during which spans of both sequences run; each sequence is in order and does not overlap itself."""
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):
         common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))

@@ -1,4 +1,4 @@
-"""How a recorded run split its model over the pipeline; its pass times belong to this split."""
+"""Records how a run split its model over the pipeline; the run's pass times hold for this split."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length"),
     *("micro_batch_size", "context_parallel_size", VOCABULARY),
 )
-"""Arguments that pass times depend on, by long name."""
+"""Long names of the arguments on which pass times depend."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The layers and rows of every part of a run's pipeline; None if they are not known.
+    """The layers and vocabulary rows of every part of a run's pipeline.
 
-    layers: by virtual stage, None also for equally many. vocab_rows: by pipeline rank, tensor ranks together; None also
-    without vocabulary parallelism. tensor: ranks that share a pipeline rank's rows. sizes: of the model and of a
-    microbatch, by argument (`SIZES`): pass times belong to them.
+    layers: number of layers by virtual stage; None if unknown, or if all stages have equally many.
+    vocab_rows: rows by pipeline rank, for its tensor ranks together; None if unknown, or without vocabulary
+        parallelism.
+    tensor: number of tensor ranks that share a pipeline rank's rows.
+    sizes: sizes of the model and of a microbatch, by argument (`SIZES`), for which the pass times hold.
     """
 
     layers: tuple[int, ...] | None = None
@@ -35,8 +37,9 @@ class Partition:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Partition:
-        """Read it from a JSON object that may hold more. Raises ValueError, TypeError or AttributeError for anything
-        else.
+        """Read a partition from a JSON object that may hold more.
+
+        Raises ValueError, TypeError or AttributeError for anything else.
         """
         found = {}
         for name in ("layers", "vocab_rows"):

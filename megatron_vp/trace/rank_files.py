@@ -1,7 +1,7 @@
-"""The files of a recorded run, one per rank: Perfetto traces with the data to read, check and merge them.
+"""The files of a recorded run, one per rank: Perfetto traces that can be read back, checked and merged.
 
-All ranks' times count from one moment, so traces merge by joining their events. Data that Perfetto does not show (the
-run, the schedule, the clocks' error) is under the format's `otherData`.
+All ranks' times count from the same moment, so traces are merged by joining their events. Data that Perfetto does not
+show (the run, the schedule, the clocks' error) is under the format's `otherData`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
-    """A pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a wait or a
-    copy to the host or back (`copy-out:3.1[0]`).
+    """Something that a rank did in a traced iteration.
 
-    A wait is named after what it waits for.
-    Times are milliseconds; `posted` is when the rank handed a collective or a copy to its stream.
+    This is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
+    host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds;
+    `posted` is when the rank passed a collective or a copy to its stream.
     """
 
     iteration: int
@@ -49,9 +49,12 @@ class TracedSpan:
 class RankTrace:
     """One rank's recording; all fields except `rank`, `clock_error` and `spans` are the same on all ranks of a run.
 
-    run: identifies the run. placement: as in a schedule. microbatches: of each traced iteration.
-    clock_error: milliseconds by which this rank's times may be off against rank 0's. spans: in order of their start.
-    partition: of the model.
+    run: identifies the run.
+    placement: the virtual stages of each rank, as in a schedule.
+    microbatches: their number in each traced iteration.
+    clock_error: milliseconds by which this rank's times may be off relative to rank 0's.
+    spans: everything recorded, in order of start.
+    partition: how the model is split over ranks.
     """
 
     run: str
@@ -134,7 +137,7 @@ def path_of(folder: Path, rank: int) -> Path:
 def read_traces(folder: Path) -> list[RankTrace]:
     """The traces of all ranks of the run in `folder`, by rank.
 
-    Raises UserError if there is no such folder, a file is missing or none of ours, or the files are not of one run.
+    Raises UserError if the folder does not exist, a file is missing or not a trace, or the files are of different runs.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that the run had as --pipeline-trace")
@@ -172,6 +175,6 @@ def _read(path: Path) -> RankTrace:
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:
-    """One Perfetto trace of all ranks, and `extra` events."""
+    """Merge the traces of all ranks, and `extra` events, into one Perfetto trace."""
     events = [event for trace in traces for event in trace.events()]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": [*events, *extra]})

@@ -1,4 +1,4 @@
-"""Reads a run's --rank-report: what every pipeline rank held, and how long it computed."""
+"""Reads the files of --rank-report: what every pipeline rank held, and how long it computed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megatron_vp.trace.partition import Partition
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one pipeline rank, without its first iteration, which warms up (unless it is the only one).
+    """The report of one pipeline rank; leaves out the first iteration, which warms up, unless it is the only one.
 
-    iterations: seconds of the forward and backward passes of each iteration, waiting included. passes: of these, the
-    seconds that the rank computed, by kind of pass. peak_bytes: allocated at most; None if not measured (CPU).
-    run: the same on all ranks of a run, and of no other.
+    iterations: seconds that each iteration's forward and backward passes took, including waiting.
+    passes: the part of these seconds in which the rank computed, by kind of pass.
+    peak_bytes: most bytes that were allocated; None if not measured (on CPU).
+    run: identifies the run; the same on all its ranks.
     """
 
     parameters: int
@@ -39,17 +40,20 @@ class RankReport:
 
     @property
     def busy_seconds(self) -> float:
-        """Mean time per iteration that the rank computed."""
+        """Mean time per iteration in which the rank computed."""
         return fmean(sum(each.values()) for each in self.passes)
 
     @property
     def waiting_seconds(self) -> float:
-        """Mean time per iteration that it did not compute. On a CPU this includes waiting for a core."""
+        """Mean time per iteration in which the rank did not compute; on a CPU, this includes waiting for a core."""
         return max(0.0, self.iteration_seconds - self.busy_seconds)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RankReport:
-        """Read it from a file's JSON object. Raises KeyError, TypeError, ValueError or AttributeError for any other."""
+        """Read a report from a file's JSON object.
+
+        Raises KeyError, TypeError, ValueError or AttributeError for any other object.
+        """
         iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
         passes = [
             {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}
@@ -74,7 +78,7 @@ class RankReport:
 def read_reports(folder: Path) -> tuple[RankReport, ...]:
     """The reports of all pipeline ranks of the run in `folder`, by rank.
 
-    Raises UserError for a folder without reports, with those of some ranks only, and with those of different runs.
+    Raises UserError if the folder has no reports, reports of only some ranks, or reports of different runs.
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:

@@ -1,4 +1,4 @@
-"""The report of a recorded run, as text: one line per rank, and the measured iteration next to the predicted one."""
+"""Formats the report of a recorded run: one line per rank, and the measured iteration next to the predicted one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_vp.trace.rank_files import RankTrace
 
 
 def report(traces: Sequence[RankTrace], found: Figures) -> str:
-    """The run in a line, and the table of its figures (see `figures`), as `megatron-vp trace` prints them."""
+    """Describe the run in a line, with a table of its figures (see `figures`), as `megatron-vp trace` prints them."""
     first = traces[0]
     counts = sorted(set(first.microbatches.values()))
     costs = found.costs.nominal(len(found.ranks))

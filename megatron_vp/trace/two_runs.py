@@ -1,7 +1,6 @@
-"""Compares a plain run with a vocabulary-parallel run of the same job: time, waiting and memory of every rank, and
-losses.
+"""Compares a plain and a vocabulary-parallel run of the same job: each rank's time and memory, and the losses.
 
-Times, parameters and memory are those of the rank reports (`--rank-report`), losses those of Megatron's log.
+Times, parameters and memory come from the rank reports (`--rank-report`), and losses from Megatron's log.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_vp.trace.rank_reports import RankReport, read_reports
 LOG_SUFFIXES = (".txt", ".log", ".out")
 LONGEST_LOG = 1024 * MIB
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
-"""A line of Megatron's log: iteration, iterations of the job, mean training loss since the line before."""
+"""Matches a line of Megatron's log: iteration, the job's iterations, and mean training loss since the previous line."""
 
 GIB = 2**30
 
@@ -38,7 +37,7 @@ class RecordedRun:
         return max(rank.iteration_seconds for rank in self.ranks)
 
     def document(self) -> dict[str, Any]:
-        """For a JSON object; lists are by rank, losses in the order of `iterations`."""
+        """The run as a JSON object; lists are by rank, and losses are in the order of `iterations`."""
         return {
             "iteration_seconds": [rank.iteration_seconds for rank in self.ranks],
             "busy_seconds": [rank.busy_seconds for rank in self.ranks],
@@ -59,7 +58,7 @@ class TwoRuns:
     split: RecordedRun
 
     def __post_init__(self) -> None:
-        """Raises UserError for runs that cannot be compared."""
+        """Raise UserError for runs that cannot be compared."""
         plain, split = (run.ranks[0].partition.vocab_rows is not None for run in (self.plain, self.split))
         if plain and not split:
             raise UserError("the first run has vocabulary shards and the second has none: give the plain run first")
@@ -80,7 +79,7 @@ class TwoRuns:
 
     @property
     def common_iterations(self) -> list[int]:
-        """Iterations of which both logs have the loss."""
+        """Iterations whose loss is in both logs."""
         return sorted(self.plain.losses.keys() & self.split.losses.keys())
 
     def differences(self) -> dict[int, float]:
@@ -131,9 +130,10 @@ class TwoRuns:
 
 
 def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = None) -> TwoRuns:
-    """Two runs from the folders of their rank reports.
+    """Read two runs from the folders of their rank reports.
 
-    logs: Megatron's log of each run; None: the only log in each folder. Raises UserError for what cannot be compared.
+    logs: Megatron's log of each run; None means the only log in each folder. Raises UserError for runs that cannot be
+        compared.
     """
     reports = [read_reports(folder) for folder in (plain, split)]
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))
@@ -141,7 +141,7 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
 
 
 def read_losses(log: Path) -> dict[int, float]:
-    """Training losses by iteration, from Megatron's log. An iteration that a resumed run repeats counts once, the last.
+    """Training losses by iteration, from Megatron's log; if a resumed run repeats an iteration, the last loss counts.
 
     Raises UserError for a log without losses, and for a loss that is not a finite number.
     """
@@ -173,7 +173,7 @@ def _log_in(folder: Path) -> Path:
 
 
 def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
-    """A line per rank; peak memory where both runs measured it."""
+    """A table with one line per rank; it has peak memory only if both runs measured it."""
     columns: list[tuple[str, Callable[[RankReport], str]]] = [
         ("parameters", lambda rank: f"{rank.parameters:,}"),
         ("in flight", lambda rank: f"{rank.peak_in_flight:g}"),

@@ -1,4 +1,4 @@
-"""Draws two runs: their loss curves with the difference, and how each rank's time is spent."""
+"""Draws two runs: their loss curves with the difference, and how each rank spends its time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.trace.two_runs import TwoRuns
 
 
 def picture(runs: TwoRuns) -> bytes:
-    """PNG of loss curves, their relative difference, and computing and waiting time by rank (left bar: plain)."""
+    """Draw loss curves, their relative difference, and each rank's busy and waiting time (left bar: plain) as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")

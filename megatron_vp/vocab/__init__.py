@@ -1,5 +1,5 @@
-"""The vocabulary layers: output layer (passes S and T) and input embedding (IF and IB), one shard per rank.
+"""The vocabulary layers: the output layer (passes S and T) and the input embedding (IF and IB), one shard per rank.
 
-Local mathematics only, on torch tensors: no Megatron, no communication. What travels between ranks, and when, is the
-business of `megatron_vp.runtime`.
+This package only computes on local torch tensors, without Megatron and without communication. `megatron_vp.runtime`
+decides what travels between ranks, and when.
 """

@@ -1,19 +1,19 @@
-"""D, the derivative of the loss with respect to a shard's logits, as S and T represent it without forming the matrix.
+"""Represents D, the derivative of the loss with respect to a shard's logits, without forming the matrix.
 
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
-with s = 1 + 2 zeta LSE, which is 1 without a z-loss, and the target's weight t, which is 1 without label smoothing
-(`megatron_vp.vocab.loss`). S leaves the target's column of E zero: c E - 1 would cancel when the model is sure, so e is
-taken from z in fp32.
+Here s = 1 + 2 zeta LSE, which is 1 without a z-loss, and t is the target's weight, which is 1 without label smoothing
+(`megatron_vp.vocab.loss`). S leaves the target's column of E zero, because c E - 1 would cancel if the model is
+confident. Instead, e is computed from z in fp32.
 
-With a softcap k on the logits, a and z are capped, E holds the slopes 1 - tanh(y / k)^2 of its entries, and e is
-multiplied by that of the target, 1 - (z / k)^2.
+With a softcap k on the logits, a and z are capped. The entries of E are multiplied by their slopes 1 - tanh(y / k)^2,
+and e is multiplied by the target's slope, 1 - (z / k)^2.
 
-Label smoothing subtracts one number u from all of D. That part has rank one, and the GEMMs over E take it along: E gets
-`SMOOTHING_ROWS` further rows, whose entries are all `SMOOTHING_ENTRY`.
+Label smoothing subtracts one number u from every entry of D. That part has rank one, and the GEMMs over E compute it,
+too: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
 
     E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
-    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and what rounding left over
+    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the rounding error
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SMOOTHING_ROWS = 2
-"""Rows that label smoothing adds to E and X': one, and one for the rounding error of X'."""
+"""Rows that label smoothing adds to E and X': one for its part of D, and one for the rounding error of X'."""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Entry of those rows of E: keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range."""
+"""Entry of those rows of E; it keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range.
+"""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """The inputs of c and e; all vectors [n], in fp32 (fp64 if the model is) except `target_n`.
+    """The inputs of c and e; all vectors are [n], in fp32 (fp64 if the model is), except `target_n`.
 
-    largest_n: a, the shard's largest logit of every token.
-    target_n: int64, the target's column, -1 where it belongs to another shard.
-    target_logit_n: z, zero without a target.
+    largest_n: a, the shard's largest logit for every token.
+    target_n: int64, the target's column, -1 if it belongs to another shard.
+    target_logit_n: z, zero if the target belongs to another shard.
     total: A and L of the whole vocabulary.
     loss: the loss of a token.
-    vocab_size: padded, of all shards.
+    vocab_size: padded size of the whole vocabulary.
     softcap: k; 0 without one.
     """
 
@@ -55,22 +56,22 @@ class Derivative:
 
     @property
     def target_weight(self) -> float:
-        """t."""
+        """t, the weight of the target."""
         return self.loss.target_weight(self.vocab_size)
 
     @property
     def smoothing_factor(self) -> float:
-        """u over the entries of the rows that label smoothing adds to E."""
+        """u divided by the entry of the rows that label smoothing adds to E."""
         return self.loss.logit_weight(self.vocab_size) / SMOOTHING_ENTRY
 
     @property
     def scale_n(self) -> torch.Tensor:
-        """c."""
+        """c, the scale of each row of E."""
         return self.total.probability(self.largest_n) * self.loss.softmax_weight(self.total.log_sum_exp_n)
 
     @property
     def entry_n(self) -> torch.Tensor:
-        """e; zero where the target belongs to another shard."""
+        """e, the target's entry in each row; zero if the target belongs to another shard."""
         softmax_part_n = self.total.probability(self.target_logit_n)
         entry_n = softmax_part_n * self.loss.softmax_weight(self.total.log_sum_exp_n) - self.target_weight
         if self.softcap:
@@ -79,7 +80,8 @@ class Derivative:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Smallest c for which e / c is in the range of E's dtype, and c g X in that of X's. fp16 has no room besides the
-    loss scale, so there no row with a target is left to X.
+    """Smallest c for which e / c is in the range of E's dtype, and c g X in the range of X's.
+
+    In fp16, the loss scale leaves no room for c, so no row with a target leaves its c to X.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

@@ -1,8 +1,8 @@
 """Input embedding of one shard: passes IF and IB, and the exchange of owned rows between them and stage 0.
 
-Every rank holds the tokens of a microbatch, so every rank knows who owns which position and how many rows travel:
-each sends stage 0 only the rows it owns, and gets back only their gradients. A dense [n, h] reduction would grow with
-the number of ranks instead.
+Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows travel. Each rank
+sends stage 0 only the rows that it owns, and gets back only their gradients. The traffic of a dense [n, h] reduction,
+by contrast, would grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_vp.vocab.weights import main_grad
 class RowExchange:
     """The owner of each position of a microbatch's flattened tokens [n].
 
-    With tensor parallelism an exchange concerns one of the t pipelines side by side: the positions that shards of its
-    ranks own, those with index = pipeline rank x t + tensor rank.
+    With tensor parallelism, an exchange covers one of the t pipelines side by side: the positions owned by the shards
+    of its ranks, whose indices are pipeline rank x t + tensor rank.
 
-    The object is made first and filled later, by `plan`, which may run on another stream: its buffers belong to the
-    stream that made it, and nothing in `plan` waits for the device.
+    The object is created first and filled later by `plan`, which may run on another stream. Its buffers belong to the
+    stream that created it, and nothing in `plan` waits for the device.
 
     Args:
-        tokens_n: int64 token ids; may still be on their way until `plan` runs.
-        shards: the cut of the vocabulary, in p x t.
-        tensor_size, tensor_rank: t, and which of the t pipelines.
-        counts: where `plan` writes how many positions each rank owns: a row of `count_buffer`; None makes one.
+        tokens_n: int64 token ids; they need not have arrived before `plan` runs.
+        shards: the p x t shards of the vocabulary.
+        tensor_size, tensor_rank: t, and the index of this pipeline among the t.
+        counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None makes one.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class RowExchange:
         self._ranks = shards.count // tensor_size
         self._spans = _owner_spans(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
-        """Positions sorted by owner, within an owner by token id and then by position, those of other pipelines last.
-        The first k are the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends, so the
-        rows of an owner ascend."""
+        """Positions sorted by owner, then by token id, then by position; those of other pipelines come last. The first
+        k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends. So
+        each owner's rows are in ascending order.
+        """
         self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owners; asynchronous on a GPU. The one sort of a microbatch, whose size never changes."""
+        """Find the owners, asynchronously on a GPU, with the only sort of a microbatch, whose size never changes."""
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
         self._counts.copy_(self._counted, non_blocking=True)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Positions that every pipeline rank owns; valid once `plan` is known to be finished.
+        """Number of positions that each pipeline rank owns; valid once `plan` is known to be finished.
 
         Raises:
-            UserError: a token id outside the vocabulary, which no shard owns.
+            UserError: a token id is outside the vocabulary, so that no shard owns it.
         """
         if isinstance(self._counts, FakeTensor):  # tokens are unknown: assume equal shares of tokens and rows
             shards = self.shards
@@ -91,31 +92,30 @@ class RowExchange:
         return self.tokens_n[self.order_n[first : first + self.counts[rank]]]
 
     def assemble(self, rows_kh: torch.Tensor, words_nh: torch.Tensor) -> None:
-        """Put rows sorted by owner [k, h] into token order, [n, h]; zero where another pipeline's shard owns a word."""
+        """Put rows sorted by owner [k, h] into token order, [n, h]; zero for words of another pipeline's shards."""
         if len(rows_kh) < len(words_nh):
             words_nh.zero_()
         words_nh.index_copy_(0, self.order_n[: len(rows_kh)], rows_kh)
 
     def sort_by_owner(self, rows_nh: torch.Tensor) -> torch.Tensor:
-        """The inverse of `assemble`: the owned rows [k, h] of [n, h]."""
+        """The inverse of `assemble`: select the owned rows [k, h] from [n, h]."""
         return rows_nh.index_select(0, self.order_n[: sum(self.counts)])
 
 
 def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Room for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
+    """Allocate room for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
 
-    Pinned where `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. Made once per iteration: an
-    allocation of pinned memory may wait for the device.
+    It is pinned if `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. It is made once per
+    iteration, because allocating pinned memory may wait for the device.
     """
     return torch.empty(microbatches, ranks + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Range of keys in `Operations.sort_by_owner_` of each owner, int64 [2, p + 2]: the smallest key, and the smallest
-    key beyond it.
+    """Each owner's range of keys in `Operations.sort_by_owner_`, int64 [2, p + 2]: first key, and first key beyond it.
 
-    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, those of invalid
+    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, and those of invalid
     tokens at 2 V.
     """
     size = shards.vocab_size
@@ -136,7 +136,7 @@ class EmbeddingLayer(nn.Module):
 
     @torch.no_grad()
     def forward(self, exchange: RowExchange) -> torch.Tensor:
-        """Pass IF: the rows that this shard owns of a microbatch, [k, h] in the model's dtype."""
+        """Pass IF: look up the rows of a microbatch that this shard owns, [k, h] in the model's dtype."""
         return self.weight.index_select(0, self._rows(exchange))
 
     @torch.no_grad()

@@ -1,11 +1,11 @@
 """The loss of a token: cross entropy, with label smoothing and a z-loss where the user asks for them.
 
-    loss_i = LSE_i - t Y_i,y - u sum_j Y_ij + zeta LSE_i^2      LSE the log-sum-exp, u = alpha / (V - 1), t = 1 - V u
+    loss_i = LSE_i - t Y_i,y - u sum_j Y_ij + zeta LSE_i^2      u = alpha / (V - 1), t = 1 - V u
     D_ij = (1 + 2 zeta LSE_i) softmax_ij - t onehot_ij - u
 
-Label smoothing alpha moves that much probability from the target to the other V - 1 tokens in equal parts, as
-Megatron's `vocab_parallel_cross_entropy` does. The z-loss keeps the softmax's normaliser near one (PaLM, arXiv
-2204.02311, section 5).
+LSE is the log-sum-exp of the logits Y, and y is the target. Label smoothing moves probability alpha from the target to
+the other V - 1 tokens in equal parts, as Megatron's `vocab_parallel_cross_entropy` does. The z-loss keeps the softmax's
+normaliser near one (PaLM, arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Cross entropy by default.
+    """The parameters of the loss, which by default is the cross entropy.
 
     label_smoothing: alpha in [0, 1).
     z_loss: zeta >= 0, the weight of the squared log-sum-exp.
@@ -35,7 +35,7 @@ class TokenLoss:
         return 1.0 - vocab_size * self.logit_weight(vocab_size)
 
     def softmax_weight(self, log_sum_exp_n: torch.Tensor) -> torch.Tensor:
-        """1 + 2 zeta LSE, the derivative of the loss by the log-sum-exp, [n]."""
+        """1 + 2 zeta LSE, the derivative of the loss with respect to the log-sum-exp, [n]."""
         return 1.0 + 2.0 * self.z_loss * log_sum_exp_n
 
     def penalty(self, log_sum_exp_n: torch.Tensor) -> torch.Tensor:

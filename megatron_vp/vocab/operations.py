@@ -1,8 +1,7 @@
-"""The seven operations of TOKENS, S, C1, T and IB besides GEMMs and collectives: in plain PyTorch here, as Triton
-kernels in `kernels`.
+"""The seven operations of TOKENS, S, C1, T and IB besides GEMMs and collectives, in plain PyTorch.
 
-`operations_for` picks by device and dtype. The eager versions serve CPU and fp64 and say what a kernel has to compute;
-tests compare both with fp64.
+`operations_for` picks either these or the Triton kernels in `kernels`, by device and dtype. The versions here serve CPU
+and fp64, and define what a kernel has to compute. Tests compare both with fp64.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROWS_PER_BLOCK = 1024
 
 
 class Operations(Protocol):
-    """Names ending in `_` write into their first argument."""
+    """Interface of the operations; those whose names end in `_` write into their first argument."""
 
     def exponentiate_(
         self,
@@ -36,26 +35,27 @@ class Operations(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Turn logits into E = exp(logit - row maximum), zero in the target's column.
 
-        With a softcap k, a logit y is capped to k tanh(y / k) first. What is kept of E is then multiplied by the slope
-        1 - tanh(y / k)^2, by which gradients come back; l is the sum of E without it.
+        With a softcap k, a logit y is first capped to k tanh(y / k). The stored E is then multiplied by the slope 1 -
+        tanh(y / k)^2, which gradients need; l is the sum of E without the slope.
 
         Args:
             logits_nv: [n, V/p], V/p >= 1. Overwritten.
             labels_n: global token ids, int64 [n].
             first: the token of column 0.
-            target_weight: t, what the target's logit counts in the loss.
-            logit_weight: u, what every logit counts in the loss. Not with a softcap.
+            target_weight: t, the weight of the target's logit in the loss.
+            logit_weight: u, the weight of every logit in the loss; 0 with a softcap.
             softcap: k; 0 leaves logits as they are.
 
         Returns:
-            The packed statistics [3, n] a, l and t z plus u times the row's sum; the target's column, int64 [n], -1
-            where it belongs to another shard; z, capped, zero there. Floats in fp32, or fp64 where the logits are.
+            The packed statistics [3, n]: a, l, and t z plus u times the row's sum. The target's column, int64 [n], -1
+            if it belongs to another shard; and z, capped, 0 in that case. Floats are in fp32, or in fp64 if the logits
+            are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-        """Fold the packed statistics [shards, 3, n] of some shards, in their order, into those of all of them together.
+        """Fold the packed statistics [shards, 3, n] of several shards, in their order, into their joint statistics.
 
-        An empty shard, with a = -inf, l = 0, t z = 0, leaves no trace; empty shards together are one.
+        An empty shard (a = -inf, l = 0, t z = 0) changes nothing; several empty shards fold into an empty shard.
         """
 
     def rescale_(
@@ -67,26 +67,27 @@ class Operations(Protocol):
     ) -> None:
         """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
 
-        With label smoothing it takes the sum of W's rows times `SMOOTHING_ENTRY`, and subtracts u times the sum.
+        With label smoothing, `weight_sum_h` is the sum of W's rows times `SMOOTHING_ENTRY`, and u times the sum is
+        subtracted.
         """
 
     def enter_targets_(
         self, exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
-        """Give E the targets' entries, and the rest of D to X: returns X' with E'^T X' = D^T (g X), as many rows as E.
+        """Enter the targets into E, and move the other factors of D to X: returns X' with E'^T X' = D^T (g X).
 
-        A row of X' is c g times that of X, and the target's entry of E' is e / c, rounded once each. A row whose target
-        is here and whose c is less than `smallest_scale` becomes c E, and X' then has g alone. The rows that E has
-        beyond those of X are label smoothing's: X' gets theirs.
+        Each row of X' is c g times that of X, and the target's entry of E' is e / c; both are rounded once. If a row's
+        target is here and its c is less than `smallest_scale`, the row of E becomes c E, and the row of X' is only g
+        times that of X. Rows of E beyond those of X belong to label smoothing; X' gets rows to match.
         """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
-        """matrix += left^T right."""
+        """Compute matrix += left^T right."""
 
     def add_rows_(
         self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
     ) -> None:
-        """matrix[row_i] += source_i for the rows that are not negative; the same bits in every run.
+        """Compute matrix[row_i] += source_i for the rows that are not negative, with the same bits in every run.
 
         sorted_rows: whether `row_n` ascends.
         """
@@ -96,20 +97,21 @@ class Operations(Protocol):
     ) -> None:
         """Sort the positions of a microbatch by their keys, equal ones by position, and count those of every owner.
 
-        The key of a position is its token id where a shard of this pipeline owns it, V more where another pipeline's
-        does, and 2 V more where the id is outside the vocabulary, of which then the nearest word counts.
+        The key of a position is its token id if a shard of this pipeline owns it, and V plus its id if another
+        pipeline's shard does. If the id is outside the vocabulary, the key is 2 V plus the nearest valid id.
 
         Args:
             order_n: int64 [n], the sorted positions.
-            counts: int64 [p + 2], positions of each pipeline rank, of other pipelines, of invalid tokens.
+            counts: int64 [p + 2], the number of positions of each pipeline rank, of other pipelines, and of invalid
+                tokens.
             tokens_n: int64 [n].
-            spans: int64 [2, p + 2], of each of these the least key, and the least one beyond its own.
+            spans: int64 [2, p + 2], for each of these the smallest key, and the smallest key beyond its own.
             vocab_size: V.
         """
 
 
 class EagerOperations:
-    """Any device and float dtype; moves the logits several times, and may wait for the device."""
+    """Operations for any device and float dtype, which move the logits several times and may wait for the device."""
 
     def exponentiate_(
         self,
@@ -207,7 +209,7 @@ class EagerOperations:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
         rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
-        if matrix_vh.is_cuda:  # there `index_add_` adds equal rows in any order; this sorts them
+        if matrix_vh.is_cuda:  # on a GPU, `index_add_` adds equal rows in any order; this sorts them
             matrix_vh.index_put_((row_n[kept_n],), rows_kh, accumulate=True)
         else:
             matrix_vh.index_add_(0, row_n[kept_n], rows_kh)
@@ -216,7 +218,7 @@ class EagerOperations:
 
 
 class ShapeOperations:
-    """For fake tensors, which have no contents: allocates what Triton's kernels would, and computes nothing."""
+    """For fake tensors, which have no contents: allocates what the Triton kernels would, and computes nothing."""
 
     def exponentiate_(
         self,
@@ -253,7 +255,7 @@ class ShapeOperations:
 
 
 def operations_for(tensor: torch.Tensor) -> Operations:
-    """Triton's kernels for CUDA tensors in other dtypes than fp64 where Triton is installed, else eager operations."""
+    """The Triton kernels for CUDA tensors in any dtype but fp64, if Triton is installed; otherwise eager operations."""
     if isinstance(tensor, FakeTensor):
         return _SHAPES
     fused = tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()

@@ -7,21 +7,21 @@
 vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global statistics are known, and rescales its
 rows afterwards, so that one barrier is enough.
 
-A z-loss multiplies c by a factor of its row. Label smoothing lowers the one-hot entry and subtracts one number u from
-all of D (`megatron_vp.vocab.loss`). That part has rank one, and the GEMMs take it along as two further rows of E
-(`megatron_vp.vocab.derivative`): it costs no further pass over W, X or the gradient of W.
+A z-loss multiplies each row's c by a factor. Label smoothing lowers the one-hot entry and subtracts one number u from
+every entry of D (`megatron_vp.vocab.loss`). That part has rank one, and the GEMMs compute it with two additional rows
+of E (`megatron_vp.vocab.derivative`). So it needs no additional pass over W, X or the gradient of W.
 
-A softcap k on the logits, k tanh(y / k), multiplies every entry of D by 1 - tanh(y / k)^2. E is kept with that factor,
-so it costs no further pass, and no further copy of the logits.
+A softcap k turns a logit y into k tanh(y / k), which multiplies every entry of D by 1 - tanh(y / k)^2. E is stored with
+that factor, so that it needs no additional pass over the logits and no additional copy of them.
 
-D is never formed: T enters the targets' entries over c into E, so that E^T (c g X) is all of D^T (g X), by one GEMM.
-The row factors ride on X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
+D is never formed. T enters the targets' entries, divided by c, into E, so that one GEMM, E^T (c g X), gives all of D^T
+(g X). The row factors are applied to X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
 
-A frozen weight (`requires_grad` is False) costs only what dX needs. T forms no gradient, X is freed after S, and
-E as soon as E W is formed: with vocab-2 in S.
+A frozen weight (`requires_grad` is False) costs only what dX needs. T forms no weight gradient, X is freed after S, and
+E is freed as soon as E W is formed, which vocab-2 does in S.
 
-Precision: logits in the model's dtype, as the GEMM returns them; statistics, exponentials and the targets' entries of D
-in fp32; E kept between S and T in the model's dtype.
+Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
+fp32. Between S and T, E is kept in the model's dtype.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from megatron_vp.vocab.weights import main_grad
 
 @dataclass
 class PendingOutput:
-    """The state that a shard keeps of one microbatch between S and T: E [n, V/p], X [n, h] and vectors [n]. T uses E
-    up.
+    """The state that a shard keeps of a microbatch between S and T: E [n, V/p], X [n, h] and vectors [n].
 
-    With label smoothing E has `SMOOTHING_ROWS` rows more. Of a frozen weight X is empty, and E once E W is formed.
+    With label smoothing, E has `SMOOTHING_ROWS` more rows. If the weight is frozen, X is empty, and E is empty once E W
+    is formed. T overwrites E.
     """
 
     x_nh: torch.Tensor
@@ -70,7 +70,7 @@ class OutputLayer(nn.Module):
 
     Gradients go straight into `weight.main_grad` (Megatron's accumulation buffer, any float dtype), outside autograd.
 
-    softcap: k where the model caps its logits to k tanh(logit / k), 0 where it does not. Not with label smoothing.
+    softcap: k if the model caps its logits to k tanh(logit / k), otherwise 0; must be 0 with label smoothing.
     """
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, softcap: float = 0.0) -> None:
@@ -131,7 +131,7 @@ class OutputLayer(nn.Module):
     def rescaled_input_gradient(
         self, unscaled_nh: torch.Tensor, pending: PendingOutput, total: GlobalStatistics
     ) -> torch.Tensor:
-        """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is known."""
+        """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is complete."""
         if self.weight.shape[0]:
             derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
             smoothing = () if pending.weight_sum_h is None else (pending.weight_sum_h,)
@@ -144,14 +144,14 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor | None:
         """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
 
-        A frozen weight has no gradient: with vocab-2 T then does nothing.
+        A frozen weight has no gradient; with vocab-2, T then does nothing.
 
         Args:
-            pending: the state of S, which this uses up.
+            pending: the state that S left, which T uses up.
             total: statistics of the whole vocabulary.
-            token_loss_grad_n: g, the derivative of the loss by every token's loss, fp32 [n]; holds mask, averaging and
-                loss scale.
-            input_gradient: return D W (vocab-1).
+            token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; it includes
+                mask, averaging and loss scale.
+            input_gradient: whether to return D W (vocab-1).
         """
         part_nh = None
         if input_gradient:

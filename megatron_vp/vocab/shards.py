@@ -1,4 +1,4 @@
-"""Which rows of the vocabulary each rank owns."""
+"""Defines which rows of the vocabulary each rank owns."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 class VocabShards:
     """A vocabulary of `vocab_size` rows cut into `count` contiguous shards, `tensor` of them on each pipeline stage.
 
-    `stage_rows` gives the rows of each pipeline rank, its tensor ranks together; a rank may have none. None is the even
-    cut: every shard holds an equal part of the rows, rounded up by `rows_per_shard`, except the last ones, which are
-    shorter or empty. The padded size stays the one that plain Megatron uses, because padding rows take part in the
-    softmax and another padding would be another loss.
+    `stage_rows` has the rows of each pipeline rank, for its tensor ranks together; a rank may have none. If
+    `stage_rows` is None, the cut is even: every shard holds an equal part of the rows, rounded up by `rows_per_shard`,
+    except the last ones, which are shorter or empty. The padded size stays that of plain Megatron, because padding rows
+    take part in the softmax, and other padding would change the loss.
 
-    The tensor ranks of a stage always hold equally many rows: Megatron's distributed optimizer gives the ranks of a
-    replica parts of one long buffer, and adds up gradients over tensor ranks part by part, so parameters have to lie
-    at the same places on all of them. Stages may differ: each has buffers of its own, which it shares with the same
-    stage of the other replicas alone.
+    The tensor ranks of a stage always hold equally many rows. Megatron's distributed optimizer divides one long buffer
+    among ranks, and adds up gradients over tensor ranks part by part, so parameters must be at the same places on all
+    tensor ranks. Stages may differ, because each has its own buffers, which it shares only with the same stage of other
+    replicas.
 
     Raises:
-        UserError: a size that is not positive, a vocabulary that the tensor ranks cannot share equally, and
-            `stage_rows` that do not add up to the vocabulary.
+        UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
+            add up to the vocabulary.
     """
 
     vocab_size: int
@@ -49,7 +49,7 @@ class VocabShards:
 
     @property
     def stages(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.count // self.tensor
 
     @property
@@ -59,7 +59,7 @@ class VocabShards:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that take part in the vocabulary's work; in the even cut also those whose shard is empty."""
+        """Pipeline ranks that take part in the vocabulary's work; in the even cut, also those with empty shards."""
         return tuple(stage for stage in range(self.stages) if self.stage_rows is None or self.stage_rows[stage])
 
     @property

@@ -1,9 +1,9 @@
 """Softmax statistics: what barrier C1 carries and what every rank computes from it (arXiv 2411.05288, section 4).
 
 A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of what the
-loss subtracts from the log-sum-exp (with cross entropy the target's logit, zero where the target belongs to another
-shard). They travel packed, as one [3, n] tensor, and every rank folds them in the same order, so all ranks get the same
-bits. With tensor parallelism the shards of a stage are folded first, and the stages' results then.
+loss subtracts from the log-sum-exp (for cross entropy the target's logit, zero if the target belongs to another shard).
+They travel packed as one [3, n] tensor, and every rank folds them in the same order, so all ranks get the same bits.
+With tensor parallelism, the shards of each stage are folded first, and then the results of the stages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class GlobalStatistics:
     sum_n: torch.Tensor
     """L, the sum of exp(logit - A)."""
     linear_n: torch.Tensor
-    """The part of the loss that is linear in the logits: the target's logit (zero where no shard owns the target), or
-    with label smoothing a weighted sum of all."""
+    """The part of the loss that is linear in the logits: the target's logit (zero if no shard owns the target), or with
+    label smoothing a weighted sum of all logits.
+    """
 
     @property
     def log_sum_exp_n(self) -> torch.Tensor:
@@ -42,17 +43,18 @@ class GlobalStatistics:
 
     @property
     def target_is_argmax_n(self) -> torch.Tensor:
-        """Whether the target's logit is the largest, bool [n]; means nothing under label smoothing."""
+        """Whether the target's logit is the largest, bool [n]; meaningless with label smoothing."""
         return self.linear_n == self.max_n
 
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
         """Softmax entry of one logit per token.
 
-        Not exp(logit - LSE): a log-sum-exp of 10 rounds at 5e-7, and the whole row of the softmax would be off by it.
+        This is not computed as exp(logit - LSE): a log-sum-exp of 10 has a rounding error of 5e-7, which would affect
+        the whole row of the softmax.
         """
         return torch.exp(logit_n - self.max_n) / self.sum_n
 
 
 def statistics_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of statistics and loss: fp32, or fp64 where the model itself is."""
+    """Dtype of statistics and loss: fp32, or fp64 if the model is fp64."""
     return torch.promote_types(model_dtype, torch.float32)

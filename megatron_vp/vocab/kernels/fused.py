@@ -1,4 +1,4 @@
-"""The operations of `megatron_vp.vocab.operations` on a GPU: one pass over the data each, no wait for the device."""
+"""The operations of `megatron_vp.vocab.operations` on a GPU: each reads data once, and none waits for the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 
 
 def adds_into_fp32(version: TorchVersion) -> bool:
-    """Whether `addmm` of this PyTorch adds a product of 16-bit factors to an fp32 matrix.
+    """Whether `addmm` of this PyTorch version can add a product of 16-bit factors to an fp32 matrix.
 
-    PyTorch 2.8 and 2.9 have its `out_dtype`, too, and refuse that.
+    PyTorch 2.8 and 2.9 also have `out_dtype`, but refuse this combination.
     """
     return version >= "2.10"
 
@@ -21,7 +21,7 @@ _ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
 class FusedOperations:
-    """Triton kernels next to cuBLAS; see `Operations` for what each computes."""
+    """Operations by Triton kernels and cuBLAS; `Operations` says what each of them computes."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)
@@ -43,7 +43,7 @@ class FusedOperations:
     def sort_by_owner_(
         order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
     ) -> None:
-        """See `Operations`. One launch for up to `tokens.MOST_TOKENS` tokens; PyTorch's sort beyond."""
+        """See `Operations`. Takes one launch for up to `tokens.MOST_TOKENS` tokens, and PyTorch's sort for more."""
         if tokens.takes(tokens_n, vocab_size):
             tokens.sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
         else:

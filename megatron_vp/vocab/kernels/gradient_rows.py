@@ -1,4 +1,4 @@
-"""The work of T besides its GEMMs, and of vocab-2's C1: computes rows of D from E, in one launch (Triton).
+"""The work of T besides its GEMMs, and that of C1 in vocab-2: computes rows of D from E, in one launch (Triton).
 
 Label smoothing adds a second launch, over `n / 32` partial sums of g X.
 """
@@ -26,10 +26,11 @@ CHUNK = 4096
 """Elements of a row of E that a program handles in T, `BLOCK` at a time."""
 
 SUMS_TILE = (128, 32)
-"""Partial sums and elements of each that a program adds up at a time."""
+"""Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# Vectors of a number per token: rows of packed tensors, whose alignment depends on the number of tokens.
+# Vectors with one number per token. They are rows of packed tensors, so their alignment depends on the number of
+# tokens.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
@@ -73,13 +74,13 @@ def rescale_(
     derivative: Derivative,
     weight_sum_h: torch.Tensor | None = None,
 ) -> None:
-    """E W to a shard's part of dX / g, in place: row i becomes c_i (E W)_i + e_i W[target_i]; once rounded.
+    """Turn E W into a shard's part of dX / g, in place: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
 
     Args:
         product_nh: [n, h] in the model's dtype, contiguous. Overwritten.
         weight_vh: [V/p, h] in the model's dtype, contiguous.
         derivative: c and e, from vectors in fp32.
-        weight_sum_h: with label smoothing the sum of W's rows, times `SMOOTHING_ENTRY`, in the model's dtype.
+        weight_sum_h: with label smoothing, the sum of W's rows, times `SMOOTHING_ENTRY`, in the model's dtype.
     """
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
@@ -99,7 +100,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Scale a part of a row to c E, with the target's entry, if c is too small to be left to X."""
+    """Scale a part of a row to c E and enter the target's entry, if c is too small to be left to X."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -125,7 +126,7 @@ def _enter_targets(
     known = tl.minimum(token, tokens - 1)
     parts = tl.cdiv(hidden, BLOCK)
     if part < parts:
-        # X' = c g X, all loads ahead of what depends on them; and a target's entry per row, or none.
+        # X' = c g X, with all loads ahead of what depends on them; then the target's entry of each row that has one.
         lane = part * BLOCK + tl.arange(0, BLOCK)
         here = inside[:, None] & (lane < hidden)[None, :]
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
@@ -145,7 +146,7 @@ def _enter_targets(
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
         # Rows whose c is too small to leave to X become c E: in fp16 all rows with a target here, otherwise hardly any.
-        # Each program takes a part of the columns.
+        # Each program handles a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )
@@ -181,15 +182,15 @@ def enter_targets_(
     """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); `Operations.enter_targets_`.
 
     Args:
-        exp_nv: E [n, V/p] in the model's dtype, rows contiguous; with label smoothing with `SMOOTHING_ROWS` rows more.
-            An element of each row whose target is here is written, and a whole row where c is too small to leave it to
-            X.
+        exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`
+            more rows. In each row whose target is here, only the target's element is written, or the whole row if c is
+            too small to leave it to X.
         x_nh: [n, h] in the model's dtype, contiguous.
         token_loss_grad_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.
 
     Returns:
-        X' in the model's dtype, as many rows as E has.
+        X' in the model's dtype, with as many rows as E.
     """
     (tokens, hidden), columns = x_nh.shape, exp_nv.shape[1]
     smoothed = len(exp_nv) == tokens + SMOOTHING_ROWS
@@ -197,7 +198,7 @@ def enter_targets_(
     result = x_nh.new_empty(len(exp_nv), hidden)
     rows, block = SUMMED_TILE if smoothed else TILE
     groups = triton.cdiv(tokens, rows)
-    # Left to itself, Triton 3.6's compiler takes 56 registers for rows of X that are not aligned, and spills one.
+    # By default, Triton 3.6 takes 56 registers for rows of X that are not aligned, and spills one.
     options = {"maxnreg": 64} if hidden % 16 and not smoothed else {}
     sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
     _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](

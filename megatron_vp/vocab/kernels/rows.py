@@ -1,4 +1,4 @@
-"""IB: rows of the embedding's gradient, added up by their words (Triton)."""
+"""The work of IB: adds up rows of the embedding's gradient by word (Triton)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
 SEGMENT = 32
-"""Most sorted rows that a program adds; the n / SEGMENT partial sums of equal rows are added by another program."""
+"""Most sorted rows that one program adds; another program adds the partial sums of equal rows, up to n / SEGMENT."""
 
 
 @triton.jit(do_not_specialize=["count"])  # counts differ by microbatch and must not compile new kernels
@@ -52,7 +52,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # The segment in which equal rows begin adds the partial sums of the following segments.
+    # The program of the segment in which equal rows begin adds the partial sums of the following segments.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -71,27 +71,28 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
 def add_rows_(
     matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
 ) -> None:
-    """matrix[row_i] += source_i, deterministic whatever rows repeat; sums in fp32.
+    """Compute matrix[row_i] += source_i with sums in fp32, deterministically even if rows repeat.
 
-    Sorted by row, then cut into segments: equal rows of a segment are added by one program, and those that lie in
-    several segments meet in partial sums. So no program adds more than a segment or a number of segments, were all n
-    rows the same (padding, say), and no atomics are needed.
+    Rows are sorted, then divided into segments. One program adds the equal rows of a segment; if equal rows are in
+    several segments, another program adds the partial sums. So even if all n rows are equal (padding, for example), no
+    program adds more than the rows of a segment or one partial sum per segment. No atomics are needed.
 
     Args:
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
         row_n: int64 [n]; a negative row is left out.
         source_nh: [n, h] in any float dtype, contiguous.
-        sorted_rows: whether `row_n` ascends. It need not be sorted then, which spares launches and kernels of PyTorch
-            that differ by n.
+        sorted_rows: whether `row_n` ascends already. This saves the sort, and with it launches and PyTorch kernels that
+            differ by n.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
     if not count:
         return
-    # In sorted rows a place is its own position, and the order is not read.
+    # If rows are sorted already, their order is not read.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
-    # A segment's partial sum continued from the previous segment, and the one that may continue into the next.
+    # Per segment: the partial sum that continues from the previous segment, and the one that may continue into the
+    # next.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,

@@ -1,8 +1,8 @@
-"""S after its GEMM: statistics and targets out, E in place of the logits. And the fold of C1's statistics (Triton).
+"""The work of S after its GEMM, which gives statistics, targets and E, and the fold of C1's statistics (Triton).
 
-At four bytes per logit the memory of a fast GPU leaves about as much time as issuing 20 instructions per logit takes,
-so both are counted: one load, one store and one exponential per logit, and few registers, so that all 64 warps of a
-multiprocessor have a row in flight. Rows of some widths load up to two fifths of their logits a second time, soon
+A fast GPU moves the four bytes per logit in about the time in which it issues 20 instructions per logit, so both count.
+The kernels use one load, one store and one exponential per logit, and so few registers that all 64 warps of a
+multiprocessor have a row in flight. For some widths, they load up to two fifths of a row's logits a second time, soon
 enough to find them in L1. `tests/vocab/data/kernel_counts.csv` holds the counts.
 """
 
@@ -22,14 +22,15 @@ LONG_ROW_BLOCK = 4096
 """Logits of a longer row that a program handles at a time."""
 
 FULLY_OCCUPYING_ROW = 16384
-"""The longest row whose programs fit 32 registers per thread, so that a multiprocessor runs 64 warps."""
+"""The longest row whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""Pieces that a program can hold in 32 registers: three in fp16 would spill at capability 10.0."""
+"""Number of pieces that a program can hold in 32 registers; in fp16, three would spill at compute capability 10.0."""
 
 VECTOR = 8
-"""Logits of a 16-byte access in 16-bit dtypes. Widths and strides that divide by it are given to the kernel in this
-unit, which tells the compiler that accesses are aligned."""
+"""Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of it are passed to the
+kernel in this unit, which tells the compiler that accesses are aligned.
+"""
 
 TOKENS_A_PROGRAM = 128
 """Tokens per program when statistics are folded."""
@@ -41,10 +42,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Launch:
     """How rows of one width are assigned to programs.
 
-    pieces, piece: a program handles its row as one to five pieces of `piece` logits. With no pieces it reads the row
+    pieces, piece: a program handles its row as one to five pieces of `piece` logits. With 0 pieces, it reads the row
         twice, `piece` logits at a time.
     held: how many of the pieces stay in registers. It reads the others a second time, from L1.
-    warps: per program.
+    warps: number of warps per program.
     reverse: start with the last token, whose logits the GEMM wrote last.
     dependent: start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch, from
         compute capability 9.0).
@@ -59,13 +60,13 @@ class Launch:
 
 
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
-    """The launch that leaves 64 warps per multiprocessor for rows of up to 16,384 columns.
+    """Choose a launch; for rows of up to 16,384 columns, it allows 64 warps per multiprocessor.
 
-    In a piece every thread handles one vector. 32 registers hold two pieces in every dtype, three in 16-bit dtypes.
+    In a piece, every thread handles one vector. 32 registers hold two pieces in any dtype, and three in 16-bit dtypes.
 
-    Programs have a power of two of threads, so most widths leave lanes of the last piece idle. In bf16, rows that would
-    fill two or three pieces badly get half the warps and four or five pieces. Those do not fit 32 registers: pieces
-    beyond the third are read again.
+    The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16,
+    rows that would fill two or three pieces badly get half the warps and four or five pieces. These do not fit in 32
+    registers, so pieces beyond the third are read again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
@@ -79,13 +80,13 @@ def launch_for(columns: int, dtype: torch.dtype) -> Launch:
 
 
 def _warps(columns: int, pieces: int) -> int:
-    """The fewest, 4 to 32, whose threads have no more than so many vectors each."""
+    """The fewest warps, from 4 to 32, with which no thread has more than `pieces` vectors."""
     return min(max(triton.next_power_of_2(triton.cdiv(columns, pieces * 32 * VECTOR)), 4), 32)
 
 
 @triton.jit
 def _load(row, lane, start, columns, MASKED: tl.constexpr):
-    """Logits from column `start` on. `row + lane` is computed once: a constant start then needs no register."""
+    """Load logits from column `start` on; `row + lane` is computed once, so a constant start needs no register."""
     if MASKED:
         return tl.load((row + lane) + start, mask=lane < columns - start, other=-float("inf"))
     else:
@@ -105,8 +106,8 @@ def _comparable(logit, PIECES: tl.constexpr):
 def _widened(logit, PIECES: tl.constexpr):
     """Logits in fp32.
 
-    With more than two pieces not by the conversion that `_comparable` makes: the compiler would make it once and keep
-    the result, which takes twice the registers.
+    With more than two pieces, this avoids the conversion that `_comparable` makes: the compiler would convert only once
+    and keep the result, which takes twice the registers.
     """
     if PIECES > 2 and logit.dtype == tl.bfloat16:
         return (logit.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -126,13 +127,13 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _capped(logit, softcap):
-    """softcap tanh(logit / softcap), within 1e-6 of it; without a softcap, and beyond the row's end, the logit."""
+    """softcap * tanh(logit / softcap), to within 1e-6; without a softcap, and beyond the row's end, the logit."""
     if softcap is None:
         return logit
     else:
         ratio = logit * (1.0 / softcap)
         square = ratio * ratio
-        # The difference would cancel near zero.
+        # Near zero, the difference below would cancel.
         near = ratio * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
         far = 1.0 - 2.0 / (tl.exp2(ratio * (2.0 * LOG2_E)) + 1.0)
         return tl.where(logit == -float("inf"), logit, softcap * tl.where(square < 0.0225, near, far))
@@ -140,7 +141,7 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _kept(exp, logit, softcap):
-    """The stored value of an exponential: with a softcap, times the slope at its capped logit."""
+    """The value to store for an exponential; with a softcap, it is multiplied by the slope at the capped logit."""
     if softcap is None:
         return exp
     else:
@@ -150,8 +151,9 @@ def _kept(exp, logit, softcap):
 
 @triton.jit
 def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Store exp(logit - largest) in the logits' place, with a softcap times its slope; return the exponential, fp32."""
-    # Not fma(logit, log2 e, -largest log2 e): with logits near -1000 that product rounds at 3e-5.
+    """Store exp(logit - largest), with a softcap times its slope, in the logits' place; return the fp32 exponential."""
+    # Not computed as fma(logit, log2 e, -largest log2 e): with logits near -1000, that product has a rounding error of
+    # 3e-5.
     wide = _capped(_widened(logit, PIECES), softcap)
     exp = tl.exp2((wide - largest) * LOG2_E)
     kept = _kept(exp, wide, softcap).to(logit.dtype)
@@ -172,7 +174,7 @@ def _exponentiate(
     if REVERSE:
         token = tokens - 1 - token
     columns = columns * UNIT
-    # V x n passes 2^31: the row's address is the one place where 32 bits would not do.
+    # V x n can exceed 2^31: the row's address is the only place where 32 bits are not enough.
     row = logits + token.to(tl.int64) * stride * UNIT
     lane = tl.arange(0, PIECE)
     local = tl.load(labels + token) - first
@@ -201,9 +203,9 @@ def _exponentiate(
         largest = _capped(tl.max(compared.to(tl.float32), 0), softcap)  # the cap keeps the order
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
-        # 2. Exponentials: stored, and added up unrounded. By now every thread must have read the target's logit.
+        # 2. Exponentials are stored, and added up unrounded. By now, every thread must have read the target's logit.
         if PIECES > HELD:
-            # Loaded again: no register is free to keep it.
+            # This is loaded again below, because no register is free to keep it.
             tl.store(statistics + (3 * tokens + token), picked)
         tl.debug_barrier()
         for i in tl.static_range(PIECES):
@@ -211,7 +213,7 @@ def _exponentiate(
                 logit = held[i]
             else:
                 if i == HELD:
-                    # Without this the compiler loads these pieces while registers still hold the others.
+                    # Without this, the compiler loads these pieces while registers still hold the others.
                     tl.debug_barrier()
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
             exp = _replace(row, lane, i * PIECE, logit, largest, columns, softcap, PIECES, i == PIECES - 1 and not FULL)
@@ -221,7 +223,7 @@ def _exponentiate(
                 total_lane += exp
         total = tl.sum(total_lane, 0)
     else:
-        # The same with a row that is read twice: every lane keeps a maximum, then a sum, of its own.
+        # The same for a row that is read twice: every lane keeps its own maximum, and then its own sum.
         largest_lane = tl.full((PIECE,), -float("inf"), tl.float32)
         added = tl.zeros((PIECE,), tl.float32)
         for start in range(0, columns, PIECE):
@@ -238,7 +240,7 @@ def _exponentiate(
             logit = _load(row, lane, start, columns, not FULL)
             total_lane += _replace(row, lane, start, logit, largest, columns, softcap, PIECES, not FULL)
         total = tl.sum(total_lane, 0)
-    # 3. The target's column after all others, whichever thread wrote it.
+    # 3. The target's column is cleared after all stores, whichever thread wrote it.
     tl.debug_barrier()
     tl.store(row + own, 0.0, mask=own >= 0)
     if PIECES > HELD:
@@ -247,7 +249,7 @@ def _exponentiate(
     if SMOOTHED:
         linear += sum_of_logits * logit_weight
     tl.store(target + token, own.to(tl.int64))
-    # One store by four threads: as four stores they take three times as many instructions.
+    # One store by four threads; four stores would take three times as many instructions.
     kind = tl.arange(0, 4)
     value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, picked))
     tl.store(statistics + (kind * tokens + token), value)
@@ -261,22 +263,22 @@ def exponentiate_(
     logit_weight: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace logits by E = exp(logit - row maximum), the target's column by zero; `Operations.exponentiate_`.
+    """Replace logits by E = exp(logit - row maximum), the target's column by zero: `Operations.exponentiate_`.
 
-    Everything is computed in fp32 from the logits as they are; E is rounded once, to the logits' dtype. The sums run in
-    a fixed order: two runs give the same bits.
+    Everything is computed in fp32 from the given logits; E is rounded once, to the logits' dtype. Sums have a fixed
+    order, so two runs give the same bits.
 
     Args:
         logits_nv: [n, V/p] in fp32, bf16 or fp16, rows contiguous; V/p >= 1. Overwritten.
         labels_n: global token ids, int64 [n].
         first: the token of column 0.
-        target_weight: t, what the target's logit counts in the loss.
-        logit_weight: u, what every logit counts in the loss. Not with a softcap.
+        target_weight: t, the weight of the target's logit in the loss.
+        logit_weight: u, the weight of every logit in the loss; 0 with a softcap.
         softcap: k, which caps logits to k tanh(logit / k); 0 for none.
 
     Returns:
-        Statistics a, l and t z plus u times the sum of the row, fp32 [3, n]; the target's column, int64 [n], -1 where
-        it belongs to another shard; z, fp32 [n], 0 there.
+        The statistics, fp32 [3, n]: a, l, and t z plus u times the sum of the row. The target's column, int64 [n], -1
+        if it belongs to another shard; and z, fp32 [n], 0 in that case.
     """
     launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
     return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
@@ -291,7 +293,7 @@ def launch_exponentiate(
     logit_weight: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`exponentiate_` by a launch of one's own choice, which must suit the width."""
+    """`exponentiate_` with a given launch, which must suit the width."""
     (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
     assert logits_nv.stride(1) == 1 and columns
     assert not launch.pieces or (launch.pieces - 1) * launch.piece < columns <= launch.pieces * launch.piece
@@ -302,11 +304,11 @@ def launch_exponentiate(
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
     held = min(launch.held, launch.pieces)
     if softcap:
-        pass  # tanh takes what registers it needs
+        pass  # tanh may take all the registers it needs
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
-        options["maxnreg"] = 40  # left to itself, Triton 3.6's compiler takes 32 and spills one
+        options["maxnreg"] = 40  # by default, Triton 3.6 takes 32 and spills one
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
         statistics_4n, target_n, tokens, columns // unit,
@@ -326,17 +328,20 @@ def launch_exponentiate(
 
 
 def _is_full(launch: Launch, columns: int) -> bool:
-    """Whether the last piece needs no mask. Three pieces keep it: without one, 10.0 and Triton 3.9 spill registers."""
+    """Whether the last piece needs no mask.
+
+    Three pieces keep the mask: without it, Triton 3.9 spills registers at compute capability 10.0.
+    """
     return columns % launch.piece == 0 and launch.pieces != 3
 
 
 def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
-    """Whether programs for aligned rows can be held to 32 registers without spilling any."""
+    """Whether programs for aligned rows can be limited to 32 registers without spilling any."""
     if not 0 < min(launch.pieces, launch.held) <= CAPPED_PIECES[logits_nv.dtype]:
         return False
     if launch.warps > 4 or launch.pieces <= launch.held or logits_nv.device.type == "cpu":
         return True
-    # Four warps that read pieces again: at 10.0 Triton 3.9 lacks one register.
+    # With four warps that read pieces again, Triton 3.9 needs one more register at compute capability 10.0.
     return triton.runtime.driver.active.get_current_target().arch < 100
 
 
@@ -363,7 +368,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed statistics of some shards, in their order, into those of all together; `Operations.fold_`.
+    """Fold the packed statistics of several shards, in their order, into their joint statistics: `Operations.fold_`.
 
     Args:
         total_3n: fp32 [3, n], contiguous. Overwritten.

@@ -1,9 +1,10 @@
-"""TOKENS: finds the owner of each position of a microbatch, in one launch (Triton).
+"""The work of TOKENS: finds the owner of each position of a microbatch, in one launch (Triton).
 
-A position's place among the sorted ones is the number of positions that come before it, and a program counts that for
-a few positions over all of them: n^2 comparisons, which need neither a sort of many launches nor atomics. By the
-instructions of the compiled kernel they take a whole H100 5 us at 4,096 tokens and 80 us at `MOST_TOKENS`, less than a
-thousandth of what the passes of such a microbatch take. Not yet run on a GPU. PyTorch's sort serves more tokens.
+A position's place in the sorted order is the number of positions that come before it. Each program counts these for a
+few positions. That takes n^2 comparisons, but neither a sort of many launches nor atomics. Judging by the instructions
+of the compiled kernel, the comparisons take a whole H100 5 us for 4,096 tokens and 80 us for `MOST_TOKENS`, less than a
+thousandth of the time that the passes of such a microbatch take. The kernel has not yet been run on a GPU. PyTorch's
+sort handles more tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _LAST = tl.constexpr(2**31 - 1)
 def _key(tokens, position, count, spans, owners, steps, vocab_size):
     """The sort key of positions: the token id if a shard of this pipeline owns it, larger for all others.
 
-    The owner's shard is the last one that starts at or before the token. Where another pipeline's shard owns the token,
-    that one is empty or ends before it.
+    The owner's shard is the last one that starts at or before the token. If another pipeline's shard owns the token,
+    that last shard is empty or ends before it.
     """
     inside, shards = position < count, owners - 2
     token = tl.load(tokens + position, mask=inside, other=0)
@@ -54,7 +55,7 @@ def _sort_by_owner(
     lane = tl.arange(0, CHUNK)
     found = tl.zeros((QUERIES, CHUNK), tl.int32)
     if block < blocks:
-        # Count the keys before each of these: smaller ones in all chunks, equal ones in earlier chunks.
+        # Count the keys that sort before each of these: smaller ones in all chunks, and equal ones in earlier chunks.
         own = block * QUERIES + tl.arange(0, QUERIES)
         key = _key(tokens, own, count, spans, owners, steps, vocab_size)
         first = block * QUERIES // CHUNK * CHUNK
@@ -62,7 +63,7 @@ def _sort_by_owner(
             other = _key(tokens, start + lane, count, spans, owners, steps, vocab_size)
             bound = key + tl.where(start < first, 1, 0)
             found += (other[None, :] < bound[:, None]).to(tl.int32)
-        # And equal keys ahead in the same chunk.
+        # Also count equal keys at earlier positions of the same chunk.
         other = _key(tokens, first + lane, count, spans, owners, steps, vocab_size)
         found += ((other[None, :] == key[:, None]) & ((first + lane)[None, :] < own[:, None])).to(tl.int32)
         tl.store(order + tl.sum(found, 1), own.to(tl.int64), mask=own < count)
@@ -86,7 +87,7 @@ def sort_by_owner_(
         order_n: int64 [n]. Overwritten.
         counts: int64 [p + 2], contiguous. Overwritten.
         tokens_n: int64 [n], contiguous, n at most `MOST_TOKENS`.
-        spans: int64 [2, p + 2], contiguous: of every owner the least key, and the least one beyond its own.
+        spans: int64 [2, p + 2], contiguous: for every owner the smallest key, and the smallest key beyond its own.
         vocab_size: V, below 2^31 / 3.
     """
     count, owners = len(tokens_n), len(counts)
@@ -102,5 +103,5 @@ def sort_by_owner_(
 
 
 def takes(tokens_n: torch.Tensor, vocab_size: int) -> bool:
-    """Whether the kernel supports so many tokens and words."""
+    """Whether the kernel supports this many tokens and words."""
     return len(tokens_n) <= MOST_TOKENS and 3 * vocab_size < 2**31
