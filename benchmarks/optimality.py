@@ -68,7 +68,7 @@ ALIKE = {
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule to compare."""
+    """A schedule that is compared with the shortest one."""
 
     name: str
     vocab: str

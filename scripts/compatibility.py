@@ -119,7 +119,7 @@ REFUSED_BY = {
     "Files": [],
     "Activations in the host's memory": [],
 }
-"""Headings, and words in a message by which a refusal belongs under the heading."""
+"""Headings, and the words that place a refusal's message under each."""
 TABLES = {
     "Packed sequences": PACKING_REFUSALS,
     "Length of a run": LENGTH_REFUSALS,

@@ -426,8 +426,8 @@ def require_fit(run: Run) -> None:
 def apply(stage: Stage, run: Run) -> None:
     """Apply the patches that a run selects for one stage. If one does not fit, apply none and raise UserError.
 
-    Groups that are not essential are only left out if they do not fit; the rank that writes the log prints a line for
-    each.
+    A group that is not essential is left out if it does not fit, and the rank that writes the log prints a line about
+    it.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):

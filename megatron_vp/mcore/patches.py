@@ -127,7 +127,7 @@ def installed_version() -> str:
     supported.
     """
     require_supported(_distribution().version)
-    # The module may come from another copy than the metadata, such as a checkout on PYTHONPATH.
+    # The imported module may belong to a different copy than the metadata, such as a checkout on PYTHONPATH.
     module = present_version()
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
@@ -204,7 +204,7 @@ def undo(patches: Iterable[Patch]) -> None:
 
 @contextmanager
 def patched(patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply patches inside this context. Those that were applied before stay applied after it."""
+    """Apply patches inside this context. Patches that were applied before remain applied afterwards."""
     new = apply(patches)
     try:
         yield

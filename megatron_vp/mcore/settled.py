@@ -70,7 +70,7 @@ class RunSettings:
     """The settings of a run that follow from --pipeline-schedule, --vocab-parallel and --offload-chunks."""
 
     family: Family
-    """The family of the named schedule, or the one made from the schedule file."""
+    """The family of the named schedule, or a family made from the schedule file."""
     file: ScheduleFile | None
     vocab_parallel: bool
     offload: str = "0"
@@ -87,7 +87,7 @@ class RunSettings:
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """The number of offloaded chunks out of `chunks` per rank, if no schedule file decides."""
+        """The number of offloaded chunks out of `chunks` per rank, unless a schedule file decides that."""
         return chunks_to_offload(self.offload, chunks)
 
     @property

@@ -69,7 +69,7 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay that counts for Transformer Engine gathers nothing: its attention passes keys and values around a
+        # A replay that counts for Transformer Engine does not gather, because that passes keys and values around a
         # ring, and each rank keeps only its own part.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None

@@ -5,8 +5,8 @@ queue. Megatron empties the queues within the same microbatch, through `backward
 Under our schedules, W may come several microbatches later. So pass B takes the operands out of the queues and keeps
 them for W, as for local layers, and our code accumulates and reports the gradients.
 
-Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a stand-in for its compiled part; not yet tested
-on a GPU.
+Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled part; not yet
+tested on a GPU.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _without_graph(operand: Any) -> Any:
 
 
 def _free_rows(operand: Any) -> None:
-    """Keep only the column-wise copy, which is all that W reads, of a quantised operand or of each in a list."""
+    """Free the row-wise copy of a quantised operand, or of each in a list: W reads only the column-wise copy."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)

@@ -1,8 +1,8 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
-builds its stage: embedding, layers in order, output layer. If a rank holds other layers than in plain Megatron, as in a
-V, those layers would therefore get other weights.
+builds its stage: embedding, layers in order, output layer. A rank that holds different layers than in plain Megatron,
+as in a V, would therefore give them different weights.
 
 So each rank first builds what plain Megatron would build there, with Megatron's own code and generators. Once our
 chunks are built, they take over these values by global name; values from another rank arrive in broadcasts. This works

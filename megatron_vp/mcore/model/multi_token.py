@@ -42,7 +42,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
     """Run the block at the end of the chunk's decoder, on received rows; the chunk no longer has an embedding.
 
     In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
-    embedding. So `mtp_process` is set to False.
+    embedding. Setting `mtp_process` to False prevents that.
     """
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None

@@ -45,7 +45,7 @@ class WholeLayers:
     Create it before the chunk is cut, and call `release` after the cut.
 
     Args:
-        chunk: the chunk.
+        chunk: the chunk that will be cut.
         shards: how the vocabulary is cut.
         groups: Megatron's process groups.
     """

@@ -47,7 +47,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Megatron's parser, which puts flags of the configuration file and of the platform before those of the command
+    """Replaces Megatron's parser: puts flags from configuration files and for the platform before those of the command
     line.
     """
 
@@ -247,7 +247,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # in a job, rank 0, which has the data, tells the others
+            args.do_train = True  # in a real job, rank 0 has the data and tells the others
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))

@@ -36,7 +36,7 @@ def _delays_weights(a: argparse.Namespace) -> bool:
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
-    """Whether options give the first or the last stage a different number of layers from the others."""
+    """Whether options give the first or last stage a number of layers that differs from that of the others."""
     ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
     accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
     return accounted or any(count is not None for count in ends)

@@ -31,7 +31,7 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
     if a.fp4:
-        # In fp4, gradients are rounded with random numbers, whose order depends on the order of passes.
+        # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
         return (
             f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
             f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"

@@ -171,8 +171,8 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """Cut the model evenly into the schedule's chunks, with a layout string or, for a hybrid model, bars in its
-    pattern, unless the user has given them.
+    """Unless the user has given a layout, cut the model evenly into the schedule's chunks, by a layout string or, for a
+    hybrid model, by bars in its pattern.
     """
     from megatron_vp.mcore.model.chunk_layout import even_layout
 

@@ -1,4 +1,4 @@
-"""Runs one rank of a large job alone, with a process group that has no peers.
+"""Runs one rank of a large job alone, with a process group without peers.
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
 job's shapes. Communication returns at once, and data from peers is made up. Times and memory of the passes are those of
@@ -48,8 +48,8 @@ ROUNDS = 3
 """After this many microbatches per pipeline rank, every schedule has reached its peak of activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options to ignore with shapes only, because they affect only Transformer Engine's layers and change no tensor that
-these keep.
+"""Options to ignore with shapes only: they work only with Transformer Engine's layers, and do not change what these
+keep.
 """
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
@@ -105,8 +105,8 @@ def run_alone(
         ranks: the number of ranks of the job; None for one model replica.
         iterations: the number of training iterations to time, after one that is not timed.
         flags: any Megatron flags, as on the command line of the job.
-        shapes_only: compute nothing, on any machine, and only count memory. Tensors that were cached meanwhile stay
-            fake, so this process cannot use them in real computations afterwards.
+        shapes_only: compute nothing, on any machine, and only count memory. Tensors that are cached during the replay
+            stay fake, so this process cannot use them in real computations afterwards.
 
     Raises:
         UserError: for a rank outside the job, a missing vocabulary size, experts with `shapes_only`, and whatever the

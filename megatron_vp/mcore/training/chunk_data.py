@@ -3,7 +3,7 @@ without data.
 
 If a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
 training loop do not expect that: `--iterations-to-skip` advances only a single iterator, and the evaluation of several
-validation sets takes the list of chunks for the list of sets. Neither of them handles a middle stage, which has no
+validation sets mistakes the list of chunks for the list of sets. Neither of them handles a middle stage, which has no
 data.
 """
 
