@@ -1,4 +1,4 @@
-"""`megatron-vp patches`: list what this plug-in patches and calls in Megatron, and check whether it fits."""
+"""`megatron-vp patches`: list what this plug-in patches and calls, and check that it fits the installed Megatron."""
 
 from __future__ import annotations
 

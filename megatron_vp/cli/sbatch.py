@@ -20,7 +20,7 @@ from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.shipped import BATCH_FILES
 
 IN_THE_REPOSITORY = Path("scripts/slurm")
-"""The batch files' default for the folder with their helper files."""
+"""The folder in which the batch files look for their helper files by default."""
 _OF_SLURM = frozenset(
     [
         *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "cpus-per-gpu", "cpus-per-task"),

@@ -38,7 +38,7 @@ _LINES = {
 
 
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
-    """The layers that a job's `arguments` ask for; arguments have their long names with underscores.
+    """The layers that a job's `arguments` (by long name, with underscores) ask for.
 
     Without `transformer_impl`, they are Transformer Engine's, Megatron's default, or local if `core_attention` is sdpa,
     which only local layers support. Raises UserError for an implementation that does not exist.

@@ -28,7 +28,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One `key: value` of overlaid files: `section` says where it is, `file` which file's value is in effect."""
+    """One `key: value` of overlaid files, its `section`, and the `file` whose value is in effect."""
 
     file: Path
     section: str
@@ -43,9 +43,9 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files, in the order of the files; later files overlay earlier ones.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
-    variables that look like secrets are refused, because arguments are written to files and logs. The file that a
-    top-level `base: other.yaml` names (relative to its own file) is read first. A path may also be the name of a
-    configuration that comes with megatron_vp. Raises UserError for a file that is missing or malformed.
+    variables that look like secrets are refused, because arguments are written to files and logs. If a file has a
+    top-level `base: other.yaml`, a path relative to the file, that other file is read first. A path may also be the
+    name of a configuration that comes with megatron_vp. Raises UserError for a file that is missing or malformed.
     """
     if not paths:
         return []

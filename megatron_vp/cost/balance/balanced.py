@@ -33,8 +33,8 @@ EVEN_BAND = 0.01
 """Even shards are kept if they are predicted to take longer than the best by at most this share."""
 
 UNITS = (128, 64, 8)
-"""Units in which rows may be assigned. The largest one is used that divides an even shard into at least FINE_ENOUGH
-parts. GEMMs are fastest if shards are multiples of 128 rows. 16-bit logits start at aligned addresses if shards are
+"""Units in which rows may be assigned. The largest of these is used with which an even shard has at least FINE_ENOUGH
+units. GEMMs are fastest if shards are multiples of 128 rows. 16-bit logits start at aligned addresses if shards are
 multiples of 64 rows, or of 8 rows if they are small.
 """
 

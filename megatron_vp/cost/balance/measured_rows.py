@@ -2,7 +2,7 @@
 
 GPUs of one kind differ in speed by a few percent. Whole layers are too coarse to compensate for that, but rows are not.
 The run's rank reports or traces say how long each rank computes per microbatch, and how many rows it has. Rows are then
-assigned so that the ranks take equally long (`water_filling`).
+assigned so that all ranks take about the same time (`water_filling`).
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 
     `gain` is the busiest rank's time per microbatch before, divided by its time after. A row is assumed to take as long
     as the rank's rows took on average. For a rank that had no rows, the time of a row is estimated from the time of its
-    layers, compared with that of the ranks that had some. Raises UserError for a run whose vocabulary passes took no
-    time, and if the rows do not fit into memory.
+    layers, compared with that of the ranks that had some. Raises UserError if the run's vocabulary passes took no time,
+    or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None

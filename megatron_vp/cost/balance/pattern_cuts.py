@@ -20,7 +20,7 @@ _HALVINGS = 50
 """Number of bisection steps to find the busiest rank's work."""
 
 _LONGEST_MOVE = 8
-"""The most neighbouring ends of stages that are moved together."""
+"""At most this many neighbouring ends of stages are moved together."""
 
 _BETTER = 1 - 1e-9
 """A cut replaces another one only if its figure is below this share of the other's, so that rounding errors do not

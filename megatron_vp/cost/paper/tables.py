@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with a layout that differs from the rule's.
+    """Whether a cell may have been run with a layout that does not follow the rule.
 
     `redis` layouts are published only for 8 GPUs.
     """

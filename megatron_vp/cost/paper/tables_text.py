@@ -16,7 +16,7 @@ _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     """Format all tables as text.
 
-    If there are published values, each figure is followed by its error in percent, and the tables by a summary. With a
+    If there are published values, an error in percent follows each figure, and a summary follows the tables. With a
     setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
     """
     lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]

@@ -61,9 +61,9 @@ def candidates(
 ) -> list[Candidate]:
     """Every schedule of `names` with each of its vocabulary methods, on the most even layout that its layers allow.
 
-    By default, these are all schedules that `plan` considers. `chunks` is the number of chunks of `interleaved`, and of
-    other families that allow any number. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
-    ranks, or with fewer layers than pipeline ranks.
+    By default, `names` has all schedules that `plan` considers. `chunks` is the number of chunks of `interleaved`, and
+    of other families that allow any number. Raises UserError for a job without a pipeline, with more than LARGEST
+    pipeline ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:
         raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")

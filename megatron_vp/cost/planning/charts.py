@@ -109,7 +109,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """A PNG of every run's time over its memory.
+    """A PNG that plots time over memory of every run.
 
     Colours show the schedule, and filled markers show that chunks are offloaded. A line joins the runs such that no
     other run is both faster and smaller.
@@ -165,7 +165,7 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """A PNG of every simulated run's time over its memory, coloured by pipeline ranks, with the frontier as a line."""
+    """A PNG that plots time over memory of every simulated run, coloured by pipeline ranks, and the frontier as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")

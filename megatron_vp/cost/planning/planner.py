@@ -139,8 +139,8 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """Choose what to run from evaluations sorted fastest first.
 
-    Candidates that fit and are slower than the fastest by no more than `band` tie; see `ties.tie_of`. Among these, runs
-    are preferred whose free memory exceeds the stated error of predicted memory, then the simplest ones (`simplicity`).
+    Candidates that fit and are slower than the fastest by no more than `band` tie; see `ties.tie_of`. Among these, it
+    prefers runs whose free memory exceeds the stated error of predicted memory, and then the simplest (`simplicity`).
     Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]

@@ -50,7 +50,7 @@ BUDGET = 700
 """
 
 WINDOW = 16
-"""Number of simulations in progress at once, on at most as many cores."""
+"""The most simulations in progress at once, which use at most as many cores."""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -164,7 +164,7 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
 
     If the job's own sizes suit the number of GPUs, they come first, even if a search would not try them. Tensor ranks
     are in one node, and use sequence parallelism. Sizes that do not suit the model or the global batch are left out.
-    Raises UserError for arguments without a global batch size, and if nothing is left.
+    Raises UserError if the arguments have no global batch size, or if no sizes are left.
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search keeps the global batch size: set --global-batch-size")

@@ -34,14 +34,14 @@ class Fp8Recipe(StrEnum):
 
 
 class CrossEntropy(StrEnum):
-    """Which implementation computes losses from the logits of a whole output layer (`--cross-entropy-fusion-impl`)."""
+    """The implementation that computes losses from a whole output layer's logits (`--cross-entropy-fusion-impl`)."""
 
     EAGER = "eager"
-    """Megatron's unfused one, which is its default"""
+    """Megatron's unfused implementation, its default"""
     NATIVE = "native"
-    """Megatron's fused one, compiled in three parts"""
+    """Megatron's fused implementation, compiled in three parts"""
     TE = "te"
-    """Transformer Engine's, which keeps the logits in 16 bits and overwrites them with their gradient"""
+    """Transformer Engine's implementation, which keeps the logits in 16 bits and overwrites them with their gradient"""
 
 
 class AttentionKernels(StrEnum):
@@ -52,7 +52,7 @@ class AttentionKernels(StrEnum):
     FLASH_2 = "flash-2"
     """FlashAttention 2, or other kernels of its time"""
     EITHER = "either"
-    """either of the two: their times are averaged"""
+    """either of the two; their times are averaged"""
 
 
 class Dispatcher(StrEnum):

@@ -41,8 +41,8 @@ assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
 class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
-    `nodes` always means the nodes of a collective's members. Between nodes, each node has the network bandwidth of one
-    GPU, however many members it has.
+    `nodes` is always the number of nodes on which a collective's members are. Between nodes, each node has the network
+    bandwidth of one GPU, however many members it has.
     """
 
     job: Job

@@ -52,7 +52,7 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens, which this also decides for jobs that name no dispatcher."""
+    """Whether the flexible dispatcher moves the tokens; a job that names none uses it for experts on several nodes."""
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE
