@@ -69,7 +69,7 @@ def replay(
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """Hide what Megatron prints, including warnings, because its times and norms mean nothing here. Errors are still
+    """Hide what Megatron prints, including warnings, because the times and norms mean nothing here. Errors are still
     shown.
     """
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():

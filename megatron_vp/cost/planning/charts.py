@@ -165,7 +165,7 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """A PNG that plots time over memory of every simulated run, coloured by pipeline ranks, and the frontier as a line."""
+    """A PNG that plots time over memory of every simulated run, coloured by pipeline ranks, with the frontier."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")

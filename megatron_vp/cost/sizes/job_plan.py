@@ -54,7 +54,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
 }
-"""Options that change time or memory but that the cost model ignores, with the values that change nothing."""
+"""Options that change time or memory but that the cost model ignores, with the values at which they change nothing."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
 """The parts named by `--recompute-modules` whose memory and time are counted; see `mlp_recompute`."""
