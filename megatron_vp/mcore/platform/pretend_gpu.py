@@ -47,7 +47,7 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
     Does not import Megatron.
     """
     capability = nodes.capability or CAPABILITY
-    properties = types.SimpleNamespace(major=capability[0], minor=capability[1])
+    properties = types.SimpleNamespace(major=capability[0], minor=capability[1], name="NVIDIA GPU")
     with (
         mock.patch.object(installed, "of_nodes", nodes),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
