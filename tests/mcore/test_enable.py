@@ -1,5 +1,7 @@
 """`megatron_vp.enable` in a loop of one's own: gradients as in plain Megatron, refusals, and the way back."""
 
+import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +10,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from tests.harness.ranks import RankError, process_group, run_ranks
-from tests.mcore import frozen, own_loop
+from tests.mcore import engine, frozen, own_loop
 
 BOUND = 1e-6
 slow = pytest.mark.slow
@@ -47,10 +49,11 @@ def merged(ranks):
     return whole, losses
 
 
+V_HALF = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}
 CASES = [
     ({"vocab_parallel": True}, 1, True, list),
     ({"pipeline_schedule": "zb-h1"}, 1, False, list),
-    ({"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}, 2, False, list),
+    (V_HALF, 2, False, list),
     ({"vocab_parallel": True}, 1, False, frozen.vocabulary),
     pytest.param({"vocab_parallel": True, "pipeline_schedule": "zb-h1"}, 1, False, frozen.adapted, marks=slow),
 ]
@@ -66,6 +69,45 @@ def test_a_loop_of_ones_own_has_plain_megatrons_gradients(settings, chunks, tied
     np.testing.assert_allclose(losses, plain_losses, rtol=BOUND)
     for name, expected in plain.items():
         assert np.linalg.norm(ours[name] - expected) <= BOUND * np.linalg.norm(expected), name
+
+
+def gradients_of_the_engine(rank, ranks, version, fused, settings, chunks):
+    """As `gradients`, of Transformer Engine's layers on the CPU; and the products that made their weights' gradients.
+
+    fused: these products are accumulated by the layers.
+    """
+    with engine.on_cpu(version, fused), engine.counted_products() as products:
+        importlib.reload(own_loop)
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        own_loop.get_gpt_layer_local_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+        own_loop.TransformerConfig = partial(own_loop.TransformerConfig, gradient_accumulation_fusion=fused)
+        return gradients(rank, ranks, settings, chunks), products
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks", "fused"),
+    [
+        (V_HALF, 2, False),
+        pytest.param({"vocab_parallel": True}, 1, False, marks=slow),
+        pytest.param(V_HALF, 2, True, marks=slow),
+        pytest.param({"pipeline_schedule": "zb-h1", "vocab_parallel": True}, 1, True, marks=slow),
+    ],
+)
+def test_layers_of_transformer_engine_have_plain_megatrons_gradients(settings, chunks, fused):
+    version = engine.require(engine.MEGATRON)
+    plain = run_ranks(2, gradients_of_the_engine, version, fused, None, 1)
+    ours = run_ranks(2, gradients_of_the_engine, version, fused, settings, chunks)
+    expected, expected_losses = merged([found for found, _ in plain])
+    found, losses = merged([found for found, _ in ours])
+    np.testing.assert_allclose(losses, expected_losses, rtol=BOUND)
+    assert found.keys() == expected.keys() and len(losses) == 4
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= BOUND * np.linalg.norm(value), name
+    computed = sum(each.in_w + each.elsewhere for _, each in plain)
+    assert computed == 4 * 4 * own_loop.MICROBATCHES  # of four layers, four products each
+    in_w = computed if "pipeline_schedule" in settings else 0
+    assert sum(each.in_w for _, each in ours) == in_w and sum(each.elsewhere for _, each in ours) == computed - in_w
 
 
 def test_a_job_on_which_it_cannot_take_effect_is_refused():

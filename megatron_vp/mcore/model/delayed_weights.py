@@ -12,7 +12,8 @@ tested on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +199,28 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return __post_init__
 
 
+@contextmanager
+def delaying(config: Any) -> Iterator[None]:
+    """Inside, what is built by a configuration leaves weight gradients to pass W.
+
+    The configuration is afterwards as it was: Megatron-Bridge writes it into checkpoints, which it could not read.
+    """
+    before, config.delay_wgrad_compute = config.delay_wgrad_compute, True
+    try:
+        yield
+    finally:
+        config.delay_wgrad_compute = before
+
+
+def _wrapping_delayed(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        with delaying(ddp_config):
+            original(self, config, ddp_config, *args, **kwargs)
+
+    return __init__
+
+
 PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
@@ -206,10 +229,10 @@ PATCHES = (
         "(self)",
     ),
     Patch(
-        "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig.__post_init__",
-        _delaying,
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        _wrapping_delayed,
         "leave weights of Transformer Engine's layers out of autograd's hooks; pass W reports them",
-        "(self)",
+        "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )
 """Applied with a --pipeline-schedule whose backward is split and --transformer-impl transformer_engine."""

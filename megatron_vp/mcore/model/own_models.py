@@ -14,6 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from torch import nn
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.delayed_weights import delaying
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, prepare_chunk, stage_ends
@@ -105,7 +107,8 @@ def _construct(
         config = copy.copy(config)
         layout = job.args.pipeline_model_parallel_layout
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
-    with own_chunk(model.start):
+    splits = job.settings.splits_backward
+    with own_chunk(model.start), delaying(config) if splits else nullcontext():
         original(chunk, **{**given, "config": config, **stage_ends(job, groups.pp, index)})
     # Keep the object that was given: training loops later set functions in it, such as finalize_model_grads_func.
     chunk.config = given["config"]

@@ -217,12 +217,6 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: leave "
             "it out, or let Megatron's own arguments lay the model out"
         )
-    if args.transformer_impl != "local" and run_settings(args).splits_backward:
-        raise UserError(
-            f"pipeline_schedule={args.pipeline_schedule!r} has W passes, which Transformer Engine's layers run only "
-            f"if their configuration was made with megatron_vp's flags: use '1f1b', local layers "
-            f"with transformer_impl='local', or a script whose arguments Megatron parses"
-        )
     if args.vocab_parallel and (args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:")):
         raise UserError(
             f"vocab_shards={args.vocab_shards!r} may move layers, but this script places the layers itself: use "
