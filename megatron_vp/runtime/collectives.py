@@ -43,7 +43,7 @@ class LayerShards:
 
     A rank without vocabulary rows has neither layer.
 
-    trains_embedding, trains_output: whether the layer is trained, on the ranks that hold its rows; not if it is frozen.
+    trains_embedding, trains_output: whether the layer's weight is trained (not frozen) on the ranks that hold its rows.
     """
 
     shards: VocabShards
@@ -189,8 +189,8 @@ class VocabularyCollectives:
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Send embedding rows from their owners to virtual stage 0 and, for multi-token prediction, to the last stage.
 
-        Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add
-        them up.
+        Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add up
+        what the pipelines sent.
         """
         exchange = self._row_exchange(microbatch)
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
@@ -317,7 +317,7 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Prepare the sum of all shards' parts of dX / g on the last stage: returns what computes it, and its buffer.
+        """Prepare the sum of all shards' parts of dX / g on the last stage: return what computes it, and its buffer.
 
         With sequence parallelism, each tensor rank of the last stage gets the rows of its own tokens. Every stage first
         sums over its tensor ranks, so that only those rows leave it.
@@ -350,7 +350,7 @@ class VocabularyCollectives:
         return statistics_3n
 
     def _no_gradient(self) -> torch.Tensor:
-        """The part of dX / g of a rank without rows: zeros.
+        """The part of dX / g that a rank without rows contributes: zeros.
 
         [outputs, h]; with sequence parallelism only the rank's own tokens, [outputs / sp_size, h].
         """

@@ -22,10 +22,10 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Most thread blocks, and so multiprocessors, that NCCL may use for one of our operations, which run next to
-transformer passes. An operation occupies them even while it waits for a peer. By NCCL's default, a receive over NVLink
-would occupy up to 32 until its message arrives, and the receives of all edges together nearly a whole device. Not yet
-measured on a GPU.
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations, which run
+next to transformer passes. An operation occupies them even while it waits for a peer. By NCCL's default, a receive over
+NVLink would occupy up to 32 until its message arrives, and the receives of all edges together nearly a whole device.
+Not yet measured on a GPU.
 """
 EDGE_CTAS = CTAS
 """The same limit for a message. A middle rank waits for some message nearly all the time, so fewer blocks might leave

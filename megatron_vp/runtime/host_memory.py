@@ -23,7 +23,7 @@ ALIGNMENT = 512
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each chunk of a program, the most microbatches that are in host memory at once."""
+    """For each chunk of a program, the largest number of microbatches in host memory at once."""
     now: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for each in instructions:

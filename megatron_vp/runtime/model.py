@@ -13,7 +13,7 @@ class Shapes:
     """Sizes of one microbatch: b sequences of s tokens, hidden size h; the n = s * b tokens are in s-major order.
 
     mtp_depth: number of tokens that multi-token prediction predicts beyond the next one. The last stage outputs a state
-        for each token and prediction: first those of all tokens for the first prediction, then for the second.
+        for each token and prediction: first those of all tokens for the first prediction, then those for the second.
     cp_chunks: with context parallelism, the s positions are this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks that split activations between chunks along s (sequence parallelism), and this
         rank's position among them. The last stage's whole output is ordered by these ranks first, then by prediction.
@@ -111,7 +111,7 @@ class Model(Protocol):
         """Token ids of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank 0."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on the last pipeline rank."""
+        """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank p-1."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Apply everything between the word embedding and the first layer, from [b, s, h] to [s / sp_size, b, h].

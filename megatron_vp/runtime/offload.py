@@ -94,7 +94,7 @@ class SavedForward:
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture what autograd saves in this context; `names_modules` also captures the modules, a little slower."""
+        """Capture what autograd saves in this context; `names_modules` also captures the modules, at a small cost."""
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -125,7 +125,7 @@ class SavedForward:
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
-        """Sort the saved storages after the forward has ended and its output's data has been released.
+        """Divide the saved storages into moving and staying ones, once the forward's output data has been released.
 
         This also frees the data of the graph's leaf. The leaf keeps its shape, against which autograd checks the
         gradient.
@@ -192,7 +192,7 @@ class Offload:
             yield saved
 
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
-        """Sort the saved storages after the forward; see `SavedForward.close`.
+        """Divide the saved storages after the forward; see `SavedForward.close`.
 
         Comparing a chunk's first two forwards shows which activations wrongly stay on the device: storages that
         something else holds but that differ between the two forwards, unlike parameters and caches.

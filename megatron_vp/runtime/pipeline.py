@@ -75,9 +75,9 @@ class Report:
     """What the runtime has counted in one iteration of one rank."""
 
     peak_in_flight: float
-    """Most activations that were held at once, in microbatches of a whole rank."""
+    """Largest number of activations held at once, in microbatches of a whole rank."""
     peak_logits_in_flight: int
-    """Most microbatches whose E and X were held at once (from S to T)."""
+    """Largest number of microbatches whose E and X were held at once (from S to T)."""
 
 
 class Pipeline:

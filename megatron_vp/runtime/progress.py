@@ -87,7 +87,7 @@ class Progress:
         self.collective: Operation | None = None
         """The operation that the second stream is running on CPU, in a thread of the host."""
         self.others: Callable[[], str] = str
-        """Returns a text that names the ranks that hold up the pipeline, if a connection breaks; set by a watchdog.
+        """Called if a connection breaks, for a text that names the ranks that hold up the pipeline; set by a watchdog.
         """
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
@@ -96,7 +96,10 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Context of one iteration: turns broken connections into PeerLost, and adds the place to other errors."""
+        """Context of one iteration.
+
+        A broken connection becomes PeerLost; other errors get a note that says where the rank was.
+        """
         self.iteration += not rehearsal
         try:
             yield

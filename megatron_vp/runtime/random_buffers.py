@@ -1,7 +1,7 @@
 """Buffers for a rank without peers, filled with numbers in place of what a peer would have sent.
 
-They serve timing, so the numbers are finite and of ordinary size. NaN and denormal numbers are slow on a CPU, and on a
-GPU the values that move affect the power draw and thus the clock.
+They are used for timing, so the numbers are finite and of ordinary size. NaN and denormal numbers are slow on a CPU,
+and on a GPU the values that move affect the power draw and thus the clock.
 """
 
 from __future__ import annotations

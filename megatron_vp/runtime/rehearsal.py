@@ -1,4 +1,4 @@
-"""A model without a transformer, for a rehearsal that prepares before the first iteration what the schedule uses.
+"""A model without a transformer, for a rehearsal of the schedule before the first iteration.
 
 A pipeline compiles and loads kernels, creates communicators and connects pairs of ranks when it first uses them.
 Without a rehearsal, this happens in the middle of the first schedule, while all other ranks wait. A rehearsal is an
@@ -53,7 +53,10 @@ class RehearsalModel:
         """Do nothing: there is no data to read."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Ids that make each rank exchange many rows in one microbatch and few in another, because kernels differ."""
+        """Ids that make each rank exchange many rows in one microbatch and few in another.
+
+        Kernels differ by the number of rows, and both kinds have to be loaded.
+        """
         ids_be = self._shapes.token_ids()
         often = self._first_tokens if microbatch == 0 else [self._first_tokens[0 if microbatch == 1 else -1]]
         ids = islice(chain(self._first_tokens, cycle(often)), ids_be.numel())

@@ -26,7 +26,7 @@ _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
 """Seconds that the store may take to record a rank's answer."""
 _LONGEST_WORD = 4096
-"""Most bytes that are read of a peer's record in the store."""
+"""Maximum number of bytes to read of a peer's record in the store."""
 
 
 class RollCall:
@@ -35,7 +35,7 @@ class RollCall:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._own = progress.members[progress.rank]
-        # A launcher that restarts the ranks keeps the store.
+        # A launcher that restarts the ranks keeps the store, so the keys contain the restart count.
         self._keys = f"megatron_vp/stalled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._called = f"{self._keys}/called/{progress.members[0]}"
 

@@ -87,7 +87,7 @@ class ShardedVocabLayers:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
-        """Give the model the embedding rows for multi-token prediction; without an output layer, it needs no labels."""
+        """Give the model the embedding rows for multi-token prediction; return no labels, as no chunk needs any."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)

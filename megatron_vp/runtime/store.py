@@ -138,12 +138,12 @@ class Occupancy:
         self.peak = 0
 
     def enter(self) -> None:
-        """Count one value more."""
+        """Add one to the count."""
         self.now += 1
         self.peak = max(self.peak, self.now)
 
     def leave(self) -> None:
-        """Count one value fewer."""
+        """Subtract one from the count."""
         self.now -= 1
 
 

@@ -27,7 +27,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Least time that other ranks get to answer: three times the longest interval at which they look for a roll call."""
+"""Minimum time that other ranks get to answer: three times the longest interval at which they look for a roll call."""
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank, once it has all answers, waits for its peers to get theirs."""
 _TOLD_SECONDS = 2.0

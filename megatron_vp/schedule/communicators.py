@@ -18,7 +18,8 @@ Edge = tuple[int, int, Channel]
 """A directed edge between two pipeline ranks (source, target), and what it carries."""
 
 CHANNELS = 4
-"""Most NCCL channels, of one thread block each, that an operation on one of these communicators may use."""
+"""Maximum number of NCCL channels, of one thread block each, that an operation on one of these communicators may use.
+"""
 
 
 @dataclass(frozen=True)

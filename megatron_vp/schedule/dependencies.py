@@ -169,7 +169,7 @@ def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Lists the nodes of microbatch 0 and what each waits for; methods take and return indices of `nodes`."""
+    """Lists the nodes of microbatch 0 and what each waits for; methods take and return indices into `nodes`."""
 
     schedule: Schedule
     with_loss: bool

@@ -122,7 +122,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Equal schedules must give equal files: no date and no random identifiers. Text stays text.
+    # Equal schedules must give equal files: no date and no random identifiers. Text is stored as text, not as outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -160,7 +160,7 @@ def _typical_duration(timeline: Timeline) -> float:
 
 
 def shade(kind: PassKind, chunk: int) -> str:
-    """The colour of a kind's passes as #RRGGBB, paler for each higher chunk."""
+    """The colour of a kind's passes as #RRGGBB, paler for higher chunks."""
     channels = bytes.fromhex(kind.colour.removeprefix("#"))
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 

@@ -13,8 +13,8 @@ EMBEDDED_AHEAD = 2
 def expand_interlaced(schedule: Schedule) -> Schedule:
     """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return others unchanged.
 
-    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, as the
-    ranks synchronize in V. An embedding gradient is added behind the next V.
+    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, just as
+    all ranks synchronise in V. An embedding gradient is added behind the next V.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
@@ -36,7 +36,7 @@ Behind = dict[Pass | None, list[Pass]]
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """Where to put IF and IB on the rank of the first stage, where on other ranks, and the IB left for the end.
+    """Return where IF and IB go on the first stage's rank, where they go on other ranks, and the IB left for the end.
 
     On other ranks, they come behind the V that they follow on the rank of the first stage.
     """

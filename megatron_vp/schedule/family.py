@@ -42,7 +42,7 @@ class Family:
     placement: Callable[[int, int], Placement]
     """(pipeline size, chunks) -> the place of each virtual stage"""
     peak: Peak
-    """most chunk activations that a rank holds without vocabulary passes; may exceed what m microbatches have"""
+    """largest number of chunk activations on a rank without vocabulary passes; may exceed what m microbatches have"""
     peak_formula: str
     """the same peak in microbatches of a whole rank, as text with p, r, v and m"""
     block: Block | None = None
@@ -62,12 +62,12 @@ class Family:
     in_megatron: bool = False
     """whether Megatron itself runs this order if the vocabulary layers are whole"""
     bases: tuple[Family, ...] = ()
-    """for a flexible family that can be fitted to a memory limit: the families that it is never longer than
+    """for a flexible family that can be fitted to a memory limit: base families, whose schedules are never shorter
     """
     shape: str = ""
     """for a flexible family that was fitted: the shape of its building block"""
     limit: int | None = None
-    """for a flexible family that was fitted with its own block: the most chunk activations"""
+    """for a flexible family that was fitted with its own block: the largest number of chunk activations"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
     """for a file: its schedule, with a fixed number of ranks and of microbatches"""
 
@@ -115,7 +115,7 @@ class Family:
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
-        """Most chunk activations that `rank` may hold.
+        """Largest number of chunk activations that `rank` may hold.
 
         This is the limit to which the family was fitted, or else its own peak plus one microbatch for each barrier.
         """

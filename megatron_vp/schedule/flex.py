@@ -127,7 +127,7 @@ class _Search:
         return [base.name for base in self.family.bases]
 
     def least(self) -> int:
-        """The least peak of any shape."""
+        """The smallest peak of any shape."""
         return min(self.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *self.bases()))
 
     def peak(self, shape: Shape) -> int:
@@ -146,8 +146,7 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the largest peaks within the limit, the blocks with the shortest samples, beginning with the
-        largest.
+        """For each of the largest peaks within the limit, the blocks with the shortest samples, largest peak first.
 
         The blocks of a peak do not depend on the limit, so a looser limit drops only the lowest peak.
         """

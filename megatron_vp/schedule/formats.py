@@ -63,7 +63,7 @@ def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
 def from_json(text: str) -> Schedule:
     """Read what `to_json` wrote, with or without times and metrics.
 
-    The backward is split if the file has W passes. `validate` checks whether the passes make a valid schedule. Raises
+    The backward is split if the file has W passes. `validate` checks whether the passes make a valid schedule. Raises a
     UserError that names what does not fit.
     """
     try:
@@ -157,7 +157,7 @@ def from_text(text: str) -> Schedule:
 def from_csv(text: str) -> Schedule:
     """Read what `to_csv` wrote; start and end may be missing. The placement comes from the F passes.
 
-    Raises UserError naming what does not fit.
+    Raises a UserError that names what does not fit.
     """
     header, _, body = text.partition("\n")
     about = _HEADER.fullmatch(header.rstrip())

@@ -1,7 +1,7 @@
 """Numbers the steps and operations of all microbatches, and records which of them wait for which.
 
 Microbatches follow one pattern, or a few if they differ, for example in which backwards are split. The nodes of a
-pattern are listed only once; the nodes of a microbatch have numbers that count up from its first one.
+pattern are listed only once; the nodes of a microbatch are numbered consecutively.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Graph:
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-        """By rank, the single-rank operations in the order in which it posts them; `orders` are the ranks' steps."""
+        """By rank, the single-rank operations in their order of posting; `orders` are the ranks' steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 

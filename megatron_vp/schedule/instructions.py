@@ -77,6 +77,6 @@ class Program:
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """By kind of memory, the peak number that the program's passes hold at once."""
+        """By kind of memory, the peak that the program's passes hold."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

@@ -31,8 +31,8 @@ from megatron_vp.schedule.passes import Pass, PassKind
 class MemoryLimits:
     """The memory limits of a schedule.
 
-    `activations` has each rank's most chunk activations on the device; `host` has those in host memory if chunks are
-    offloaded. `logits` is the most microbatches between S and T on any rank.
+    `activations` limits each rank's chunk activations on the device; `host` limits those in host memory if chunks are
+    offloaded. `logits` limits the microbatches between S and T on any rank.
     """
 
     activations: tuple[int, ...]
@@ -140,9 +140,7 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Run a pass ahead of those that precede it; it has the place `place` among all passes, `index` among those
-        left.
-        """
+        """Run a pass ahead of those that precede it; it is at `place` among all passes, at `index` among those left."""
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -193,7 +191,7 @@ class _Rank:
                 if self.left[-1] == -ready[0] or self._fits(pools, bisect_left(self.left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif self.fillers and self.fillers[0] < ready[0]:
-                    # The pass waits for room in memory, which a filler before it in the order makes.
+                    # The pass waits for room in memory; a filler before it in the order makes room.
                     best, chosen = self.fillers[0], self.fillers
         return self._run(-heappop(chosen)) if chosen else None
 

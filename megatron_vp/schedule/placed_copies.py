@@ -169,8 +169,8 @@ class _Placing:
 
         The lane's time is divided into slots of one copy out and one copy back. Each copy out takes the first free slot
         behind its forward. Each copy back takes the last free slot before its backward; the last backward chooses
-        first. If copies take longer than the passes of a microbatch, the passes will wait for them, so the grid counts
-        as that much slower.
+        first. If copies take longer than the passes of a microbatch, the passes will wait for them, so the grid is
+        treated as that much slower.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))

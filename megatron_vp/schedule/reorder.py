@@ -29,7 +29,7 @@ with 4 chunks and 40 microbatches, for example, which take about two seconds.
 """
 
 EMBEDDING_GRADIENTS = 4
-"""Most microbatches whose embedding gradient may wait for its IB."""
+"""Largest number of microbatches whose embedding gradient may wait for its IB."""
 
 
 def reorder_for_costs(
@@ -202,7 +202,7 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Add waits beyond the dependencies, which every reordered schedule must keep.
+    """Add the waits that a reordered schedule must keep in addition to the dependencies.
 
     Embedding stays close to its use, a chunk's W of microbatch 0 comes before its whole backwards, and in an evaluation
     each microbatch follows the previous one.

@@ -71,7 +71,7 @@ class ScheduleRequest:
     ) -> ScheduleRequest:
         """Make a request; None means the family's own chunks, `PassCosts()` or all ranks.
 
-        If a family has only one method, the method `none` means that one.
+        If a family has only one method, the method `none` stands for it.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -157,9 +157,7 @@ class ScheduleRequest:
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
-        """Most chunk activations that each rank may hold: the search for orders keeps these limits, and proofs check
-        them.
-        """
+        """By rank, the largest number of chunk activations; the search for orders and the proofs use these limits."""
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 

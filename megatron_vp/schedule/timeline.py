@@ -61,12 +61,12 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        """Most activations held at once on each rank, in microbatches: see `ledger.activation_levels`."""
+        """Largest number of activations held at once on each rank, in microbatches: see `ledger.activation_levels`."""
         return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def peak_host(self) -> tuple[float, ...]:
-        """Most activations in the host's memory at once, by rank, in microbatches of a whole rank."""
+        """Largest number of activations in host memory at once, by rank, in microbatches of a whole rank."""
         return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
-        """The most microbatches on each rank that are between the start of S and the end of T."""
+        """Largest number of microbatches on each rank that are between the start of S and the end of T."""
         return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
 
 

@@ -30,7 +30,7 @@ def looks_like_actions(text: str) -> bool:
 def from_torch_csv(text: str) -> Schedule:
     """Read PyTorch's file of compute actions. The chunks of a rank are numbered by their stages.
 
-    Raises UserError naming what does not fit.
+    Raises a UserError that names what does not fit.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]

@@ -71,7 +71,7 @@ class CollectiveKind(StrEnum):
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
     """the loss function's gradient by token loss, from rank p-1 to every member"""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
-    """the first stage's input gradient, rows to their owners"""
+    """gradients of the embedded rows, from the first stage to the rows' owners"""
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
@@ -159,7 +159,7 @@ class Message(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """The cost of all communication."""
+        """The same for all communication."""
         return "comm"
 
     @property
@@ -213,7 +213,7 @@ class Collective(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """The cost of all communication."""
+        """The same for all communication."""
         return "comm"
 
     @property
@@ -277,7 +277,7 @@ class Copy(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """The cost of one direction."""
+        """The same for both directions."""
         return "copy"
 
     @property

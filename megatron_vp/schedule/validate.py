@@ -17,7 +17,7 @@ from megatron_vp.schedule.transfers import Operation
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
     """Prove that a schedule runs, both as a schedule and as lowered programs; return its timeline.
 
-    `memory_bound[r]` is the most activations that rank r may hold, in microbatches of a whole rank. Raises
+    `memory_bound[r]` is the largest number of activations that rank r may hold, in microbatches of a whole rank. Raises
     ScheduleError for a missing, repeated or unexpected pass, an order that deadlocks, and a bound that is exceeded.
     """
     timeline = simulate(schedule, costs)

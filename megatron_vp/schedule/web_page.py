@@ -41,7 +41,7 @@ def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
 
 
 def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
-    """Colour and meaning of every kind of pass and chunk, and of communication; only meanings show in the legend."""
+    """Colour and meaning of every kind of pass and chunk, and of communication; the legend omits empty meanings."""
     used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
     chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
     styles: list[dict[str, object]] = []

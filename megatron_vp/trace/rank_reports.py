@@ -20,7 +20,7 @@ class RankReport:
 
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
-    peak_bytes: most bytes that were allocated; None if not measured (on CPU).
+    peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
     run: identifies the run; the same on all its ranks.
     """
 

@@ -71,7 +71,7 @@ class Derivative:
 
     @property
     def entry_n(self) -> torch.Tensor:
-        """e, the target's entry in each row; zero if the target belongs to another shard."""
+        """e, the target's entry in each row of D; zero if the target belongs to another shard."""
         softmax_part_n = self.total.probability(self.target_logit_n)
         entry_n = softmax_part_n * self.loss.softmax_weight(self.total.log_sum_exp_n) - self.target_weight
         if self.softcap:

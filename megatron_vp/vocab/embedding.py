@@ -59,7 +59,10 @@ class RowExchange:
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owners, asynchronously on a GPU, with the only sort of a microbatch, whose size never changes."""
+        """Find the owners, asynchronously on a GPU.
+
+        This is the only sort of a microbatch, and its size never changes.
+        """
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
         self._counts.copy_(self._counted, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The loss of a token: cross entropy, with label smoothing and a z-loss where the user asks for them.
+"""The loss of a token: cross entropy, with label smoothing and a z-loss if the user asks for them.
 
     loss_i = LSE_i - t Y_i,y - u sum_j Y_ij + zeta LSE_i^2      u = alpha / (V - 1), t = 1 - V u
     D_ij = (1 + 2 zeta LSE_i) softmax_ij - t onehot_ij - u

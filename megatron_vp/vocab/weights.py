@@ -7,5 +7,5 @@ from torch import nn
 
 
 def main_grad(weight: nn.Parameter) -> torch.Tensor:
-    """The buffer that gradients of `weight` accumulate in, of its shape, in any float dtype."""
+    """The buffer in which gradients of `weight` accumulate; it has the weight's shape and any float dtype."""
     return weight.main_grad  # type: ignore[attr-defined]

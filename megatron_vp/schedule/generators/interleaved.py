@@ -17,7 +17,7 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         rank 2  ....F0F1F2F3f0f1f2..b0--f3b1--F4b2--..b3--..f4B0--B1--b4--B2--B3--....B4--........
         rank 3  ......F0F1F2F3f0b0--f1b1--f2b2--f3b3--F4B0--B1--f4b4--B2--B3--....B4--............
 
-    1. Fill: rank r runs 2(p - 1 - r) + (v - 1)p forwards, of p microbatches in one chunk before the next chunk.
+    1. Fill: rank r runs 2(p - 1 - r) + (v - 1)p forwards, taking p microbatches through one chunk before the next.
     2. Steady: one forward of a chunk, then one backward of a chunk.
     3. Drain: the remaining backwards.
     """

@@ -18,7 +18,7 @@ def one_f_one_b(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         rank 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--............
 
     1. Fill: rank r runs p - 1 - r forwards.
-    2. Steady: one forward, then one backward, as long as there are forwards.
+    2. Steady: one forward, then one backward, until the forwards run out.
     3. Drain: the remaining backwards.
     """
     backward = costs.B + costs.W

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     slack: int
     """Number of steps by which ranks are given slack. With 0, every rank takes one slot on the way down the V and one
-    on the way up, as in V-Min. Each of the first p steps gives one more rank, from the last one on, a second slot on
+    on the way up, as in V-Min. Each of the first p steps gives one more rank, beginning with the last, a second slot on
     the way down: p is V-Half. Each of the next p steps gives one more rank three slots each way: 2p is ZB-V.
     """
     gap: int

@@ -21,7 +21,7 @@ _ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
 class FusedOperations:
-    """Operations by Triton kernels and cuBLAS; `Operations` says what each of them computes."""
+    """Operations that use Triton kernels and cuBLAS; `Operations` says what each of them computes."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)

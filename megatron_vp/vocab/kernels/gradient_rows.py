@@ -179,7 +179,7 @@ def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BL
 def enter_targets_(
     exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
-    """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); `Operations.enter_targets_`.
+    """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); see `Operations.enter_targets_`.
 
     Args:
         exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`

@@ -10,7 +10,8 @@ BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
 SEGMENT = 32
-"""Most sorted rows that one program adds; another program adds the partial sums of equal rows, up to n / SEGMENT."""
+"""Largest number of sorted rows that one program adds; another adds the up to n / SEGMENT partial sums of equal rows.
+"""
 
 
 @triton.jit(do_not_specialize=["count"])  # counts differ by microbatch and must not compile new kernels

@@ -1,7 +1,7 @@
 """The work of S after its GEMM, which gives statistics, targets and E, and the fold of C1's statistics (Triton).
 
-A fast GPU moves the four bytes per logit in about the time in which it issues 20 instructions per logit, so both count.
-The kernels use one load, one store and one exponential per logit, and so few registers that all 64 warps of a
+A fast GPU moves the four bytes per logit in about the time in which it issues 20 instructions per logit, so both
+matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64 warps of a
 multiprocessor have a row in flight. For some widths, they load up to two fifths of a row's logits a second time, soon
 enough to find them in L1. `tests/vocab/data/kernel_counts.csv` holds the counts.
 """
@@ -263,7 +263,7 @@ def exponentiate_(
     logit_weight: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace logits by E = exp(logit - row maximum), the target's column by zero: `Operations.exponentiate_`.
+    """Replace logits by E = exp(logit - row maximum), and the target's column by zero; see `Operations`.
 
     Everything is computed in fp32 from the given logits; E is rounded once, to the logits' dtype. Sums have a fixed
     order, so two runs give the same bits.
@@ -368,7 +368,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed statistics of several shards, in their order, into their joint statistics: `Operations.fold_`.
+    """Fold the packed statistics of several shards, in their order, into their joint statistics; see `Operations`.
 
     Args:
         total_3n: fp32 [3, n], contiguous. Overwritten.

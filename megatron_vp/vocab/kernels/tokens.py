@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 MOST_TOKENS = 16384
-"""Most tokens in a microbatch; with more, the comparisons would take longer than the launches that they save."""
+"""Largest number of tokens in a microbatch; beyond it, the comparisons take longer than the launches they save.
+"""
 
 QUERIES = 16
 """Positions, or owners, for which a program counts."""
@@ -81,7 +82,7 @@ def _sort_by_owner(
 def sort_by_owner_(
     order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
 ) -> None:
-    """Sort the positions of a microbatch by owner, token id and position; `Operations.sort_by_owner_`.
+    """Sort the positions of a microbatch by owner, token id and position; see `Operations.sort_by_owner_`.
 
     Args:
         order_n: int64 [n]. Overwritten.
