@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     plain: Annotated[Path, typer.Argument(metavar="PLAIN", help="Folder that the plain run had as --rank-report.")],
-    split: Annotated[Path, typer.Argument(metavar="VP", help="The same of the run with --vocab-parallel.")],
+    split: Annotated[Path, typer.Argument(metavar="VP", help="Folder of the vocabulary-parallel run's --rank-report.")],
     logs: Annotated[
         tuple[Path, Path] | None,
         typer.Option("--logs", metavar="PLAIN_LOG VP_LOG", help="Megatron's output, if not in those two folders."),

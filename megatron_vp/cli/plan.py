@@ -74,8 +74,8 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: simulate so many combinations at most (default 700), those of the job's own sizes on "
-            "top. The same number finds the same answer on every machine.",
+            help="With --search: simulate at most this many combinations (default 700), besides those of the job's own "
+            "sizes. The same number finds the same answer on every machine.",
         ),
     ] = None,
     offload: Annotated[

@@ -87,7 +87,7 @@ def _table(found: Replayed) -> str:
         place += f" ({found.played} simulated: more need no more memory)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
-        note = "of tensors; an allocator's fragments, workspaces and communicators come on top"
+        note = "of tensors, without an allocator's fragments, workspaces and communicators"
         return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
     head = "ms per microbatch" + "  host, to issue" * on_a_device

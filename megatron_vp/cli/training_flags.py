@@ -7,7 +7,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("flags", short_help="List the training flags that come on top.")(flags)
+    app.command("flags", short_help="List the training flags that we add.")(flags)
 
 
 def flags() -> None:
