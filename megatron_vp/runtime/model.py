@@ -97,7 +97,7 @@ class Shapes:
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
 
     def token_values(self) -> torch.Tensor:
-        """An empty fp32 buffer [b, s] for losses or gradients by token."""
+        """An empty fp32 buffer [b, s] for per-token losses or gradients."""
         return torch.empty(self.batch, self.sequence, dtype=torch.float32, device=self.device)
 
 
@@ -149,7 +149,7 @@ class Model(Protocol):
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the user's loss function on token losses fp32 [b, s]; returns g fp32 [b, s], None without gradients.
+        """Run the user's loss function on token losses, fp32 [b, s]; return g, fp32 [b, s], or None without gradients.
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
         whole. With multi-token prediction, all three tensors are [predictions b, s]. Called only on the last pipeline

@@ -36,5 +36,5 @@ class RandomBuffers(Shapes):
         return super().token_loss_grads().fill_(1 / self.tokens)
 
     def token_values(self) -> torch.Tensor:
-        """Losses or gradients by token, fp32 [b, s]."""
+        """Per-token losses or gradients, fp32 [b, s]."""
         return super().token_values().fill_(1 / self.tokens)

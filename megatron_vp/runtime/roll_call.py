@@ -2,7 +2,7 @@
 
 The first rank that reaches its time limit or loses a connection calls the roll. Every rank that is stuck then records
 where it is, even before its own limit, so the answers do not depend on whose limit comes first. Ranks that give up
-later read these records. A rank without a record is stopped, gone, unreachable, or still making progress.
+later on read these records, too. A rank without a record is stopped, gone, unreachable, or still making progress.
 
 The store has no password, so its contents are untrusted text.
 """

@@ -12,7 +12,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class WholeVocabLayers:
-    """Passes token losses from the last stage to the loss function, and the gradient by token loss back.
+    """Passes token losses from the last stage to the loss function, and their gradients back.
 
     Rank p-1 reads the labels and runs the loss function. If it does not hold the last stage, messages carry labels,
     losses and gradients between the stores of the two ranks.

@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Call the loss function for a microbatch, on rank p-1, and keep its gradient by token."""
+    """Call the loss function for a microbatch, on rank p-1, and keep the gradient of each token's loss."""
 
     microbatch: int
 

@@ -53,7 +53,7 @@ class Users:
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Combine the halves of pairs: a pair has its forward's number, and takes and gives what both halves do."""
+        """Combine the halves of pairs: a pair has its forward's number, and takes and gives what either half does."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -168,7 +168,8 @@ class _Rank:
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
         self.left = list(range(len(order)))
-        # Of the ready passes that take from the same pools, the first in order fits or none does.
+        # Among ready passes that take from the same pools, only the first in order is checked: if it does not fit, none
+        # does.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
         named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
         self.taken = [named[each] for each in takes]

@@ -77,8 +77,8 @@ class PassKind(str, metaclass=_Table):
     through: Through | None
     """makes the operation through which it waits for them; None: it waits for the passes themselves"""
     holds: tuple[Held, ...]
-    """memory that it takes and still holds when it ends; with `through`, the operation fills this memory, which is
-    therefore taken already at the pass that it waits for
+    """memory that it takes and still holds when it ends; with `through`, the operation fills this memory, so it is
+    taken already at the pass that this one waits for
     """
     filled_by: Through | None
     """makes the operation that fills the memory it takes; the backward or W that gives this memory back waits for the

@@ -4,7 +4,7 @@ Ideally, activations leave as soon as their forward has run and come back just b
 occupy the device only around these two passes. How close copies come to that depends on the rank's single copy lane, on
 which copies out and copies back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid
 of the building block. There, forwards come no faster than in the steady state, so copies keep up even in the warm-up.
-If the order is tightened later, the device holds no more than here.
+Tightening the order later does not make the device hold more.
 """
 
 from __future__ import annotations

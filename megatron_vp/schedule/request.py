@@ -127,7 +127,7 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # If the limit exceeded what its own order needs, a flexible block's schedule could become longer, and a looser
+        # If the limit exceeded what a flexible block's own order needs, its schedule could become longer, and a looser
         # limit would then give a longer schedule.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:

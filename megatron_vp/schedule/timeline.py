@@ -160,8 +160,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Times of every pass in the given order, each as early as its rank and its dependencies allow.
 
     Communication occupies its communicator, not a rank: the second stream runs one collective after another, and a link
-    one message after another. All V of a microbatch start together. Raises ScheduleError for a missing, repeated or
-    unexpected pass, and for an order that deadlocks.
+    one message after another. All V passes of a microbatch start together. Raises ScheduleError for a missing, repeated
+    or unexpected pass, and for an order that deadlocks.
     """
     costs = costs or PassCosts()
     return Simulator(schedule, costs).simulate(costs)

@@ -31,7 +31,8 @@ class Channel(StrEnum):
     TOKEN_LOSS = "token-loss", "the token losses"
     """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """with whole vocabulary layers: the loss function's gradient by token, back to the last stage"""
+    """with whole vocabulary layers: the loss function's gradient with respect to token losses, back to the last stage
+    """
 
 
 class Origin(Enum):
@@ -69,7 +70,7 @@ class CollectiveKind(StrEnum):
     C2 = "C2", Origin.ALL
     """vocab-1 only: the input gradient, reduced to the last stage"""
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
-    """the loss function's gradient by token loss, from rank p-1 to every member"""
+    """the loss function's gradient with respect to token losses, from rank p-1 to every member"""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
     """gradients of the embedded rows, from the first stage to the rows' owners"""
 

@@ -65,8 +65,8 @@ def launch_for(columns: int, dtype: torch.dtype) -> Launch:
     In a piece, every thread handles one vector. 32 registers hold two pieces in any dtype, and three in 16-bit dtypes.
 
     The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16,
-    rows that would fill two or three pieces badly get half the warps and four or five pieces. These do not fit in 32
-    registers, so pieces beyond the third are read again.
+    rows that would leave much of two or three pieces idle get half the warps and four or five pieces. These do not fit
+    in 32 registers, so pieces beyond the third are read again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
