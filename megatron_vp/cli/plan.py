@@ -83,7 +83,7 @@ def plan(
         typer.Option(
             "--offload",
             help="Also try gis, gis-h and po, and for all schedules chunks whose activations wait in the host's memory "
-            "(--offload-chunks), and say what less memory costs.",
+            "(--offload-chunks), and say what less memory costs. With --search for the job's sizes and four others.",
         ),
     ] = False,
     keep: Annotated[
@@ -110,12 +110,10 @@ def plan(
 
     output_format = format_for(asked_format, output, Format)
     if search:
-        if offload:
-            raise UserError("--offload plans one job: leave out --search, or plan its result")
         if write_schedule is not None:
             raise UserError("--write-schedule writes the schedule of one job: leave out --search, or plan its result")
         asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-        search_job(*asked, keep or (), search_budget, output_format, output)
+        search_job(*asked, keep or (), search_budget, offload, output_format, output)
         return
     if keep:
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")

@@ -92,6 +92,7 @@ def search_job(
     limit: float,
     keep: Sequence[str],
     budget: int | None,
+    offload: bool,
     output_format: Format,
     output: Path | None,
 ) -> None:
@@ -114,7 +115,9 @@ def search_job(
                 bar.update(tasks[what], completed=done, total=of)
 
             chunks = chunks_given(config) or 2
-            found = search(tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress)
+            found = search(
+                tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress, offload=offload
+            )
         answer = _chosen(config, hardware, gpus, limit, found, check)
     match output_format:
         case Format.TABLE:
@@ -198,6 +201,12 @@ def _counts(answer: Answer) -> list[str]:
         f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large, "
         f"{found.dominated:,} no better than a simulated one" + (f", {found.untried:,} left" if found.untried else "")
     ]
+    if found.offload_sizes is not None:
+        away = sum(1 for each in found.found if each.evaluation.candidate.plan.offload_chunks)
+        lines.append(
+            f"activations in the host's memory: {away} runs simulated, of {found.offload_sizes} parallel sizes"
+            + ("" if away else "; their copies would set the pace")
+        )
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
         tie = tie_of(found.variants[0].job, answer.hardware)
@@ -239,6 +248,7 @@ def _document(answer: Answer) -> dict[str, object]:
         "untried": found.untried,
         "untried_seconds": found.untried_seconds if found.partial else None,
         "budget": found.budget,
+        "offload_sizes": found.offload_sizes,
         "partial": found.partial,
         "heading": answer.heading,
         "check": answer.note,

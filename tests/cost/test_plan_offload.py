@@ -9,6 +9,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.planning import offloading, planner
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.offloading import (
     WITH_OFFLOAD,
     bases_of,
@@ -136,19 +137,24 @@ def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--search", "--nodes", 1], "leave out --search"),
-        (
-            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
-            "one of the two",
-        ),
-    ],
-)
-def test_what_does_not_go_with_offload_is_refused(small, words, said):
+def test_recomputed_chunks_are_not_offloaded(small):
+    words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     refused = run("plan", small, "--offload", *words).exception
-    assert isinstance(refused, UserError) and said in str(refused)
+    assert isinstance(refused, UserError) and "one of the two" in str(refused)
+
+
+def test_flexible_schedules_are_fitted_with_a_chunk_in_the_hosts_memory():
+    tried = [each for each in flexible_candidates(JOB, WIDE, offload=True) if each.plan.vocab is VocabMethod.VOCAB_2]
+    assert [each.plan.offload_chunks for each in tried] == [0, 1]
+    assert tried[:1] == [each for each in flexible_candidates(JOB, WIDE) if each.plan.vocab is VocabMethod.VOCAB_2]
+    slow = replace(H200, host=replace(H200.host, out=1e9, back=1e9))
+    assert not any(each.plan.offload_chunks for each in flexible_candidates(JOB, slow, offload=True))
+    plans = [replace(tried[1].plan, schedule=name) for name in ("zb-v", "v-min")]
+    fullest, least = (evaluate(replace(tried[1], plan=plan), JOB, WIDE) for plan in plans)
+    limit = 0.5 * (fullest.peak_memory + least.peak_memory)
+    found = fitted_evaluation(tried[1], JOB, WIDE, limit)
+    assert found.fits(limit) and found.candidate.plan.offload_chunks == 1 and "v-flex" in found.candidate.name
+    assert not fullest.fits(limit) and found.iteration_seconds < least.iteration_seconds
 
 
 def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():

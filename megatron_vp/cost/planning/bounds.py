@@ -56,6 +56,11 @@ class Bound:
     memory: float
     ranks: tuple[HeldBytes, ...] = ()
 
+    @property
+    def without_activations(self) -> Bound:
+        """The same for a run that could keep no activation on the device."""
+        return Bound(self.seconds, max((rank.always for rank in self.ranks), default=self.memory))
+
     def memory_within(self, seconds: float) -> float:
         """The fewest bytes that the fullest rank can need if an iteration takes no more than `seconds`."""
         least = self.memory

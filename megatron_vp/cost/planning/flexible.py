@@ -12,11 +12,15 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.planning.offloading import MOST_LOAD, copy_load
 from megatron_vp.cost.prediction.limit import with_limit
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.prediction.stage_costs import order_costs
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, family
 from megatron_vp.schedule.family import Family
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
 
 STEPS = 3
 """Number of limits that are tried, one chunk's activations apart. The first one is estimated, and a prediction shows
@@ -29,11 +33,14 @@ shape within the limit.
 """
 
 
-def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> list[Candidate]:
+def flexible_candidates(
+    job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
+) -> list[Candidate]:
     """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its fullest base.
 
-    Plain layers are left out if they can be redistributed. There are no candidates for more than MOST_BALANCED ranks,
-    because the search for a shape would take too long.
+    With `offload` each of them also with one chunk in the host's memory, if its copies can hide. (With all chunks
+    there, shapes differ little.) Plain layers are left out if they can be redistributed. There are no candidates for
+    more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
@@ -43,11 +50,18 @@ def flexible_candidates(job: Job, hardware: Hardware, constants: Constants = CAL
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
+            if offload and copy_load(job, each.plan, 1, hardware, constants) <= MOST_LOAD:
+                found.append(replace(found[-1], plan=replace(found[-1].plan, offload_chunks=1)))
     return found
 
 
 def fitted_evaluations(
-    pool: Executor, jobs: Sequence[Job], hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
+    pool: Executor,
+    jobs: Sequence[Job],
+    hardware: Hardware,
+    limit: float | None,
+    constants: Constants = CALIBRATED,
+    offload: bool = False,
 ) -> list[list[Evaluation]]:
     """Evaluate each job's `flexible_candidates` within `limit` bytes per rank, in the pool; empty without a limit."""
     if limit is None:
@@ -55,7 +69,7 @@ def fitted_evaluations(
     running = [
         [
             pool.submit(fitted_evaluation, candidate, job, hardware, limit, constants)
-            for candidate in flexible_candidates(job, hardware, constants)
+            for candidate in flexible_candidates(job, hardware, constants, offload)
         ]
         for job in jobs
     ]
@@ -73,8 +87,8 @@ def fitted_evaluation(
     try:
         plans = [replace(candidate.plan, schedule=base.name) for base in record.bases]
         bases = [_balanced(replace(candidate, plan=plan), job, hardware, limit, constants) for plan in plans]
-        sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
-        for microbatches in _limits(record, bases, job, limit):
+        sample = _sample(job)
+        for microbatches in _limits(record, bases, job, hardware, limit):
             plan = replace(bases[0].candidate.plan, schedule=record.name)
             plan = with_limit(sample, plan, hardware, f"{microbatches:g}")
             found = _balanced(replace(candidate, plan=plan), job, hardware, limit, constants)
@@ -94,7 +108,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
     return evaluate(replace(candidate, plan=plan), job, hardware, constants)
 
 
-def _limits(record: Family, bases: list[Evaluation], job: Job, limit: float) -> list[float]:
+def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
     """Limits to try, in microbatches of a whole rank, if memory is linear between the smallest and the fullest base."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
@@ -108,5 +122,18 @@ def _limits(record: Family, bases: list[Evaluation], job: Job, limit: float) -> 
         )
         for base in (record.bases[0], record.bases[-1])
     )
+    if fullest.candidate.plan.offload_chunks:
+        most, few = (_held(each.candidate.plan, job, hardware) for each in (fullest, least))
     first = math.floor(few + (limit - least.peak_memory) / more * (most - few))
     return [count / chunks for count in range(first, max(0, first - STEPS), -1)]
+
+
+def _held(plan: Plan, job: Job, hardware: Hardware) -> int:
+    """Chunk activations that the fullest rank holds with chunks in the host's memory."""
+    sample = _sample(job)
+    placed = plan.request(sample, costs=order_costs(sample, plan, hardware)).placed().schedule
+    return max(peak(order, Held.ACTIVATIONS) for order in placed.ranks)
+
+
+def _sample(job: Job) -> Job:
+    return replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))

@@ -68,7 +68,7 @@ def plan(
                     infeasible.append(found)
             done += len(running[future])
             progress(done, len(tried))
-        fitted = fitted_evaluations(pool, [job], hardware, limit, constants)[0]
+        fitted = fitted_evaluations(pool, [job], hardware, limit, constants, offload)[0]
         if offload:
             evaluations += _offloaded(pool, evaluations, job, hardware, limit, constants, progress)
         evaluations += fitted

@@ -2,8 +2,9 @@
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
 Combinations with the job's own sizes are simulated first, then all others by increasing bound. A combination is skipped
-if its bounds show that simulated ones beat it in both time and memory. At the end, flexible schedules are fitted to the
-memory, for the job's own sizes and for those of the fastest run.
+if its bounds show that simulated ones beat it in both time and memory. Then activations may go to the host's memory
+(`searched_offload`). At the end, flexible schedules are fitted to the memory, for the job's own sizes and for those of
+the fastest run.
 
 The simulations and the answer do not depend on the machine, its cores or its load. The budget is a number of
 simulations, and each decision to simulate uses the results of all earlier simulations except for the last WINDOW.
@@ -28,6 +29,7 @@ from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, 
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
 from megatron_vp.cost.planning.planner import simplicity
+from megatron_vp.cost.planning.searched_offload import bases_to_offload, offloaded_runs, sizes_to_offload
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
@@ -101,6 +103,7 @@ class Search:
     dominated: number of combinations that simulated ones beat, that cannot run, or that equal another one.
     untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; they take at
         least `untried_seconds`.
+    offload_sizes: number of parallel sizes whose runs were offloaded; None: that was not asked for.
     """
 
     variants: Sequence[Variant]
@@ -110,6 +113,7 @@ class Search:
     budget: int = BUDGET
     untried: int = 0
     untried_seconds: float = math.inf
+    offload_sizes: int | None = None
 
     @property
     def partial(self) -> bool:
@@ -238,12 +242,14 @@ def search(
     budget: int = BUDGET,
     chunks: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    offload: bool = False,
 ) -> Search:
     """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory.
 
     At most `budget` combinations are simulated, not counting the job's own sizes. `chunks` is the number of chunks of
     `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the number
-    done and the total. Raises UserError if nothing fits.
+    done and the total. With `offload`, runs with chunks in the host's memory follow, for the job's own sizes and a few
+    others. Raises UserError if nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []
@@ -263,8 +269,11 @@ def search(
             else:
                 open_options.append(option)
         simulations.finish()
-        simulated = len(found)
-        found += _fitted(pool, tried, found, hardware, limit, constants, progress)
+        simulated, sizes = len(found), None
+        if offload:
+            sizes = _sizes_to_offload(tried, options, front)
+            found += _offloaded(pool, sizes, tried, found, hardware, limit, constants, chunks, progress)
+        found += _fitted(pool, tried, found, hardware, limit, constants, progress, offload)
     found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
     untried = [option for option in open_options if front.may_gain([option.bound])]
     result = Search(
@@ -275,10 +284,44 @@ def search(
         budget,
         len(untried),
         min((option.bound.seconds for option in untried), default=math.inf),
+        None if sizes is None else len(sizes),
     )
     if not result.fitting(limit):
         raise UserError(_nothing_fits(limit, found, options, result))
     return result
+
+
+def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: _Front) -> list[int]:
+    """The job's own sizes, and others for which runs with activations in the host's memory may gain."""
+    offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
+    own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
+    least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
+    return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if front.may_gain([each[0]]))]))
+
+
+def _offloaded(
+    pool: ProcessPoolExecutor,
+    sizes: Sequence[int],
+    tried: Sequence[Variant],
+    found: Sequence[Found],
+    hardware: Hardware,
+    limit: float,
+    constants: Constants,
+    chunks: int,
+    progress: Callable[[str, int, int], None],
+) -> list[Found]:
+    """Runs of these variants with chunks in the host's memory, and of the schedules that are made for it."""
+    bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
+    running = [
+        (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
+        for index, future in bases
+        for base in future.result()
+    ]
+    known, made = {(each.variant, each.evaluation.candidate) for each in found}, []
+    for done, (index, future) in enumerate(running, start=1):
+        made += [Found(index, each) for each in future.result() if (index, each.candidate) not in known]
+        progress("offloading", done, len(running))
+    return made
 
 
 def _fitted(
@@ -289,13 +332,14 @@ def _fitted(
     limit: float,
     constants: Constants,
     progress: Callable[[str, int, int], None],
+    offload: bool,
 ) -> list[Found]:
     """Flexible schedules for the job's own sizes and for those of the fastest run that fits."""
     fitting = [each for each in found if each.memory <= limit]
     fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
     chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
     progress("fitting", 0, len(chosen))
-    evaluations = fitted_evaluations(pool, [tried[index].job for index in chosen], hardware, limit, constants)
+    evaluations = fitted_evaluations(pool, [tried[index].job for index in chosen], hardware, limit, constants, offload)
     return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
 
 

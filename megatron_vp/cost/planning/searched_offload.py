@@ -1,0 +1,60 @@
+"""Activations in the host's memory in a search over parallel sizes: for which sizes, and for which of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.bounds import Bound, bound
+from megatron_vp.cost.planning.candidates import Candidate, candidates
+from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.planning.offloading import MOST_LOAD, WITH_OFFLOAD, copy_load, offloaded_evaluations
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import VocabMethod
+
+SIZES = 4
+"""How many parallel sizes have runs offloaded, plus the job's own: some 50 simulations each, or fewer."""
+
+
+def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
+    """The variants that could be on the frontier of time and memory if no activation stayed on the device, the fastest
+    first. If these are more than SIZES, evenly spaced ones of them.
+
+    least: bounds of runs without activations, each with its variant.
+    """
+    kept: list[tuple[Bound, int]] = []
+    for each in sorted(least):
+        if not kept or each[0].memory < kept[-1][0].memory:
+            kept.append(each)
+    found = list(dict.fromkeys(variant for _, variant in kept))
+    last = len(found) - 1
+    return found if last < SIZES else [found[round(place * last / (SIZES - 1))] for place in range(SIZES)]
+
+
+def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
+    """For each schedule whose copies can hide behind its passes, the candidate with the least bound on time."""
+    best: dict[str, tuple[Bound, int, Candidate]] = {}
+    for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
+        try:
+            found = bound(each.plan, job, hardware, constants), place, each
+            hidden = copy_load(job, each.plan, 1, hardware, constants) <= MOST_LOAD
+        except UserError:
+            continue
+        if hidden and each.plan.vocab is not VocabMethod.INTERLACED:
+            best[each.plan.schedule] = min(found, best.get(each.plan.schedule, found))
+    return [candidate for _, _, candidate in best.values()]
+
+
+def offloaded_runs(
+    base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
+) -> list[Evaluation]:
+    """`base` without offload, and with the numbers of chunks of `offloaded_evaluations`; empty if the job cannot run
+    it.
+    """
+    try:
+        found = evaluate(base, job, hardware, constants)
+        return [found, *offloaded_evaluations(found, job, hardware, limit, constants)]
+    except UserError:
+        return []

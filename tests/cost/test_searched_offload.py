@@ -1,0 +1,83 @@
+"""Searches over parallel sizes with activations in the host's memory: for which sizes, and what it gains."""
+
+import json
+
+import pytest
+import yaml
+
+from megatron_vp.cost.hardware.gpus import GIB
+from megatron_vp.cost.planning import search
+from megatron_vp.cost.planning.bounds import Bound
+from megatron_vp.cost.planning.searched_offload import SIZES, sizes_to_offload
+from tests.cost.small_job import run
+from tests.cost.test_plan_offload import WIDE
+
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "seq_length": 4096,
+    "vocab_size": 64000,
+    "max_position_embeddings": 4096,
+    "global_batch_size": 12,
+    "micro_batch_size": 1,
+    "bf16": True,
+    "untie_embeddings_and_output_weights": True,
+    "use_distributed_optimizer": True,
+    "pipeline_model_parallel_size": 4,
+}
+KEPT = ("tensor", "context", "micro-batch", "recompute")
+
+
+@pytest.fixture(scope="module")
+def plain_and_offloaded():
+    tried = search.variants(MODEL, 4, WIDE, KEPT)
+    return [search.search(tried, WIDE, 100 * GIB, offload=offload) for offload in (False, True)]
+
+
+def test_sizes_that_nothing_beats_in_both_are_offloaded_and_of_many_evenly_spaced_ones():
+    bounds = [(Bound(1.0, 9.0), 5), (Bound(1.5, 9.5), 0), (Bound(2.0, 7.0), 5), (Bound(2.5, 6.0), 3)]
+    assert sizes_to_offload(bounds[::-1]) == [5, 3]
+    many = [(Bound(float(place), 100.0 - place), place) for place in range(10)]
+    assert sizes_to_offload(many) == [0, 3, 6, 9] and SIZES == 4
+    assert sizes_to_offload([]) == []
+
+
+def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
+    plain, offloaded = plain_and_offloaded
+    assert plain.offload_sizes is None and offloaded.offload_sizes in range(1, SIZES + 2)
+    kept = [(each.variant, each.evaluation.candidate) for each in offloaded.found]
+    assert len({*kept}) == len(kept)
+    assert {(each.variant, each.evaluation.candidate) for each in plain.found} <= {*kept}
+    limit = 100 * GIB
+    for each in plain.frontier(limit):
+        assert any(one.seconds <= each.seconds and one.memory <= each.memory for one in offloaded.frontier(limit))
+    away = [each for each in offloaded.frontier(limit) if each.evaluation.candidate.plan.offload_chunks]
+    assert min(each.memory for each in away) < 0.95 * min(each.memory for each in plain.frontier(limit))
+    assert all(rank.load <= 0.91 for each in away for rank in each.evaluation.copies)
+
+
+@pytest.mark.slow
+def test_a_search_with_offload_repeats(plain_and_offloaded):
+    again = search.search(search.variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True)
+    assert again == plain_and_offloaded[1]
+
+
+@pytest.mark.usefixtures("megatron_loaded")
+def test_the_command_says_how_many_runs_were_offloaded(plain_and_offloaded, tmp_path, monkeypatch):
+    asked = []
+
+    def found(*_, offload, **__):
+        asked.append(offload)
+        return plain_and_offloaded[offload]
+
+    monkeypatch.setattr(search, "search", found)
+    path = tmp_path / "wide.yaml"
+    path.write_text(yaml.safe_dump(MODEL))
+    words = [path, "--search", "--nodes", 1, "--hardware", "h200"]
+    text = run("plan", *words, "--offload").stdout
+    runs = sum(1 for each in plain_and_offloaded[1].found if each.evaluation.candidate.plan.offload_chunks)
+    assert f"activations in the host's memory: {runs} runs simulated" in text and "offloaded" in text
+    document = json.loads(run("plan", *words, "--offload", "--format", "json").stdout)
+    assert any(each["offload_chunks"] and "--offload-chunks" in each["flags"] for each in document["frontier"])
+    assert "activations in the host's memory" not in run("plan", *words).stdout and asked == [True, True, False]
