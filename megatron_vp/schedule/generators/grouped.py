@@ -42,7 +42,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p: rank r holds at most p v - r chunks, and the split backward adds no bubble.
+    """Groups of p: rank r holds at most p v - r chunks, and W fills bubbles.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
