@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.mcore.start.launch import one_line_errors
 from tests.harness.broken import BROKEN, break_stderr
-from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
+from tests.harness.ranks import ROOT, RankError, run_ranks, run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 
@@ -112,6 +115,39 @@ def test_ctrl_c_is_one_line_and_no_traceback(after):
     outputs = [output for _, output in ends]
     assert [output.count("stopped by Ctrl-C (SIGINT)") for output in outputs] == [1, 0]
     assert not any("Traceback" in output or "error: " in output for output in outputs), outputs
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_terminal_of_torchrun_is_one_line_of_the_job(tmp_path):
+    """All processes get the signal. Torchrun adds its warnings and one traceback of its own."""
+    words = tiny_model(pipeline_model_parallel_size=4, vocab_parallel=True, tokenizer_type="NullTokenizer")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=4", "--no-python")
+    script = ("megatron_vp.cli.app", "run", str(ROOT / "tests" / "mcore" / "own_script.py"))
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", *launcher, sys.executable, "-m", *script, *words, "--train-iters=100000"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        deadline = time.monotonic() + 300
+        while "iteration        3/" not in log.read_text() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        before = len(log.read_text().splitlines())
+        os.killpg(job.pid, signal.SIGINT)
+        status = job.wait(60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    lines = log.read_text().splitlines()
+    assert status == 1 and lines[-1].endswith("got signal: 2"), "as torchrun ends: " + "\n".join(lines[-40:])
+    assert sum("stopped by Ctrl-C (SIGINT)" in line for line in lines) == 1
+    assert sum("Traceback" in line for line in lines) == 1, "\n".join(lines[before:])
+    assert len(lines) - before < 60 and not any("error: " in line for line in lines[before:])
 
 
 def _exiting(rank, world_size, *args):
