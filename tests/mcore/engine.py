@@ -23,7 +23,7 @@ import torch
 
 from tests.harness.ranks import ROOT, run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train_case
-from tests.mcore import engine_fp4, engine_kernels
+from tests.mcore import engine_blocks, engine_fp4, engine_kernels
 
 MODEL = {
     "hidden_size": 64,
@@ -131,6 +131,8 @@ def imported(version: str, apex: bool = True, capability: int = 9) -> Iterator[N
             distributed.pad_columnwise_scale_inv = engine_fp4.padded  # a Triton kernel
             storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage")
             storage._FromNVFP4Func.forward = staticmethod(engine_fp4.read_in_place)
+            storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage")
+            storage._FromMXFP8Func.forward = staticmethod(engine_blocks.read_in_place)
         assert importlib.import_module("transformer_engine").__version__ == version
         yield
 
@@ -238,7 +240,7 @@ def engine_case(
     hook: Callable[[list], list] | None = None,
 ) -> tuple[Run | None, Products]:
     """`train_case` with Transformer Engine's layers; `fused` leaves Megatron's fused accumulation on."""
-    capability = 10 if "--fp4-format" in arguments else 9
+    capability = 10 if {"--fp4-format", "mxfp8"} & set(arguments) else 9
     with on_cpu(version, fused, apex, capability), counted_products() as products:
         return train_case(rank, world_size, arguments, same_weights=same_weights, hook=hook), products
 

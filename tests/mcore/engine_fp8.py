@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.mcore import engine_fp4
+from tests.mcore import engine_blocks, engine_fp4
 
 E4M3, E5M2 = 7, 8
 """The formats by their numbers in the compiled module."""
@@ -28,6 +28,8 @@ def dense(tensor: Any, columnwise: bool) -> torch.Tensor:
     """The values of an operand of a product, read from the copy that a device of 9.0 would read."""
     if engine_fp4.is_fp4(tensor):
         return engine_fp4.dense(tensor, columnwise)
+    if engine_blocks.has_blocks(tensor):
+        return engine_blocks.dense(tensor, columnwise)
     if not hasattr(tensor, "_fp8_dtype"):
         return tensor
     kind = _FORMATS[int(tensor._fp8_dtype)]
@@ -46,6 +48,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     """
     if engine_fp4.is_fp4(quantizer):
         return engine_fp4.quantize(tensor, quantizer, output)
+    if engine_blocks.has_blocks(quantizer):
+        return engine_blocks.quantize(tensor, quantizer, output)
     kind = _FORMATS[int(quantizer.dtype)]
     largest = torch.finfo(kind).max
     values = tensor.detach().float()
@@ -83,9 +87,11 @@ def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, largest: float, powers_of_2: bool, epsilon: float
 ) -> None:
     """From (largest magnitudes, scales, their reciprocals): those by which a magnitude becomes the format's largest."""
-    assert not powers_of_2 and not epsilon
+    assert not epsilon
     for amax, scale, reciprocal in zip(*tensor_lists, strict=True):
         scale.copy_(torch.where(amax > 0, largest / amax, torch.ones_like(amax)))
+        if powers_of_2:
+            scale.copy_(torch.exp2(torch.floor(torch.log2(scale))))
         reciprocal.copy_(scale.reciprocal())
 
 
@@ -95,6 +101,8 @@ def create_empty_quantized_tensor(
     """A quantised tensor whose values are yet to come."""
     if engine_fp4.is_fp4(quantizer):
         return engine_fp4.quantize(torch.zeros(shape, dtype=dtype), quantizer)
+    if engine_blocks.has_blocks(quantizer):
+        return engine_blocks.quantize(torch.zeros(shape, dtype=dtype), quantizer)
     data = torch.zeros(shape, dtype=torch.uint8)
     columns = fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None
     return _made(quantizer, shape, dtype, data if quantizer.rowwise_usage else None, columns, torch.ones(1))
@@ -163,6 +171,7 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = 
 
 
 FUNCTIONS = (
+    *engine_blocks.FUNCTIONS,
     *(quantize, bgrad_quantize, fp8_transpose, create_empty_quantized_tensor, split_quantize),
     *(fused_multi_row_padding, fused_multi_row_unpadding),
     *(compute_amax, multi_tensor_compute_scale_and_scale_inv),

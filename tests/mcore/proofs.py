@@ -217,7 +217,6 @@ NOT_YET = (
     "CUDA, NCCL, several nodes",
     "what Transformer Engine compiles; the Mamba, gated delta net and latent attention layers of hybrid models",
     "Transformer Engine's attention under `--context-parallel-size`, and over packed sequences",
-    "the formats of `--fp8-recipe blockwise` and `mxfp8`, which keep no state between passes; weights kept in them",
     "`--tp-comm-overlap` under 1f1b: Transformer Engine's buffers need a device",
     "the capture of CUDA graphs (`--cuda-graph-impl transformer_engine` and `local`): the order of buffers, and what "
     "outlives a replay, are tested with stand-ins",
