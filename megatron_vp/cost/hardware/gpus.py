@@ -43,16 +43,14 @@ class HostLink:
     """Bandwidth between one GPU and its node's memory while all GPUs of the node copy; this project has measured none
     of it.
 
-    out, back: bytes/s of a copy of pinned memory to the host and from it, in one direction at a time.
-    duplex: share of the sum of both rates that remains if both directions copy at once. Copies of activations take
-        turns and do not use it.
+    out, back: bytes/s of a copy of pinned memory to the host and from it, in one direction at a time, as copies of
+        activations take turns.
     memory: bytes of the node's memory per GPU.
     source: where the figures come from.
     """
 
     out: float
     back: float
-    duplex: float
     memory: float
     source: str
 
@@ -60,9 +58,8 @@ class HostLink:
 _PCIE_5 = HostLink(
     out=50 * GIGA,
     back=50 * GIGA,
-    duplex=0.7,
     memory=256 * GIB,
-    source="estimate: 55.6 GB/s are quoted of one GPU alone on PCIe 5 x16 (nvbandwidth); duplex as of the A100; "
+    source="estimate: 55.6 GB/s are quoted of one GPU alone on PCIe 5 x16 (nvbandwidth); "
     "2 TB per node of 8 in the DGX H100, DGX H200 and DGX B200 data sheets (B200: up to 4)",
 )
 
@@ -111,7 +108,6 @@ _ALL = (
         host=HostLink(
             out=15 * GIGA,
             back=15 * GIGA,
-            duplex=0.7,
             memory=256 * GIB,
             source="quoted: 15 GB/s in PipeOffload (arXiv 2503.01328, section 2), two GPUs share a switch; of one GPU "
             "alone on PCIe 4 x16 24.8 GB/s one way, 24 and 11 both ways (NVIDIA's developer forum); 2 TB per DGX A100",
@@ -218,7 +214,6 @@ _ALL = (
         host=HostLink(
             out=5 * GIGA,
             back=5 * GIGA,
-            duplex=0.5,
             memory=4 * GIB,
             source="a copy inside the same memory reads and writes; it is of the same size again",
         ),
