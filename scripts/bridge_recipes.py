@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import importlib
 import importlib.machinery
+import json
 import logging
 import pkgutil
 import sys
@@ -209,6 +210,7 @@ def main() -> int:
         "--write", action="store_true", help=f"put the tables into {nvidia_jobs.PAGE.relative_to(ROOT)}"
     )
     parser.add_argument("--list", action="store_true", help="print every recipe with its answers first")
+    parser.add_argument("--words", action="store_true", help="print every recipe's name and flags instead, as JSON")
     given = parser.parse_args()
     if (missing := bridge_loop.missing()) is not None:
         parser.error(missing)
@@ -218,14 +220,19 @@ def main() -> int:
 
     megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     options = {option.dest: option for option in megatron._actions}
-    answers = {}
+    answers: dict[Job, tuple[str | None, ...]] = {}
     for family, gpu, name, recipe in recipes():
         if recipe.model.pipeline_model_parallel_size > 1:
             queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if gpu == "h100" else "32"}
             job = Job(f"{family}", name, tuple(words_of(recipe, options)), queues, nvidia_jobs.nodes(GPUS[gpu]))
+            if given.words:
+                print(json.dumps([name, job.words]), flush=True)
+                continue
             answers[job] = job.answers()
             if given.list:
                 print(name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
+    if given.words:
+        return 0
     from megatron.bridge.package_info import __version__
 
     written = nvidia_jobs.tables(f"Megatron-Bridge {__version__}", answers)

@@ -6,7 +6,10 @@ what was is said with the reason.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from scripts.nvidia_jobs import Job, functional_tests
+from tests.harness.ranks import ROOT
+from tests.mcore import bridge_loop
 from tests.mcore.nvidia_script import CHECKOUT
 
 Options = dict[str, object]
@@ -38,6 +43,14 @@ DROPPED = {
     "apply_layernorm_1p": _ENGINE,
     "fp8_format": _ENGINE,
     "fp8_recipe": _ENGINE,
+    "fp8_param_gather": _ENGINE,
+    "fp4_format": _ENGINE,
+    "fp4_param_gather": _ENGINE,
+    "moe_router_fusion": _ENGINE,
+    **dict.fromkeys(
+        ("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        "Transformer Engine's optimizer, whose kernel for 16-bit states has no stand-in",
+    ),
     "distributed_backend": "the CPU has gloo",
     "moe_flex_dispatcher_backend": "the kernels of DeepEP are those that have a stand-in",
     "bf16": _HALF,
@@ -46,6 +59,7 @@ DROPPED = {
     "dist_ckpt_strictness": "Megatron 0.19 fails at it with PyTorch 2.15, which describes tensors by more words",
     "hidden_dropout": _RANDOM,
     "attention_dropout": _RANDOM,
+    "moe_router_force_load_balancing": _RANDOM,
     **dict.fromkeys(
         ("data_path", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_type", "data_cache_path", "split"),
         _FILES,
@@ -117,14 +131,25 @@ def _jobs() -> Mapping[str, Job]:
     return {f"{job.group.rpartition(': ')[2]}/{job.name}": job for job in named}
 
 
+@cache
+def _recipes() -> Mapping[str, Job]:
+    """Megatron-Bridge's performance recipes as flags; they are built in a process of their own."""
+    if (missing := bridge_loop.missing()) is not None:
+        pytest.skip(missing)
+    said = subprocess.check_output([sys.executable, ROOT / "scripts" / "bridge_recipes.py", "--words"], text=True)
+    recipes = map(json.loads, said.splitlines())
+    return {f"bridge/{name}": Job("bridge", name, tuple(words), {}) for name, words in recipes}
+
+
 def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> tuple[Options, dict[str, str]]:
     """The options of a job by the names of their arguments, and what was left out of it with why.
 
     `sizes` replaces parallel sizes, so that the job has four ranks; what `keeps` names is not left out.
     """
-    if name not in _jobs():
-        pytest.skip(f"the checkout has no functional test {name}")
-    given = options_of(_jobs()[name])
+    jobs = _recipes() if name.startswith("bridge/") else _jobs()
+    if name not in jobs:
+        pytest.skip(f"there is no job {name}")
+    given = options_of(jobs[name])
     why = DROPPED | dict.fromkeys(STORAGE, _SAVES)
     if "transformer_impl" in keeps:
         why["log_params_norm"] = "the stand-in for Transformer Engine's kernels has none for it"
@@ -138,21 +163,30 @@ def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> tuple[Opti
         job[option] = size
     if "M" in str(job.get("hybrid_layer_pattern", "")):
         left_out["hybrid_layer_pattern M"] = "Mamba has kernels for GPUs alone; attention is in its layers' places"
+    modules = job.get("recompute_modules", [])
+    if "moe_act" in modules and "moe_grouped_gemm" in left_out:
+        left_out["recompute_modules moe_act"] = "it is of grouped experts"
+        others = [] if isinstance(modules, str) else [each for each in modules if each != "moe_act"]
+        job["recompute_modules"] = others
+        if not others:
+            del job["recompute_modules"], job["recompute_granularity"]
     if "async_save" in job:
         job["async_strategy"] = "mcore"  # the other's package needs a GPU
     _shrink_layers(job)
     _shrink_batches(job)
+    if job.get("cuda_graph_impl", "none") != "none":
+        job["cuda_graph_warmup_steps"] = 1  # captured after the first step
     if "fp16" in job:
         job["initial_loss_scale"] = 4096  # no step is skipped
     return {**job, **ADDED}, left_out
 
 
 def options_of(job: Job) -> Options:
-    """A command line by the names of arguments: True, a word, or a list of words."""
+    """A command line by the names of arguments: True, a word, or a list of words. What is said twice has its last."""
     options: dict[str, list[str]] = {}
     for word in job.words:
         if word.startswith("--"):
-            latest = options.setdefault(word[2:].replace("-", "_"), [])
+            latest = options[word[2:].replace("-", "_")] = []
         else:
             latest.append(word)
     return {name: values if len(values) > 1 else values[0] if values else True for name, values in options.items()}

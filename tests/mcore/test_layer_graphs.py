@@ -7,7 +7,8 @@ it does, by the order that it is given. Whatever that order frees is filled with
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -131,13 +132,30 @@ def make_graphed_callables(callables, sample_args, *, _order, _num_layers_per_ch
 
 def graphed_case(rank: int, world_size: int, arguments: list[str], broken: str = "") -> Run | None:
     """`train_case` with the stand-in; broken: what is left out."""
+    import pretrain_gpt_vp as script
+    from megatron_vp.mcore.training import graph_order, megatron_model
+
+    with ExitStack() as patched:
+        # Loads what there is of Transformer Engine's, which the stand-in replaces.
+        script.prepare()
+        if broken == "order":
+            order = megatrons_order(world_size, rank, MICROBATCHES)
+            patched.enter_context(mock.patch.object(graph_order, "graph_order", lambda *_: order))
+        if broken == "copies":
+            patched.enter_context(
+                mock.patch.object(megatron_model._KeptGradient, "backward", staticmethod(lambda _, gradient: gradient))
+            )
+        patched.enter_context(captured_on_cpu())
+        return train_case(rank, world_size, arguments)
+
+
+@contextmanager
+def captured_on_cpu() -> Iterator[None]:
+    """Inside, where a job's graphs are captured once, the stand-in takes Transformer Engine's place."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.module import GraphableMegatronModule
     from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    import pretrain_gpt_vp as script
-    from megatron_vp.mcore.training import graph_order, megatron_model
 
     captured, seeded = [], tensor_parallel.model_parallel_cuda_manual_seed
 
@@ -146,8 +164,6 @@ def graphed_case(rank: int, world_size: int, arguments: list[str], broken: str =
         return make_graphed_callables(*args, **kwargs)
 
     with ExitStack() as patched:
-        # Loads what there is of Transformer Engine's, which the stand-in replaces.
-        script.prepare()
         for target, name, value in (
             (torch.cuda, "set_stream", lambda stream: None),
             (tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_, **__: seeded(seed)),
@@ -161,16 +177,8 @@ def graphed_case(rank: int, world_size: int, arguments: list[str], broken: str =
             ),
         ):
             patched.enter_context(mock.patch.object(target, name, value, create=True))
-        if broken == "order":
-            order = megatrons_order(world_size, rank, MICROBATCHES)
-            patched.enter_context(mock.patch.object(graph_order, "graph_order", lambda *_: order))
-        if broken == "copies":
-            patched.enter_context(
-                mock.patch.object(megatron_model._KeptGradient, "backward", staticmethod(lambda _, gradient: gradient))
-            )
-        run = train_case(rank, world_size, arguments)
+        yield
     assert len(captured) == 1, "nothing was captured"
-    return run
 
 
 def megatrons_order(size: int, rank: int, microbatches: int) -> list[int]:

@@ -7,6 +7,8 @@ Both runs have the same ranks and the job's own schedule; one of them cuts the v
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from math import sqrt
 from typing import Any
 from unittest import mock
 
@@ -16,11 +18,13 @@ import torch
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, train_case
 from tests.mcore.case_parts import FP32
-from tests.mcore.comparison import assert_as_close, assert_equal
+from tests.mcore.comparison import assert_as_close, assert_equal, largest_distance
 from tests.mcore.engine import FUSED, NEWEST, on_cpu, require
 from tests.mcore.nvidia_script import NvidiaScript, needs_checkout
 from tests.mcore.shrunk_job import STEPS, STORAGE, Options, shrunk, words_of
 from tests.mcore.test_flex_dispatcher import fused_combine, fused_dispatch
+from tests.mcore.test_layer_graphs import captured_on_cpu
+from tests.mcore.test_local_graphs import replayed_on_cpu
 
 pytestmark = [needs_checkout, pytest.mark.slow]
 
@@ -45,11 +49,54 @@ JOBS = {
     "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": {**DATA, "expert_model_parallel_size": 2},
     "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": {"expert_model_parallel_size": 2},
     "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic": {},
+    "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph": {"expert_model_parallel_size": 2},
 }
 RESUMED = {
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_calculate_per_token_loss": {},
     "moe/gpt3_mcore_te_tp1_pp2_resume_torch_dist_reshard_2x1x4_te_8experts2parallel_dist_optimizer": {},
 }
+TWO_CHUNKS = {**DATA, "pipeline_model_parallel_layout": "Et|t|tt|tmL"}
+# The same, of Megatron-Bridge's performance recipes, whose flags NVIDIA's script trains.
+RECIPES = {
+    "bridge/deepseek_v3_pretrain_256gpu_gb300_bf16": {**TWO_CHUNKS, "expert_model_parallel_size": 2},
+    "bridge/llama3_70b_peft_8gpu_b200_bf16": {},
+    "bridge/llama3_70b_sft_32gpu_gb300_bf16": {**DATA, "num_virtual_stages_per_pipeline_rank": 2},
+    "bridge/qwen3_235b_a22b_pretrain_64gpu_gb300_bf16": {**DATA, "num_layers": 6, "expert_model_parallel_size": 2},
+    "bridge/qwen3_next_80b_a3b_pretrain_64gpu_gb300_bf16": {
+        "pipeline_model_parallel_layout": "Et|t|tt|tmL",
+        "expert_model_parallel_size": 2,
+    },
+}
+"""All with CUDA graphs of layers."""
+V_HALF = {"vocab_parallel": True, "vocab_shards": "even", "pipeline_schedule": "v-half"}
+_KIMI = {**DATA, "pipeline_model_parallel_layout": "Et|t|tt|tL", "expert_model_parallel_size": 2}
+BY_MUON = {
+    "bridge/kimi_k2_pretrain_256gpu_b200_bf16": (_KIMI, None),
+    "bridge/kimi_k2_pretrain_1024gpu_h100_bf16": ({**_KIMI, "tensor_model_parallel_size": 2}, V_HALF),
+}
+"""Muon distributed layer by layer, which Megatron has in 16 bits alone; the second under v-half."""
+PAIRS = {"micro_batch_size": 2}
+"""The stand-in for fp4 has two sequences in a byte."""
+ROUNDED = {
+    "bridge/llama3_70b_pretrain_64gpu_h100_fp8cs": {
+        **DATA,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "tensor_model_parallel_size": 2,
+    },
+    "bridge/gpt_oss_120b_pretrain_64gpu_h100_fp8cs": {**DATA, "expert_model_parallel_size": 2},
+    "bridge/llama31_405b_pretrain_128gpu_b200_nvfp4": {
+        **DATA,
+        **PAIRS,
+        "num_layers": 6,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "tensor_model_parallel_size": 2,
+    },
+    "bridge/llama3_70b_pretrain_64gpu_gb300_nvfp4": {**DATA, **PAIRS, "num_virtual_stages_per_pipeline_rank": 2},
+}
+"""Layers in fp8 and fp4."""
+APART = sqrt(2)
+"""How far apart two independent roundings are."""
+FORMATS = ("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_param_gather")
 HALF = ("fp16", "apply_query_key_layer_scaling")
 IN_ENGINE = {
     "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": ("transformer_impl", "attention_backend"),
@@ -58,8 +105,15 @@ IN_ENGINE = {
 """Of these, what Transformer Engine's layers keep over the stand-in for its kernels."""
 
 
+_GRAPHS = {"none": nullcontext, "transformer_engine": captured_on_cpu, "local": replayed_on_cpu}
+
+
 class JobScript(NvidiaScript):
-    """With stand-ins for the kernels of the flex dispatcher and of DeepSeek's sparse attention."""
+    """With stand-ins for the kernels of the flex dispatcher, DeepSeek's sparse attention and CUDA graphs of layers."""
+
+    def __init__(self, name: str, settings: dict[str, object], graphs: str) -> None:
+        super().__init__(name, settings)
+        self._graphs = graphs
 
     def main(self) -> None:
         from megatron.core.transformer.experimental_attention_variant import dsa
@@ -73,6 +127,7 @@ class JobScript(NvidiaScript):
         with (
             mock.patch.multiple(token_dispatcher, **dispatcher),
             mock.patch.object(dsa, "rotate_activation", hadamard_transform),
+            _GRAPHS[self._graphs](),
         ):
             super().main()
 
@@ -95,13 +150,13 @@ def trained(options: Options, settings: dict[str, object], same_weights: bool = 
         case = engine_case
     elif "multi_latent_attention" in options or int(options.get("context_parallel_size", 1)) > 1:
         settings = {"core_attention": "sdpa", **settings}  # Megatron's local attention has neither
-    words = words_of(options)
-    return _merge(run_ranks(4, case, words, script=JobScript(script, settings), same_weights=same_weights, timeout=400))
+    watched = JobScript(script, settings, str(options.get("cuda_graph_impl", "none")))
+    return _merge(run_ranks(4, case, words_of(options), script=watched, same_weights=same_weights, timeout=400))
 
 
 def engine_case(rank: int, world_size: int, arguments: list[str], **how: Any) -> Run | None:
     """`train_case` with Transformer Engine's layers, and with weight gradients that are added in their product."""
-    with on_cpu(NEWEST, FUSED):
+    with on_cpu(NEWEST, FUSED, capability=10 if "--fp4-format" in arguments else 9):
         return train_case(rank, world_size, arguments, **how)
 
 
@@ -109,7 +164,10 @@ def ours(options: Options) -> dict[str, object]:
     """The settings that make a run of the job vocabulary parallel, under its own schedule."""
     stages = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
     pattern = str(options.get("hybrid_layer_pattern", ""))
-    chunked = stages & options.keys() or pattern.count("|") >= int(options["pipeline_model_parallel_size"])
+    layout = str(options.get("pipeline_model_parallel_layout", ""))
+    chunked = stages & options.keys() or max(pattern.count("|"), layout.count("|")) >= int(
+        options["pipeline_model_parallel_size"]
+    )
     return {
         "vocab_parallel": True,
         "vocab_shards": "even",
@@ -130,8 +188,50 @@ def say(name: str, left_out: dict[str, str]) -> None:
 def test_a_job_of_nvidias_trains_as_in_plain_megatron(name):
     options, left_out = shrunk(name, JOBS[name], IN_ENGINE.get(name, ()))
     say(name, left_out)
-    plain = trained(options, {})
-    split = trained(options, ours(options))
+    assert_trains_as_plain(options, ours(options))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_megatron_bridges_trains_as_in_plain_megatron(name):
+    options, left_out = shrunk(name, RECIPES[name])
+    say(name, left_out)
+    assert_trains_as_plain(options, ours(options))
+
+
+@pytest.mark.parametrize("name", BY_MUON)
+def test_a_recipe_of_megatron_bridges_with_muon_is_as_close_to_fp32_as_plain_megatron(name):
+    pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
+    sizes, settings = BY_MUON[name]
+    options, left_out = shrunk(name, sizes, ("bf16",))
+    say(name, left_out)
+    options["muon_fp32_matmul_prec"] = "high"  # the others round the products of steps as bf16 does
+    whole = {option: value for option, value in options.items() if option != "bf16"} | {"optimizer": "muon"}
+    plain, exact = trained(options, {}), trained(whole, {})
+    print(f"  losses {plain.losses}, in fp32 {exact.losses}")
+    split = trained(options, settings or ours(options))
+    assert plain.rows_on != split.rows_on
+    assert_as_close(split, plain, exact)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_recipe_of_megatron_bridges_in_fp8_or_fp4_is_as_close_as_two_roundings(name):
+    """As `tests/mcore/test_engine_fp8.py` compares. The unrounded run has layers in bf16."""
+    options, left_out = shrunk(name, ROUNDED[name], (*FORMATS, "bf16", "moe_grouped_gemm"))
+    say(name, left_out)
+    options |= {"transformer_impl": "transformer_engine", "attention_backend": "unfused"}
+    exact = trained({option: value for option, value in options.items() if option not in FORMATS}, {})
+    plain, split = trained(options, {}), trained(options, ours(options))
+    print(f"  losses {plain.losses}, in bf16 {exact.losses}, split {split.losses}")
+    assert plain.rows_on != split.rows_on
+    rounding = max(abs(a - b) for a, b in zip(plain.losses, exact.losses, strict=True))
+    assert rounding > 0 and split.losses == pytest.approx(plain.losses, abs=APART * rounding)
+    assert 0 < largest_distance(split, plain) <= APART * largest_distance(plain, exact)
+
+
+def assert_trains_as_plain(options: Options, settings: dict[str, object]) -> None:
+    """Graphs of layers change nothing, so plain Megatron trains without them."""
+    plain = trained({option: value for option, value in options.items() if not option.startswith("cuda_graph")}, {})
+    split = trained(options, settings)
     print(f"  losses {plain.losses}, gradient norms {plain.grad_norms}")
     assert plain.rows_on != split.rows_on
     assert plain.losses[0] != plain.losses[-1]
