@@ -46,6 +46,8 @@ def test_plain_megatron_fuses_accumulation_without_apex():
         ("interleaved", None),
         pytest.param("v-half", "vocab-2", marks=pytest.mark.slow),
         pytest.param("1f1b", "vocab-1", marks=pytest.mark.slow),
+        pytest.param("1f1b", "vocab-2", marks=pytest.mark.slow),
+        pytest.param("interleaved", "vocab-1", marks=pytest.mark.slow),
         pytest.param("zb-h1", None, marks=pytest.mark.slow),
     ],
 )

@@ -52,7 +52,7 @@ def fused_combine(rows: torch.Tensor, group: Any, handle: tuple[Any, ...], **_: 
     return rows.new_zeros(count, rows.shape[1]).index_add(0, order, returned), None
 
 
-def flex_case(rank: int, world_size: int, arguments: list[str]) -> Run | None:
+def flex_case(rank: int, world_size: int, arguments: list[str], same_weights: bool) -> Run | None:
     """`train_case` with the stand-in."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -62,15 +62,15 @@ def flex_case(rank: int, world_size: int, arguments: list[str]) -> Run | None:
         fused_combine=fused_combine,
         set_deepep_num_sms=lambda number: None,
     ):
-        return train_case(rank, world_size, arguments)
+        return train_case(rank, world_size, arguments, same_weights=same_weights)
 
 
 @cache
-def _trained(**changes: object) -> Run:
+def _trained(same_weights: bool = True, **changes: object) -> Run:
     sizes = {"global_batch_size": 8, "train_iters": 3, "pipeline_model_parallel_size": 2}
     experts = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"}
     words = comparable_model(**{**sizes, **DEEPSEEK, **experts, **BOTH, **changes})
-    return _merge(run_ranks(RANKS, flex_case, words, timeout=240))
+    return _merge(run_ranks(RANKS, flex_case, words, same_weights, timeout=240))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,14 @@ def test_every_step_equals_plain_megatron_with_the_same_dispatcher(method):
         num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
     )
     assert_equal(ours, _trained(), FP32)
+
+
+@pytest.mark.slow
+def test_a_fresh_run_starts_from_what_plain_megatron_draws():
+    drawn = {"same_weights": False, "num_layers": 5, "moe_layer_freq": "([0]*1+[1]*4)"}
+    split = {"vocab_parallel": True, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Et|t|tt|tL"}
+    ours = _trained(**drawn, **split)
+    assert_equal(ours, _trained(**drawn, pipeline_model_parallel_layout="Ett|tttL"), FP32)
 
 
 @pytest.mark.slow

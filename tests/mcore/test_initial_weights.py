@@ -26,7 +26,19 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train, train_case
 from tests.mcore import engine
-from tests.mcore.case_parts import CONTEXT, DEEPSEEK, DISTRIBUTED, EXPERT, HYBRID, LLAMA, MOE, SEQUENCE, TENSOR, TIED
+from tests.mcore.case_parts import (
+    CONTEXT,
+    DEEPSEEK,
+    DISTRIBUTED,
+    EXPERT,
+    HYBRID,
+    LLAMA,
+    MOE,
+    MUON,
+    SEQUENCE,
+    TENSOR,
+    TIED,
+)
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.test_launch import run_own_script
 
@@ -84,6 +96,7 @@ def _matrix() -> Iterator[Case]:
     yield _case(4, "zb-v", "none", **EXPERT, bf16=True)
     yield _case(4, "v-half", "vocab-1", **CONTEXT)
     yield _case(2, "v-half", "vocab-2", **{**DEEPSEEK, **AHEAD})
+    yield _case(4, "v-half", "vocab-2", **MUON, **DISTRIBUTED, bf16=True)
     yield _case(4, "v-half", "vocab-2", data_parallel_random_init=True)
     yield _case(2, "v-half", "vocab-2", fp16=True, loss_scale=1)
     yield _case(2, "v-half", "vocab-2", use_mup=True, mup_base_hidden_size=16)
