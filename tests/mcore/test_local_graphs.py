@@ -92,7 +92,10 @@ def _trained(*, broken: str | None = None, **changes: object) -> Run:
     return _merge(run_ranks(2, graphed_case, words, broken=broken, timeout=240))
 
 
-def _graphed(schedule: str, method: str | None, broken: str = "", modules: str | None = None) -> Run:
+ROPE = {"position_embedding_type": "rope"}
+
+
+def _graphed(schedule: str, method: str | None, broken: str = "", modules: str | None = None, **options: object) -> Run:
     return _trained(
         cuda_graph_impl="local",
         cuda_graph_warmup_steps=1,
@@ -102,6 +105,7 @@ def _graphed(schedule: str, method: str | None, broken: str = "", modules: str |
         vocab_parallel_algorithm=method,
         pipeline_schedule=schedule,
         num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+        **options,
     )
 
 
@@ -116,6 +120,11 @@ def _graphed(schedule: str, method: str | None, broken: str = "", modules: str |
 )
 def test_every_step_equals_plain_megatron_without_graphs(schedule, method, modules):
     assert_equal(_graphed(schedule, method, modules=modules), _trained(), 1e-6)
+
+
+@slow
+def test_each_microbatch_has_rotary_positions_of_its_own():
+    assert_equal(_graphed("interleaved", "vocab-1", **ROPE), _trained(**ROPE), 1e-6)
 
 
 @slow

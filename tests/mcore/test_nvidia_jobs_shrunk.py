@@ -60,6 +60,12 @@ TWO_CHUNKS = {**DATA, "pipeline_model_parallel_layout": "Et|t|tt|tmL"}
 RECIPES = {
     "bridge/deepseek_v3_pretrain_256gpu_gb300_bf16": {**TWO_CHUNKS, "expert_model_parallel_size": 2},
     "bridge/llama3_70b_peft_8gpu_b200_bf16": {},
+    "bridge/llama3_70b_pretrain_64gpu_b200_bf16": {
+        **DATA,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    },
     "bridge/llama3_70b_sft_32gpu_gb300_bf16": {**DATA, "num_virtual_stages_per_pipeline_rank": 2},
     "bridge/qwen3_235b_a22b_pretrain_64gpu_gb300_bf16": {**DATA, "num_layers": 6, "expert_model_parallel_size": 2},
     "bridge/qwen3_next_80b_a3b_pretrain_64gpu_gb300_bf16": {

@@ -20,6 +20,7 @@ from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.training.packed_sequences import check_packed
+from megatron_vp.mcore.training.rotary_positions import own_positions
 from megatron_vp.runtime.model import Shapes
 
 
@@ -125,7 +126,8 @@ class MegatronModel:
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
-        output = part.model(*given.args, **given.kwargs, **self._output_options)
+        with own_positions(part.core) if self._keeps_outputs else nullcontext():
+            output = part.model(*given.args, **given.kwargs, **self._output_options)
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # A copy, whose data `release_output` may free.
