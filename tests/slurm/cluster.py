@@ -24,6 +24,8 @@ SlurmdPort={node_port}
 AuthType=auth/munge
 # A job that is requeued waits for as long as its old credential lives.
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
+# A node that is busy answers late. A signal that timed out is sent again, and ends the same step of the next attempt.
+MessageTimeout=60
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
