@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20, help="of each kind")
     parser.add_argument("--schedule", nargs="+", default=["1f1b", "v-half"], choices=list(METHODS))
     options = parser.parse_args()
+    options.offload_chunks = options.copy_ms = 0  # of `made_schedule`: no activations leave
     for name in options.schedule:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

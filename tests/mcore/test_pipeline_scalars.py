@@ -1,9 +1,15 @@
 """--log-pipeline-interval: what a run writes to TensorBoard about its pipeline, read back from the event file."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_vp.trace.figures import IterationFigures, scalars
+from tests.harness.ranks import ROOT
 from tests.harness.training import tiny_model, train
 
 ALWAYS = {"pipeline/bubble", "pipeline/busy-fastest-rank", "pipeline/busy-slowest-rank"}
@@ -67,3 +73,18 @@ def test_the_curves_are_those_of_all_ranks():
         }
     )
     assert set(scalars([IterationFigures(1.0, 1.0, 0.0, 0.0, 0.0)])) == ALWAYS
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_what_the_curves_cost_runs():
+    """On sleeping ranks. How much it is says nothing where other tests run."""
+    sizes = ("--ranks", "2", "--microbatches", "4", "--pass-ms", "2", "--iterations", "2", "--schedule", "v-half")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "log_interval.py"), *sizes],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["schedule"] == "v-half" and row["median_ratio"] > 0 and set(row["curves"]) == ALWAYS | OF_VOCABULARY

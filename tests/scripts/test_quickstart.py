@@ -48,3 +48,7 @@ def test_it_trains_twice_and_compares(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "largest difference between the two loss curves" in done.stdout
     assert (tmp_path / "report.png").exists() and (tmp_path / "schedule.png").exists()
+    report = [sys.executable, "-m", "megatron_vp.cli.app", "report", str(tmp_path / "plain"), str(tmp_path / "vocab-2")]
+    said = subprocess.run(report, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    lines = [line for line in said.stdout.splitlines() if line.strip()]
+    assert said.returncode == 0 and len(lines) > 8 and all(line in done.stdout for line in lines), said.stdout
