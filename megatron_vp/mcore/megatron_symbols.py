@@ -169,6 +169,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.rerun_state_machine:RerunState": "class",
         "megatron.core.rerun_state_machine:RerunState.RERUNNING_IN_PLACE": "value",
         "megatron.core.rerun_state_machine:get_rerun_state_machine": "()",
+        "megatron.core.transformer.cuda_graphs:create_cudagraphs": "()",
         "megatron.core.utils:get_model_config": "(model)",
         "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
         "megatron.training.utils:print_rank_0": "(message, rank=None)",
