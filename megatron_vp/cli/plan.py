@@ -67,14 +67,14 @@ def plan(
         typer.Option(
             "--search",
             help="Also vary tensor, context, pipeline, expert and data parallelism, micro batch and recomputation, for "
-            "the GPUs of --nodes and the job's global batch; one to two minutes for 256 GPUs.",
+            "the GPUs of --nodes and the job's global batch; one to a few minutes on two cores for 256 GPUs.",
         ),
     ] = False,
     search_budget: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --search: simulate at most this many combinations (default 700), besides those of the job's own "
+            help="With --search: spend at most this many simulations (default 300), besides those of the job's own "
             "sizes. The same number finds the same answer on every machine.",
         ),
     ] = None,

@@ -76,8 +76,8 @@ class Answer:
         return (
             f"The frontier is partial: {found.untried:,} more combinations may be on it, "
             + ("the fastest run among them" if found.untried_seconds <= fastest else "but not the fastest run")
-            + f" (they take {seconds(found.untried_seconds)} s or more). --search-budget {found.budget} was spent; a "
-            "larger one simulates more."
+            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} of them probably. "
+            f"--search-budget {found.budget} was spent; a larger one simulates more."
         )
 
 
@@ -249,6 +249,7 @@ def _document(answer: Answer) -> dict[str, object]:
         "untried_seconds": found.untried_seconds if found.partial else None,
         "budget": found.budget,
         "offload_sizes": found.offload_sizes,
+        "likely": found.likely,
         "partial": found.partial,
         "heading": answer.heading,
         "check": answer.note,

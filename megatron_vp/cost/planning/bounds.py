@@ -50,11 +50,14 @@ class Bound:
 
     memory: bytes that an iteration needs, however long it takes.
     ranks: the data behind `memory_within`.
+    expected: no bound: bytes of the fullest rank if it holds as many activations as the family allows, as orders nearly
+        always do. Of 685 runs of `llama3_8b` on 256 GPUs, nine in ten needed between 0.95 and 1.3 times that.
     """
 
     seconds: float
     memory: float
     ranks: tuple[HeldBytes, ...] = ()
+    expected: float = 0.0
 
     @property
     def without_activations(self) -> Bound:
@@ -92,7 +95,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     after = after_passes(job, plan, single, hardware, constants)
     simulated = sampled(job).microbatches
     later = (job.microbatches - simulated) * max(work) + after  # seconds of an iteration outside the simulated part
-    seconds, least, ranks = job.microbatches * max(work) + after, 0.0, []
+    seconds, least, expected, ranks = job.microbatches * max(work) + after, 0.0, 0.0, []
     for rank, stages in enumerate(placement.stage_of):
         first, own = min(stages), memory.rank(rank)
         outside = (
@@ -112,9 +115,10 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
         idle = later + before[first] + drain  # a W may come after the very last backward
         seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
-        held_bytes = HeldBytes(_always(memory, rank, own), (1 + FRAGMENTS) * simulated * byte_seconds, idle)
-        ranks.append(held_bytes)
-    return Bound(seconds, least, tuple(ranks))
+        always, byte_seconds = _always(memory, rank, own), (1 + FRAGMENTS) * byte_seconds
+        expected = max(expected, always + byte_seconds / held * peaks[rank])
+        ranks.append(HeldBytes(always, simulated * byte_seconds, idle))
+    return Bound(seconds, least, tuple(ranks), expected)
 
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:

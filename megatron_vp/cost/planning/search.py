@@ -1,10 +1,10 @@
 """Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, also for less memory.
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
-Combinations with the job's own sizes are simulated first, then all others by increasing bound. A combination is skipped
-if its bounds show that simulated ones beat it in both time and memory. Then activations may go to the host's memory
-(`searched_offload`). At the end, flexible schedules are fitted to the memory, for the job's own sizes and for those of
-the fastest run.
+Combinations with the job's own sizes are simulated first, then all others by increasing bound: those first that are
+expected to improve the frontier, then those that merely may. A combination is skipped if its bounds show that simulated
+ones beat it in both time and memory. Then activations may go to the host's memory (`searched_offload`). At the end,
+flexible schedules are fitted to the memory, for the job's own sizes and for those of the fastest run.
 
 The simulations and the answer do not depend on the machine, its cores or its load. The budget is a number of
 simulations, and each decision to simulate uses the results of all earlier simulations except for the last WINDOW.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -47,9 +47,11 @@ CONTEXT_TOKENS = 4096
 SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""
 
-BUDGET = 700
-"""The most combinations that are simulated, not counting the job's own sizes. They take 100 CPU seconds for 256 GPUs.
-"""
+BUDGET = 300
+"""The most simulations, not counting the job's own sizes."""
+
+BALANCED = 4
+"""Number of simulations that a combination counts as whose layers and rows are chosen from several."""
 
 WINDOW = 16
 """The most simulations in progress at once, which use at most as many cores."""
@@ -104,6 +106,7 @@ class Search:
     untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; they take at
         least `untried_seconds`.
     offload_sizes: number of parallel sizes whose runs were offloaded; None: that was not asked for.
+    likely: number of untried combinations that are expected to be on it.
     """
 
     variants: Sequence[Variant]
@@ -114,6 +117,7 @@ class Search:
     untried: int = 0
     untried_seconds: float = math.inf
     offload_sizes: int | None = None
+    likely: int = 0
 
     @property
     def partial(self) -> bool:
@@ -246,14 +250,13 @@ def search(
 ) -> Search:
     """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory.
 
-    At most `budget` combinations are simulated, not counting the job's own sizes. `chunks` is the number of chunks of
+    At most `budget` simulations are spent, not counting the job's own sizes. `chunks` is the number of chunks of
     `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the number
     done and the total. With `offload`, runs with chunks in the host's memory follow, for the job's own sizes and a few
     others. Raises UserError if nothing fits.
     """
     front = _Front(limit)
     found: list[Found] = []
-    open_options: list[_Option] = []
     with worker_pool(min(WINDOW, len(os.sched_getaffinity(0)))) as pool:
         listed = [pool.submit(_options, index, each, hardware, constants, chunks) for index, each in enumerate(tried)]
         for done, _ in enumerate(as_completed(listed), start=1):
@@ -261,21 +264,23 @@ def search(
         options = sorted(option for future in listed for option in future.result())
         fitting = [option for option in options if option.bound.memory <= limit]
         simulations = _Simulations(pool, tried, hardware, constants, front, found, budget)
-        for done, option in enumerate(_by_turns(fitting, tried)):
-            progress("simulating", done, len(fitting))
-            bounds = [option.bound]
-            if front.may_gain(bounds) and simulations.room(option) and front.may_gain(bounds):
-                simulations.start(option)
-            else:
-                open_options.append(option)
-        simulations.finish()
+        waiting = _by_turns(fitting, tried)
+        for step, may_gain in (("simulating", front.expects), ("simulating others", front.may_gain)):
+            turns, waiting = waiting, []
+            for done, option in enumerate(turns):
+                progress(step, done, len(turns))
+                if may_gain(option.bound) and simulations.room(option) and may_gain(option.bound):
+                    simulations.start(option)
+                else:
+                    waiting.append(option)
+            simulations.finish()
         simulated, sizes = len(found), None
         if offload:
             sizes = _sizes_to_offload(tried, options, front)
             found += _offloaded(pool, sizes, tried, found, hardware, limit, constants, chunks, progress)
         found += _fitted(pool, tried, found, hardware, limit, constants, progress, offload)
     found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
-    untried = [option for option in open_options if front.may_gain([option.bound])]
+    untried = [option for option in waiting if front.may_gain(option.bound)]
     result = Search(
         tried,
         found,
@@ -285,6 +290,7 @@ def search(
         len(untried),
         min((option.bound.seconds for option in untried), default=math.inf),
         None if sizes is None else len(sizes),
+        sum(front.expects(option.bound) for option in untried),
     )
     if not result.fitting(limit):
         raise UserError(_nothing_fits(limit, found, options, result))
@@ -296,7 +302,7 @@ def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], fron
     offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
     own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
     least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
-    return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if front.may_gain([each[0]]))]))
+    return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if front.may_gain(each[0]))]))
 
 
 def _offloaded(
@@ -373,7 +379,7 @@ class _Simulations:
     ) -> None:
         self._pool, self._tried, self._hardware, self._constants = pool, tried, hardware, constants
         self._front, self._found = front, found
-        self._running: deque[tuple[int, Future]] = deque()
+        self._running: deque[tuple[_Option, Future]] = deque()
         self._left = budget
 
     def room(self, option: _Option) -> bool:
@@ -388,8 +394,12 @@ class _Simulations:
     def start(self, option: _Option) -> None:
         """Simulate `option`, unless closer bounds show that it cannot win."""
         job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
-        self._running.append((option.variant, self._pool.submit(_evaluation, option, job, *asked)))
-        self._left -= not self._tried[option.variant].own
+        self._running.append((option, self._pool.submit(_evaluation, option, job, *asked)))
+        self._spend(option, BALANCED if option.balanced else 1)
+
+    def _spend(self, option: _Option, simulations: int) -> None:
+        if not self._tried[option.variant].own:
+            self._left -= simulations
 
     def finish(self) -> None:
         """Wait for all results."""
@@ -397,12 +407,12 @@ class _Simulations:
             self._take()
 
     def _take(self) -> None:
-        variant, future = self._running.popleft()
+        option, future = self._running.popleft()
         evaluation = future.result()
         if evaluation is None:
-            self._left += not self._tried[variant].own
+            self._spend(option, 1 - BALANCED if option.balanced else -1)
         else:
-            self._found.append(Found(variant, evaluation))
+            self._found.append(Found(option.variant, evaluation))
             self._front.add(evaluation.iteration_seconds, evaluation.peak_memory)
 
 
@@ -459,22 +469,25 @@ class _Front:
                     kept.append(point)
             self.points = kept
 
-    def may_gain(self, bounds: Iterable[Bound]) -> bool:
-        """Whether a run within any of these bounds may improve the front.
+    def may_gain(self, bound: Bound) -> bool:
+        """Whether a run within this bound may improve the front.
 
         Between two points of the front, a run must need less memory than the faster point. Memory bounds fall with
         time, so the bound at the slower point's time decides.
         """
         if not self.points:
-            return any(each.memory <= self.limit for each in bounds)
+            return bound.memory <= self.limit
         last = SLOWEST * self.points[0][0]
         times = [seconds for seconds, _ in self.points if seconds < last] + [last]
         most = [math.nextafter(self.limit, math.inf), *(memory for _, memory in self.points)]
         return any(
-            each.seconds <= seconds * (1 + ROUNDING) and each.memory_within(seconds) * (1 - ROUNDING) < memory
-            for each in bounds
+            bound.seconds <= seconds * (1 + ROUNDING) and bound.memory_within(seconds) * (1 - ROUNDING) < memory
             for seconds, memory in zip(times, most, strict=False)
         )
+
+    def expects(self, bound: Bound) -> bool:
+        """Whether a run within this bound may improve the front if it needs as much memory as is expected."""
+        return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))
 
 
 ROUNDING = 1e-9
@@ -491,7 +504,7 @@ def _evaluation(
     try:
         if option.balanced:
             plan = candidate.plan
-            if not front.may_gain(bounds_of_choices(plan, job, hardware, front.limit, constants)):
+            if not any(map(front.may_gain, bounds_of_choices(plan, job, hardware, front.limit, constants))):
                 return None
             candidate = replace(candidate, plan=balanced(job, plan, hardware, constants, front.limit).plan(plan))
             if candidate.plan.vocab_rows is None:
@@ -524,9 +537,10 @@ def _options(variant: int, what: Variant, hardware: Hardware, constants: Constan
         if 0 in (plan.layers or ()) and candidate.method != REDISTRIBUTED:
             continue  # `evaluate` refuses stages without layers
         try:
-            found.append(_Option(bound(plan, job, hardware, constants), variant, place, False, candidate))
+            even = bound(plan, job, hardware, constants)
+            found.append(_Option(even, variant, place, False, candidate))
             if plan.vocab.is_sharded and (what.own or plan.layers is not None) and job.pipeline <= MOST_BALANCED:
-                closest = balanced_bound(plan, job, hardware, constants)
+                closest = replace(balanced_bound(plan, job, hardware, constants), expected=even.expected)
                 found.append(_Option(closest, variant, place, True, candidate))
         except UserError:
             continue
