@@ -135,7 +135,7 @@ READ = {
         "to check a job before its ranks start",
         (
             *("context_parallel_size", "data_parallel_size", "distributed_backend"),
-            *("distributed_timeout_minutes", "global_batch_size", "rank", "transformer_impl"),
+            *("distributed_timeout_minutes", "global_batch_size", "rank"),
             *("load", "micro_batch_size", "pipeline_model_parallel_size", "save"),
             *("tensor_model_parallel_size", "tensorboard_dir", "train_iters", "use_checkpoint_args"),
             "world_size",
