@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-# In checkpoints, norms have the names that they have in Transformer Engine's fused layers, as in a local GPTModel.
+# Checkpoints store norms under the names of Transformer Engine's fused layers, as a local GPTModel does.
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 

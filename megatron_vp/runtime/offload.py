@@ -88,7 +88,7 @@ class SavedForward:
         self.sizes: list[int] = []
         """Sizes of `moving` in bytes."""
         self.staying: list[SavedStorage] = []
-        """Storages to which something else also refers, so that they stay on the device."""
+        """Storages that stay on the device because something else also refers to them."""
         self.slot: HostSlot | None = None
         """The host slot that holds the copy."""
 

@@ -54,7 +54,8 @@ class PassCosts:
             name, separator, value = (part.strip() for part in item.partition("="))
             if not separator or name not in known or name in given:
                 raise UserError(
-                    f"cost {item!r} is not NAME=NUMBER with NAME one of {', '.join(sorted(known))}, each at most once"
+                    f"cost {item!r} is not valid: write NAME=NUMBER, with NAME one of {', '.join(sorted(known))}, "
+                    "each at most once"
                 )
             try:
                 given[name] = float(value)

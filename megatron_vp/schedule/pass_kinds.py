@@ -69,7 +69,7 @@ class PassKind(str, metaclass=_Table):
     lane: str
     """the lane on which traces show it"""
     per_chunk: bool
-    """whether every chunk of a rank has its own; otherwise a rank runs one per microbatch"""
+    """whether a rank runs one such pass per chunk and microbatch; otherwise it runs one per microbatch"""
     forward: bool
     """whether evaluation runs it"""
     waits_for: tuple[str, ...]

@@ -82,12 +82,14 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise UserError(f"{folder} holds no rank_*.json: give the folder that the run had as --rank-report")
+        raise UserError(f"{folder} holds no rank_*.json: give the folder of the run's --rank-report")
     found: dict[int, RankReport] = {}
     for path in paths:
         document = read_document(path)
         if "traceEvents" in document:
-            raise UserError(f"{path} is a trace of --pipeline-trace: give the folder that the run had as --rank-report")
+            raise UserError(
+                f"{path} is a trace written by --pipeline-trace: give the folder of the run's --rank-report"
+            )
         try:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
         except (KeyError, TypeError, ValueError, AttributeError):

@@ -192,7 +192,7 @@ MIXED = {
         "files of ranks 0, 1, 2, and its run had ranks 0 to 3",
     ),
     "another length": (lambda f: fewer(f, 1, 3), "rank_0.json has 6 measured iterations and another rank's file 2"),
-    "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, but needs at least 5"),
+    "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, but at least 5 are needed"),
     "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"holds no rank_\*.json"),
 }
 FOREIGN = {

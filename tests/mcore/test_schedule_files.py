@@ -164,7 +164,7 @@ REFUSED = [
     ({"vocab_parallel_algorithm": "vocab-1"}, "use --vocab-parallel-algorithm vocab-2"),
     ({"global_batch_size": 4}, "has 3 microbatches, and the job has 4"),
     ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, and --pipeline-model-parallel-size is"),
-    ({"num_virtual_stages_per_pipeline_rank": 2}, "has two chunks per rank by itself"),
+    ({"num_virtual_stages_per_pipeline_rank": 2}, "already sets two chunks per rank"),
     ({"pipeline_schedule": "plain.csv"}, "has no vocabulary passes: leave --vocab-parallel out"),
     ({"pipeline_schedule": "late.json"}, "first weight gradient of each chunk must be microbatch 0's"),
     ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),

@@ -110,7 +110,7 @@ def test_it_is_proven_and_timed(schedule):
 
 def test_its_cost_is_named_on_the_command_line(schedule):
     assert PassCosts.parse("dump=0.75") == COSTS
-    with pytest.raises(UserError, match=r"'dumps=1' is not NAME=NUMBER with NAME one of .*, dump"):
+    with pytest.raises(UserError, match=r"'dumps=1' is not valid: write NAME=NUMBER, with NAME one of .*, dump"):
         PassCosts.parse("dumps=1")
 
 

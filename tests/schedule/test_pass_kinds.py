@@ -108,7 +108,7 @@ def test_it_is_timed_by_stage(schedule, kind):
 def test_costs_of_an_unknown_kind_are_refused(kind):
     from megatron_vp.errors import UserError
 
-    with pytest.raises(UserError, match="'QQ=1' is not NAME=NUMBER"):
+    with pytest.raises(UserError, match="'QQ=1' is not valid: write NAME=NUMBER"):
         PassCosts.parse("QQ=1")
     with pytest.raises(UserError, match="cost Q=-1"):
         PassCosts(other={"Q": -1.0})

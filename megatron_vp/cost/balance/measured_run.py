@@ -165,8 +165,8 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         _check_times(each, rows[each.rank] > 0)
     if iterations < ENOUGH:
         raise UserError(
-            f"{folder} has {iterations} measured iterations, but needs at least {ENOUGH} (20 are better): train "
-            f"{ENOUGH + 1} or more with --rank-report, or trace as many, as by --pipeline-trace-iterations 3-22"
+            f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
+            f"{ENOUGH + 1} or more with --rank-report, or trace them, for example by --pipeline-trace-iterations 3-22"
         )
     kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
     seconds = tuple(

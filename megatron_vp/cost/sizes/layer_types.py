@@ -34,7 +34,7 @@ class LayerType(StrEnum):
 
     @property
     def share(self) -> float:
-        """Share of a whole layer's work outside its products, such as norms, dropouts and sums over tensor ranks."""
+        """Share of a whole layer's norms, dropouts, sums over tensor ranks and other work besides matrix products."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 

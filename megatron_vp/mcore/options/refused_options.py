@@ -118,7 +118,7 @@ REFUSED_OPTIONS = (
         "--moe-use-upcycling",
         lambda a: a.moe_use_upcycling,
         "it builds a second model to convert the first checkpoint",
-        "convert it in a plain run, and load what that saves",
+        "convert the checkpoint in a plain run and load the result",
     ),
     RefusedOption(
         "--freeze-all-layers", lambda a: a.freeze_all_layers, "without gradients there is nothing to schedule"

@@ -71,10 +71,10 @@ PACKING_REFUSALS = (
             and max(a.micro_batch_size, a.eval_micro_batch_size or 0) > 1
             and not run_settings(a).replaces_schedule
         ),
-        f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and micro batches above 1 "
-        "cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, but its stages "
-        "receive them separately; use --micro-batch-size 1 and --eval-micro-batch-size 1, or a --pipeline-schedule "
-        "of ours",
+        f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and a larger micro batch "
+        "than 1 cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, but its "
+        "stages receive them separately; use --micro-batch-size 1 and --eval-micro-batch-size 1, or one of "
+        "our schedules (--pipeline-schedule)",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,

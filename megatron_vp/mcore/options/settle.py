@@ -165,8 +165,8 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
     chunks = settings.family.chunks or 1
     if chunks > 1 and any(value is not None for value in chosen):
         raise UserError(
-            f"--pipeline-schedule {args.pipeline_schedule} has {'two' if chunks == 2 else chunks} chunks per rank by "
-            f"itself: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
+            f"--pipeline-schedule {args.pipeline_schedule} already sets {'two' if chunks == 2 else chunks} chunks "
+            f"per rank: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
         )
 
 

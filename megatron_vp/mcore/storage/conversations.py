@@ -28,6 +28,6 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
         complete = False
     if not complete:
         raise UserError(
-            f"the first line of {path} is not a conversation, which --sft reads from --data-path: write each line as "
+            f"the first line of {path} is not a conversation, but --sft expects one on every line: write each line as "
             f"{form}"
         )
