@@ -204,7 +204,7 @@ class MemoryModel:
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # bytes held now, by microbatch and chunk
         activations = changes(order, Held.ACTIVATIONS)
-        for step, (taken, given), shared in zip(order, activations, self._shared(rank), strict=True):
+        for step, (taken, given), shared in zip(order, activations, self.shared(rank), strict=True):
             stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
             has_output = whole and stage == placement.stages - 1
             left = split and step.kind is not PassKind.BW  # the weight gradient is left for a W
@@ -254,7 +254,7 @@ class MemoryModel:
                 peak, most = during, sum(during)
         return peak
 
-    def _shared(self, rank: int) -> list[float]:
+    def shared(self, rank: int) -> list[float]:
         """Bytes of a rank's share of split vocabulary layers while each pass of its order runs."""
         placement, order, rows = self.schedule.placement, self.schedule.ranks[rank], self._rows(rank)
         if self.schedule.vocab is VocabMethod.NONE or not (rows or rank in (placement.first_rank, placement.last_rank)):

@@ -115,8 +115,13 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
         idle = later + before[first] + drain  # a W may come after the very last backward
         seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
-        always, byte_seconds = _always(memory, rank, own), (1 + FRAGMENTS) * byte_seconds
-        expected = max(expected, always + byte_seconds / held * peaks[rank])
+        buffers, *_, logits = sorted(memory.shared(rank))
+        if sharded:
+            # Logits are held from S to T, which may come after the last backward with vocab-2.
+            scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
+            byte_seconds += scored * (logits - buffers)
+        always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds
+        expected = max(expected, always + (1 + FRAGMENTS) * (logits - buffers) + byte_seconds / held * peaks[rank])
         ranks.append(HeldBytes(always, simulated * byte_seconds, idle))
     return Bound(seconds, least, tuple(ranks), expected)
 
@@ -174,11 +179,9 @@ def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
     return own.parameters + own.optimizer + gradient * memory.parameters(rank)
 
 
-def _always(memory: MemoryModel, rank: int, own: RankMemory) -> float:
+def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
     """Bytes that a rank holds during every pass, not counting those of microbatches."""
-    moving = own.communication + WORKSPACES
-    if memory.schedule.vocab is not VocabMethod.NONE:
-        moving += own.vocabulary
+    moving = own.communication + WORKSPACES + buffers
     return _weights(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments
 
 
