@@ -71,5 +71,5 @@ def _half(number):
 def test_a_process_is_asked_until_it_ends():
     with asked_process(_nothing, _half) as ask:
         assert [ask(8), ask(6)] == [4, 3]
-        with pytest.raises(UserError, match="ended with exit code 3"):
+        with pytest.raises(UserError, match="exited with code 3"):
             ask(0)

@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_last_whole_checkpoint(small_d
     assert (folder / TRACKER).read_text() == str(last + 2)
 
 
-WITHOUT = "rank {}: warning: cannot write {}: No space left on device; the run goes on without"
+WITHOUT = "rank {}: warning: cannot write {}: No space left on device; the run continues without"
 
 
 def test_reports_and_curves_that_find_no_room_do_not_end_the_run(small_disk, tmp_path):

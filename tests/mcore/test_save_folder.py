@@ -91,7 +91,7 @@ def test_a_run_that_lives_is_named(tmp_path, folder, sleeper):
         folder(tmp_path).take()
     assert str(refused.value) == (
         f"--save {tmp_path} is in use by process {sleeper.pid} on node5 (SLURM job 17 big, since 2026-01-01 10:00:00): "
-        f"wait until that run has ended, end it, or use another directory; two runs would overwrite each other's "
+        f"wait until that run has ended, stop it, or use another directory; two runs would overwrite each other's "
         f"checkpoints"
     )
     assert names(tmp_path) == [FIRST]

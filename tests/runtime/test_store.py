@@ -34,7 +34,7 @@ def test_every_slot_says_what_it_is_who_puts_it_and_who_takes_it():
     docs = dict(zip(enum.body[1::2], enum.body[2::2], strict=True))
     for member, doc in docs.items():
         assert isinstance(member, ast.Assign) and isinstance(doc, ast.Expr), ast.unparse(member)
-        words = doc.value.value.lower()
+        words = " ".join(doc.value.value.lower().split())
         assert "put by" in words and "taken by" in words, ast.unparse(member)
 
 

@@ -211,7 +211,7 @@ def test_offloaded_activations_show_in_all_formats(tmp_path):
         ([*FAMILY, "--format", "png"], "-o"),
         (["1f1b", "-p", 8, "-m", 1000000], "more than 1,000,000 forwards"),
         ([*FAMILY, "-o", "/dev/full"], "cannot write /dev/full"),
-        ([*FAMILY, "-o", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+        ([*FAMILY, "-o", "/no/such/folder/file"], "the folder /no/such/folder does not exist"),
         ([*FAMILY, "-o", "/"], "it is a folder"),
         (["--from", "no such file"], "cannot read"),
         (["1f1b", "--from", "file"], "leave out NAME"),
@@ -223,7 +223,7 @@ def test_offloaded_activations_show_in_all_formats(tmp_path):
         ([*FAMILY, "--offload-chunks", "some"], "'some' is not a number of chunks; give one from 0 to 1, half or all"),
         ([*FAMILY, "--offload-chunks", 2], "2 chunks to offload do not go with schedule 1f1b, which has 1 per rank"),
         (["--from", "file", "--offload-chunks", "all"], "leave out --offload-chunks"),
-        ([*FAMILY, "--cost", "O=1"], "'O=1' is not NAME=NUMBER"),
+        ([*FAMILY, "--cost", "O=1"], "'O=1' is not valid: write NAME=NUMBER"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):

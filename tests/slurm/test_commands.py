@@ -106,7 +106,7 @@ def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
     status, printed, errors = said("sbatch", "configs/llama3_8b.yaml", "--dry-run")
     assert status == 0
     assert printed.splitlines()[-1].startswith("sbatch --nodes=1")
-    assert "would be refused on this machine" in errors and "data/corpus_text_document" in errors
+    assert "this machine would refuse the job" in errors and "data/corpus_text_document" in errors
 
 
 def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     status, _, errors = said("sbatch", *LLAMA, "--nodes", "2")
     assert (status, errors) == (2, "megatron-vp: error: no such partition\n")
     status, _, errors = said("sbatch", *LLAMA, "--nodes", "4")
-    assert (status, errors) == (2, "megatron-vp: error: sbatch ended with status 1 and said nothing\n")
+    assert (status, errors) == (2, "megatron-vp: error: sbatch exited with status 1 without a message\n")
     monkeypatch.setenv("PATH", "")
     status, _, errors = said("sbatch", *LLAMA)
     assert status == 2 and "sbatch is not found" in errors
