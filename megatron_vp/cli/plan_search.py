@@ -98,7 +98,8 @@ def search_job(
 ) -> None:
     """Search for the best parallel sizes of a job, and write the answer. Raises UserError."""
     from megatron_vp.cost.planning.charts import search_chart
-    from megatron_vp.cost.planning.search import BUDGET, DIMENSIONS, search, variants
+    from megatron_vp.cost.planning.search import BUDGET, search
+    from megatron_vp.cost.planning.variants import DIMENSIONS, variants
     from megatron_vp.cost.sizes.job_plan import chunks_given
 
     for name in keep:

@@ -121,9 +121,8 @@ class Recorder:
     """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
 
     With `lean`, recording does not slow the iteration down. Only passes, losses and operations on other streams are
-    timed,
-    and the host never waits for the device: call `read` instead of `finish`, once `passed` returns True. On CUDA, spans
-    then count from the start of the iteration. `milliseconds` stays 0.
+    timed, and the host never waits for the device: call `read` instead of `finish`, once `passed` returns True. On
+    CUDA, spans then count from the start of the iteration. `milliseconds` stays 0.
 
     spans: after `finish`, everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.

@@ -26,6 +26,8 @@ from megatron_vp.cost.planning.bounds import Bound, HeldBytes
 from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
+from megatron_vp.cost.planning.front import SLOWEST, Front
+from megatron_vp.cost.planning.variants import Variant, is_neighbour, variants
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.sizes.job_sizes import job_of
@@ -50,11 +52,11 @@ SOME = {"tensor", "context", "expert", "micro-batch", "recompute"}
 
 
 def found(arguments: dict, gpus: int, keep=(), limit: float = H100.memory, **settings) -> search.Search:
-    return search.search(search.variants(arguments, gpus, H100, keep), H100, limit, **settings)
+    return search.search(variants(arguments, gpus, H100, keep), H100, limit, **settings)
 
 
 def test_variants_use_all_gpus_and_keep_the_batch():
-    tried = [each.job for each in search.variants(MODEL, 16, H100)]
+    tried = [each.job for each in variants(MODEL, 16, H100)]
     assert {job.gpus for job in tried} == {16}
     assert {job.microbatches * job.micro_batch * job.data for job in tried} == {16}
     assert {job.tensor for job in tried} == {1, 2, 4, 8}, "tensor ranks share a node"
@@ -65,20 +67,20 @@ def test_variants_use_all_gpus_and_keep_the_batch():
 
 def test_kept_dimensions_stay_what_the_job_says():
     arguments = MODEL | {"tensor_model_parallel_size": 2, "recompute_granularity": "full"}
-    tried = [each.job for each in search.variants(arguments, 16, H100, {"tensor", "recompute"})]
+    tried = [each.job for each in variants(arguments, 16, H100, {"tensor", "recompute"})]
     assert {job.tensor for job in tried} == {2} and {job.recompute.value for job in tried} == {"full"}
     assert len({job.pipeline for job in tried}) > 1
 
 
 def test_experts_are_spread_over_the_replicas():
     arguments = MODEL | {"num_experts": 8, "moe_router_topk": 2}
-    tried = [each.job for each in search.variants(arguments, 16, H100)]
+    tried = [each.job for each in variants(arguments, 16, H100)]
     assert {job.expert for job in tried} == {1, 2, 4, 8}
     assert all(job.data % job.expert == 0 for job in tried)
 
 
 def test_long_sequences_are_cut_over_context_ranks():
-    assert {each.job.context for each in search.variants(MODEL | {"seq_length": 16384}, 16, H100)} == {1, 2, 4}
+    assert {each.job.context for each in variants(MODEL | {"seq_length": 16384}, 16, H100)} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,14 @@ def test_long_sequences_are_cut_over_context_ranks():
 )
 def test_what_no_sizes_can_run_is_refused(changed, gpus, said):
     with pytest.raises(UserError, match=said):
-        search.variants(MODEL | changed, gpus, H100)
+        variants(MODEL | changed, gpus, H100)
 
 
 def everything(arguments: dict, gpus: int, keep=(), limit: float = H100.memory):
     """All that a search enumerates, simulated: each option with its evaluation."""
-    for index, each in enumerate(search.variants(arguments, gpus, H100, keep)):
+    for index, each in enumerate(variants(arguments, gpus, H100, keep)):
         for option in search._options(index, each, H100, CALIBRATED, 2):
-            evaluation = search._evaluation(option, each.job, H100, CALIBRATED, search._Front(limit))
+            evaluation = search._evaluation(option, each.job, H100, CALIBRATED, Front(limit))
             if evaluation is not None:
                 yield each.job, option, evaluation
 
@@ -106,7 +108,7 @@ def everything(arguments: dict, gpus: int, keep=(), limit: float = H100.memory):
 def frontier(points, limit: float) -> list[tuple[float, float]]:
     """Of seconds and bytes, written down once more: no other is as fast and smaller, or faster and as small."""
     fitting = sorted({point for point in points if point[1] <= limit})
-    fitting = [point for point in fitting if point[0] <= search.SLOWEST * fitting[0][0]]
+    fitting = [point for point in fitting if point[0] <= SLOWEST * fitting[0][0]]
     return [one for one in fitting if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in fitting)]
 
 
@@ -155,7 +157,7 @@ def test_the_search_finds_everything_near_the_edge_of_memory(gib):
     ],
 )
 def test_what_may_gain_on_the_front(seconds, memory, gains):
-    front = search._Front(20.0)
+    front = Front(20.0)
     assert front.may_gain(Bound(9.0, 20.0)) and not front.may_gain(Bound(9.0, 20.1))
     for point in ((1.2, 8.0), (1.1, 11.0), (1.0, 10.0), (0.5, 21.0)):
         front.add(*point)
@@ -165,7 +167,7 @@ def test_what_may_gain_on_the_front(seconds, memory, gains):
 
 
 def test_memory_that_falls_with_time_may_gain_where_it_is_least():
-    front = search._Front(20.0, [(1.0, 10.0), (1.2, 8.0)])
+    front = Front(20.0, [(1.0, 10.0), (1.2, 8.0)])
     assert front.may_gain(Bound(1.05, 0.0, (HeldBytes(0.0, 11.5, 0.0),))), "9.6 bytes in 1.2 seconds"
     assert not front.may_gain(Bound(1.05, 0.0, (HeldBytes(0.0, 12.5, 0.0),)))
 
@@ -230,7 +232,7 @@ def test_drawn_jobs_are_searched_as_if_everything_were_simulated(job):
 )
 def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
     arguments = MODEL | changes
-    (own,) = [each for each in search.variants(arguments, 8, H100) if each.own]
+    (own,) = [each for each in variants(arguments, 8, H100) if each.own]
     assert own.settings == {} and own.job == job_of(arguments, 8)
     evaluations, _ = planner.plan(own.job, H100, limit=H100.memory)
     planned = planner.choose(evaluations, H100.memory)
@@ -243,7 +245,7 @@ def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
 def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
     arguments = MODEL | {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "vocab_size": 32768}
     limit = 7.22 * 2**30
-    (own,) = [each for each in search.variants(arguments, 4, H100) if each.own]
+    (own,) = [each for each in variants(arguments, 4, H100) if each.own]
     fitted = [
         made
         for each in flexible_candidates(own.job, H100)
@@ -257,13 +259,13 @@ def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
 
 def test_neighbours_of_the_jobs_sizes_come_before_others():
     arguments = MODEL | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
-    tried = search.variants(arguments, 8, H100)
+    tried = variants(arguments, 8, H100)
     options = sorted(o for i, each in enumerate(tried) for o in search._options(i, each, H100, CALIBRATED, 2))
     turns = search._by_turns(options, tried)
     assert sorted(turns) == options and turns != options
     own = [option.variant for option in options].count(0)
     assert {option.variant for option in turns[:own]} == {0} and tried[0].own
-    near = {i for i, each in enumerate(tried) if search._is_neighbour(each.job, tried[0].job)}
+    near = {i for i, each in enumerate(tried) if is_neighbour(each.job, tried[0].job)}
     assert {option.variant for option in turns[own : own + len(near)]} == near and 4 <= len(near) <= 8
 
 
@@ -312,8 +314,8 @@ def test_every_simulation_is_decided_on_with_the_same_results(monkeypatch):
             return done
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    front, results = search._Front(100.0), []
-    tried = [search.Variant(None, {}), search.Variant(None, {}, own=True)]
+    front, results = Front(100.0), []
+    tried = [Variant(None, {}), Variant(None, {}, own=True)]
     simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, front, results, 20)
     for place in range(20):
         option = search._Option(Bound(1.0, 1.0), 0, place, False, None)
@@ -333,8 +335,8 @@ def test_balanced_shards_count_as_the_layouts_they_are_chosen_from():
             return done
 
     option = search._Option(Bound(1.0, 1.0), 0, 0, True, None)
-    tried = [search.Variant(None, {})]
-    simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, search._Front(100.0), [], 2 * search.BALANCED)
+    tried = [Variant(None, {})]
+    simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, Front(100.0), [], 2 * search.BALANCED)
     for place in range(2):
         assert simulations.room(option._replace(place=place))
         simulations.start(option._replace(place=place))

@@ -9,6 +9,7 @@ from megatron_vp.cost.hardware.gpus import GIB
 from megatron_vp.cost.planning import search
 from megatron_vp.cost.planning.bounds import Bound
 from megatron_vp.cost.planning.searched_offload import SIZES, sizes_to_offload
+from megatron_vp.cost.planning.variants import variants
 from tests.cost.small_job import run
 from tests.cost.test_plan_offload import WIDE
 
@@ -31,7 +32,7 @@ KEPT = ("tensor", "context", "micro-batch", "recompute")
 
 @pytest.fixture(scope="module")
 def plain_and_offloaded():
-    tried = search.variants(MODEL, 4, WIDE, KEPT)
+    tried = variants(MODEL, 4, WIDE, KEPT)
     return [search.search(tried, WIDE, 100 * GIB, offload=offload) for offload in (False, True)]
 
 
@@ -59,7 +60,7 @@ def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
 
 @pytest.mark.slow
 def test_a_search_with_offload_repeats(plain_and_offloaded):
-    again = search.search(search.variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True)
+    again = search.search(variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True)
     assert again == plain_and_offloaded[1]
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
@@ -28,24 +27,14 @@ from megatron_vp.cost.planning.bounds import Bound, balanced_bound, bound, bound
 from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
+from megatron_vp.cost.planning.front import SLOWEST, Front
 from megatron_vp.cost.planning.planner import simplicity
 from megatron_vp.cost.planning.searched_offload import bases_to_offload, offloaded_runs, sizes_to_offload
+from megatron_vp.cost.planning.variants import Variant, is_neighbour
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.schedule import VocabMethod
-
-MICRO_BATCHES = (1, 2, 4, 8)
-"""Sequences per microbatch that are tried."""
-
-CONTEXT_TOKENS = 4096
-"""The fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden.
-"""
-
-SLOWEST = 1.5
-"""The frontier ends where runs take this many times as long as the fastest."""
 
 BUDGET = 300
 """The most simulations, not counting the job's own sizes."""
@@ -55,28 +44,6 @@ BALANCED = 4
 
 WINDOW = 16
 """The most simulations in progress at once, which use at most as many cores."""
-
-DIMENSIONS = {
-    "tensor": ("tensor_model_parallel_size",),
-    "context": ("context_parallel_size",),
-    "pipeline": ("pipeline_model_parallel_size",),
-    "expert": ("expert_model_parallel_size",),
-    "micro-batch": ("micro_batch_size",),
-    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
-}
-"""The dimensions that a search varies, and their arguments. Data parallelism uses the remaining GPUs."""
-
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the job is unchanged."""
-
-    job: Job
-    settings: dict[str, Any]
-    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,77 +134,6 @@ class Search:
         return kept
 
 
-def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
-    """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names dimensions that do not vary.
-
-    If the job's own sizes suit the number of GPUs, they come first, even if a search would not try them. Tensor ranks
-    are in one node, and use sequence parallelism. Sizes that do not suit the model or the global batch are left out.
-    Raises UserError if the arguments have no global batch size, or if no sizes are left.
-    """
-    if arguments.get("global_batch_size") is None:
-        raise UserError("a search keeps the global batch size: set --global-batch-size")
-    # Errors that do not depend on the sizes, such as a missing size, are raised here.
-    job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"--global-batch-size {arguments['global_batch_size']} does not go with {gpus} GPUs"
-    for sizes in _sizes(arguments, gpus, hardware, keep):
-        settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
-        try:
-            job = job_of(dict(arguments) | settings, gpus)
-        except UserError as error:
-            reason = str(error)
-            continue
-        found.append(Variant(job, settings))
-    if not found:
-        raise UserError(
-            f"no combination of parallel sizes runs this job on {gpus} GPUs; the last was refused: {reason}"
-        )
-    try:
-        own = Variant(job_of(arguments, gpus), {}, own=True)
-    except UserError:
-        return found
-    return [own, *(each for each in found if each.job != own.job)]
-
-
-def _varied(keep: Collection[str]) -> set[str]:
-    return {name for dimension, names in DIMENSIONS.items() if dimension not in keep for name in names}
-
-
-def _sizes(
-    arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of sizes that use all GPUs."""
-
-    def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
-        return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
-
-    experts, sequence, layers = (arguments.get(name) or 0 for name in ("num_experts", "seq_length", "num_layers"))
-    pattern = pattern_in(arguments)
-    if pattern is not None:
-        layers = len(pattern.letters)
-    tensor = own("tensor", [size for size in _powers(hardware.gpus_per_node) if size <= gpus])
-    context = own("context", [size for size in _powers(gpus) if size == 1 or sequence // size >= CONTEXT_TOKENS])
-    expert = own("expert", [size for size in _powers(gpus) if size == 1 or (experts and experts % size == 0)])
-    kept = {name: arguments.get(name) for name in FULL_RECOMPUTE}
-    recompute = [kept] if "recompute" in keep else [NO_RECOMPUTE, FULL_RECOMPUTE]
-    for t, c, e, micro, again in product(tensor, context, expert, own("micro-batch", MICRO_BATCHES), recompute):
-        deep = [size for size in range(1, min(layers, LARGEST, gpus) + 1) if gpus % (t * c * size) == 0]
-        for p in own("pipeline", deep):
-            if gpus % (t * c * p) or gpus // (t * c * p) % e:
-                continue
-            yield {
-                "tensor_model_parallel_size": t,
-                "context_parallel_size": c,
-                "pipeline_model_parallel_size": p,
-                "expert_model_parallel_size": e,
-                "micro_batch_size": micro,
-                **again,
-            }
-
-
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
-
-
 def search(
     tried: Sequence[Variant],
     hardware: Hardware,
@@ -255,7 +151,7 @@ def search(
     done and the total. With `offload`, runs with chunks in the host's memory follow, for the job's own sizes and a few
     others. Raises UserError if nothing fits.
     """
-    front = _Front(limit)
+    front = Front(limit)
     found: list[Found] = []
     with worker_pool(min(WINDOW, len(os.sched_getaffinity(0)))) as pool:
         listed = [pool.submit(_options, index, each, hardware, constants, chunks) for index, each in enumerate(tried)]
@@ -297,7 +193,7 @@ def search(
     return result
 
 
-def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: _Front) -> list[int]:
+def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: Front) -> list[int]:
     """The job's own sizes, and others for which runs with activations in the host's memory may gain."""
     offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
     own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
@@ -373,7 +269,7 @@ class _Simulations:
         tried: Sequence[Variant],
         hardware: Hardware,
         constants: Constants,
-        front: _Front,
+        front: Front,
         found: list[Found],
         budget: int,
     ) -> None:
@@ -424,20 +320,12 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
     if own is None:
         return list(options)
     first = [option for option in options if option.variant == own]
-    near = {index for index, each in enumerate(tried) if _is_neighbour(each.job, tried[own].job)}
+    near = {index for index, each in enumerate(tried) if is_neighbour(each.job, tried[own].job)}
     best: dict[int, _Option] = {}
     for option in options:
         if option.variant in near:
             best.setdefault(option.variant, option)
     return list(dict.fromkeys([*first, *best.values(), *options]))
-
-
-def _is_neighbour(one: Job, other: Job) -> bool:
-    """Whether two variants differ in exactly one of the searched sizes, by one step."""
-    sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
-    ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
-    steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)
-    return len(steps) == 1 and 0.5 <= steps[0] <= 2
 
 
 class _Option(NamedTuple):
@@ -453,50 +341,7 @@ class _Option(NamedTuple):
     candidate: Candidate
 
 
-@dataclass
-class _Front:
-    """Time and memory of the simulated runs that fit `limit` and that no other run beats in both, fastest first."""
-
-    limit: float
-    points: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, seconds: float, memory: float) -> None:
-        """Add a simulated run."""
-        if memory <= self.limit:
-            kept: list[tuple[float, float]] = []
-            for point in sorted([*self.points, (seconds, memory)]):
-                if not kept or point[1] < kept[-1][1]:
-                    kept.append(point)
-            self.points = kept
-
-    def may_gain(self, bound: Bound) -> bool:
-        """Whether a run within this bound may improve the front.
-
-        Between two points of the front, a run must need less memory than the faster point. Memory bounds fall with
-        time, so the bound at the slower point's time decides.
-        """
-        if not self.points:
-            return bound.memory <= self.limit
-        last = SLOWEST * self.points[0][0]
-        times = [seconds for seconds, _ in self.points if seconds < last] + [last]
-        most = [math.nextafter(self.limit, math.inf), *(memory for _, memory in self.points)]
-        return any(
-            bound.seconds <= seconds * (1 + ROUNDING) and bound.memory_within(seconds) * (1 - ROUNDING) < memory
-            for seconds, memory in zip(times, most, strict=False)
-        )
-
-    def expects(self, bound: Bound) -> bool:
-        """Whether a run within this bound may improve the front if it needs as much memory as is expected."""
-        return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))
-
-
-ROUNDING = 1e-9
-"""Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
-
-
-def _evaluation(
-    option: _Option, job: Job, hardware: Hardware, constants: Constants, front: _Front
-) -> Evaluation | None:
+def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
     """Evaluate an option; None if the job cannot run it, if it gains nothing, or if balanced shards do not beat
     even ones.
     """

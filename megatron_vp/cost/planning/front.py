@@ -1,0 +1,51 @@
+"""The frontier of time and memory that a search knows so far, and whether further runs may improve it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from megatron_vp.cost.planning.bounds import Bound
+
+SLOWEST = 1.5
+"""The frontier ends where runs take this many times as long as the fastest."""
+
+ROUNDING = 1e-9
+"""Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
+
+
+@dataclass
+class Front:
+    """Time and memory of the simulated runs that fit `limit` and that no other run beats in both, fastest first."""
+
+    limit: float
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, seconds: float, memory: float) -> None:
+        """Add a simulated run."""
+        if memory <= self.limit:
+            kept: list[tuple[float, float]] = []
+            for point in sorted([*self.points, (seconds, memory)]):
+                if not kept or point[1] < kept[-1][1]:
+                    kept.append(point)
+            self.points = kept
+
+    def may_gain(self, bound: Bound) -> bool:
+        """Whether a run within this bound may improve the front.
+
+        Between two points of the front, a run must need less memory than the faster point. Memory bounds fall with
+        time, so the bound at the slower point's time decides.
+        """
+        if not self.points:
+            return bound.memory <= self.limit
+        last = SLOWEST * self.points[0][0]
+        times = [seconds for seconds, _ in self.points if seconds < last] + [last]
+        most = [math.nextafter(self.limit, math.inf), *(memory for _, memory in self.points)]
+        return any(
+            bound.seconds <= seconds * (1 + ROUNDING) and bound.memory_within(seconds) * (1 - ROUNDING) < memory
+            for seconds, memory in zip(times, most, strict=False)
+        )
+
+    def expects(self, bound: Bound) -> bool:
+        """Whether a run within this bound may improve the front if it needs as much memory as is expected."""
+        return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

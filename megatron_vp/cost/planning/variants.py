@@ -1,0 +1,123 @@
+"""The ways to distribute a job over GPUs that a search compares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.candidates import LARGEST
+from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.pattern_text import pattern_in
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Sequences per microbatch that are tried."""
+
+CONTEXT_TOKENS = 4096
+"""The fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden.
+"""
+
+DIMENSIONS = {
+    "tensor": ("tensor_model_parallel_size",),
+    "context": ("context_parallel_size",),
+    "pipeline": ("pipeline_model_parallel_size",),
+    "expert": ("expert_model_parallel_size",),
+    "micro-batch": ("micro_batch_size",),
+    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+}
+"""The dimensions that a search varies, and their arguments. Data parallelism uses the remaining GPUs."""
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the job is unchanged."""
+
+    job: Job
+    settings: dict[str, Any]
+    own: bool = False
+
+
+def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
+    """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names dimensions that do not vary.
+
+    If the job's own sizes suit the number of GPUs, they come first, even if a search would not try them. Tensor ranks
+    are in one node, and use sequence parallelism. Sizes that do not suit the model or the global batch are left out.
+    Raises UserError if the arguments have no global batch size, or if no sizes are left.
+    """
+    if arguments.get("global_batch_size") is None:
+        raise UserError("a search keeps the global batch size: set --global-batch-size")
+    # Errors that do not depend on the sizes, such as a missing size, are raised here.
+    job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
+    found, reason = [], f"--global-batch-size {arguments['global_batch_size']} does not go with {gpus} GPUs"
+    for sizes in _sizes(arguments, gpus, hardware, keep):
+        settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
+        try:
+            job = job_of(dict(arguments) | settings, gpus)
+        except UserError as error:
+            reason = str(error)
+            continue
+        found.append(Variant(job, settings))
+    if not found:
+        raise UserError(
+            f"no combination of parallel sizes runs this job on {gpus} GPUs; the last was refused: {reason}"
+        )
+    try:
+        own = Variant(job_of(arguments, gpus), {}, own=True)
+    except UserError:
+        return found
+    return [own, *(each for each in found if each.job != own.job)]
+
+
+def _varied(keep: Collection[str]) -> set[str]:
+    return {name for dimension, names in DIMENSIONS.items() if dimension not in keep for name in names}
+
+
+def _sizes(
+    arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of sizes that use all GPUs."""
+
+    def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
+        return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
+
+    experts, sequence, layers = (arguments.get(name) or 0 for name in ("num_experts", "seq_length", "num_layers"))
+    pattern = pattern_in(arguments)
+    if pattern is not None:
+        layers = len(pattern.letters)
+    tensor = own("tensor", [size for size in _powers(hardware.gpus_per_node) if size <= gpus])
+    context = own("context", [size for size in _powers(gpus) if size == 1 or sequence // size >= CONTEXT_TOKENS])
+    expert = own("expert", [size for size in _powers(gpus) if size == 1 or (experts and experts % size == 0)])
+    kept = {name: arguments.get(name) for name in FULL_RECOMPUTE}
+    recompute = [kept] if "recompute" in keep else [NO_RECOMPUTE, FULL_RECOMPUTE]
+    for t, c, e, micro, again in product(tensor, context, expert, own("micro-batch", MICRO_BATCHES), recompute):
+        deep = [size for size in range(1, min(layers, LARGEST, gpus) + 1) if gpus % (t * c * size) == 0]
+        for p in own("pipeline", deep):
+            if gpus % (t * c * p) or gpus // (t * c * p) % e:
+                continue
+            yield {
+                "tensor_model_parallel_size": t,
+                "context_parallel_size": c,
+                "pipeline_model_parallel_size": p,
+                "expert_model_parallel_size": e,
+                "micro_batch_size": micro,
+                **again,
+            }
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def is_neighbour(one: Job, other: Job) -> bool:
+    """Whether two variants differ in exactly one of the searched sizes, by one step."""
+    sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
+    ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
+    steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)
+    return len(steps) == 1 and 0.5 <= steps[0] <= 2
