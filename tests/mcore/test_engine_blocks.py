@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mcore.engine import APART, FUSED, NEWEST, ONE_CALL, SHARDED, assert_checkpoint_moves, trained
+from tests.mcore.engine import APART, NEWEST, ONE_CALL, SHARDED, assert_checkpoint_moves, trained
 from tests.mcore.test_engine_fp8 import (
-    _schedule,
     assert_as_close_as_two_roundings,
+    assert_masters_start_as_plain_megatrons,
     assert_plain_megatrons_bits,
-    assert_same_bits,
+    assert_replicas_overlap,
 )
 
 BF16 = {"bf16": True, "use_distributed_optimizer": True}
@@ -44,10 +44,7 @@ def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, model)
 @pytest.mark.parametrize("model", [WEIGHTS, MX_WEIGHTS])
 def test_master_weights_start_from_what_plain_megatron_drew(model):
     """Under a V, where layers move."""
-    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
-    ours, products = trained(NEWEST, 2, APART, same_weights=False, **_schedule("v-half", None), **model)
-    assert_same_bits(ours, plain)
-    assert all(each.quantised for each in products)
+    assert_masters_start_as_plain_megatrons("v-half", model)
 
 
 @pytest.mark.slow
@@ -70,9 +67,7 @@ def test_with_vocabulary_passes_runs_are_as_close_as_two_roundings(schedule, met
 @pytest.mark.slow
 def test_two_replicas_gather_weights_while_they_compute():
     """Masters of a replica are parts of weights, which share a block."""
-    plain, _ = trained(NEWEST, 2, FUSED, **{**WEIGHTS, **SHARDED})
-    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **{**WEIGHTS, **SHARDED})
-    assert_same_bits(ours, plain)
+    assert_replicas_overlap(WEIGHTS)
 
 
 @pytest.mark.slow

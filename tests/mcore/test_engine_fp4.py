@@ -17,7 +17,6 @@ from tests.mcore.engine import (
     ONE_CALL,
     RECOMPUTED,
     SEQUENCE_PARALLEL,
-    SHARDED,
     assert_checkpoint_moves,
     trained,
 )
@@ -25,7 +24,9 @@ from tests.mcore.test_engine_fp8 import (
     ENDS_IN_16_BITS,
     _schedule,
     assert_as_close_as_two_roundings,
+    assert_masters_start_as_plain_megatrons,
     assert_plain_megatrons_bits,
+    assert_replicas_overlap,
     assert_same_bits,
 )
 
@@ -57,10 +58,7 @@ def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused,
 @pytest.mark.parametrize("model", [WEIGHTS, pytest.param({**WEIGHTS, **ONE_CALL}, marks=pytest.mark.slow)])
 def test_master_weights_start_from_what_plain_megatron_drew(model):
     """As in fp8, under a V, where layers move."""
-    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
-    ours, products = trained(NEWEST, 2, APART, same_weights=False, **_schedule("v-half", None), **model)
-    assert_same_bits(ours, plain)
-    assert all(each.quantised for each in products)
+    assert_masters_start_as_plain_megatrons("v-half", model)
 
 
 @pytest.mark.slow
@@ -76,9 +74,7 @@ def test_with_vocabulary_passes_runs_are_as_close_as_two_roundings(schedule, met
 @pytest.mark.slow
 def test_two_replicas_gather_weights_in_fp4_while_they_compute():
     """Masters of a replica are parts of weights, cut where a byte of two numbers may be shared."""
-    plain, _ = trained(NEWEST, 2, FUSED, **{**WEIGHTS, **SHARDED})
-    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **{**WEIGHTS, **SHARDED})
-    assert_same_bits(ours, plain)
+    assert_replicas_overlap(WEIGHTS)
 
 
 @pytest.mark.slow

@@ -88,6 +88,24 @@ def assert_same_bits(found: Run, expected: Run) -> None:
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=BOUND)
 
 
+def assert_masters_start_as_plain_megatrons(schedule: str, model: dict[str, object]) -> None:
+    """From Megatron's own draws: the first step sees only rounded weights, the second and third the master weights."""
+    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
+    ours, products = trained(NEWEST, 2, APART, same_weights=False, **_schedule(schedule, None), **model)
+    assert ours.losses == plain.losses and len(plain.losses) == 3 and None not in plain.losses
+    assert ours.evaluations == plain.evaluations
+    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=BOUND)
+    assert all(each.quantised for each in products)
+
+
+def assert_replicas_overlap(model: dict[str, object]) -> Run:
+    """Two replicas that reduce and gather while they compute; returns our run."""
+    plain, _ = trained(NEWEST, 2, FUSED, **{**model, **SHARDED})
+    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **{**model, **SHARDED})
+    assert_same_bits(ours, plain)
+    return ours
+
+
 def assert_plain_megatrons_bits(schedule: str, fused: bool, version: str, model: dict[str, object]) -> None:
     """Two ranks without vocabulary passes, next to plain Megatron on one."""
     plain, _ = trained(version, 1, fused, **model)
@@ -125,24 +143,14 @@ def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused,
     ],
 )
 def test_master_weights_start_from_what_plain_megatron_drew(schedule, model):
-    """Weights are Megatron's own draws here. Layers move in a V, and so do the values before their rounding.
-
-    The loss of the first step sees the rounded weights alone, those of the second and third the master weights.
-    """
-    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
-    ours, _ = trained(NEWEST, 2, APART, same_weights=False, **_schedule(schedule, None), **model)
-    assert ours.losses == plain.losses and len(plain.losses) == 3 and None not in plain.losses
-    assert ours.evaluations == plain.evaluations
-    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=BOUND)
+    """Layers move in a V, and so do the values before their rounding."""
+    assert_masters_start_as_plain_megatrons(schedule, model)
 
 
 @pytest.mark.slow
 def test_weights_in_fp8_are_gathered_beside_those_in_16_bits():
     """Two replicas, everything overlapped: the buffers of a chunk are of two dtypes."""
-    model = {**CURRENT, **WEIGHTS, **SHARDED}
-    plain, _ = trained(NEWEST, 2, FUSED, **model)
-    ours, _ = trained(NEWEST, 4, FUSED, **_schedule("interleaved", None), **model)
-    assert_same_bits(ours, plain)
+    ours = assert_replicas_overlap({**CURRENT, **WEIGHTS})
     assert all(abs(weight).max() < 10 for weight in ours.parameters.values()), "16-bit weights became bytes"
 
 
