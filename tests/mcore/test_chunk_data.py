@@ -77,7 +77,7 @@ def test_a_chunk_without_data_does_not_forget_how_long_validation_sets_are(lengt
 
 
 def test_names_for_other_validation_sets_are_an_error_before_training():
-    with pytest.raises(UserError, match="gives 1 names and there are 2 validation sets"):
+    with pytest.raises(UserError, match="gives 1 names for 2 validation sets"):
         _counted([[3, 2]], names=["one"])
 
 

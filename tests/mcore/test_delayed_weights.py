@@ -199,7 +199,7 @@ def test_a_layer_with_two_weights_is_refused_by_name():
     class Ours(LayerNormMLP):
         pass
 
-    with pytest.raises(UserError, match="LayerNormMLP, which holds two weights"):
+    with pytest.raises(UserError, match="LayerNormMLP holds two weights"):
         leave_out_hooks(torch.nn.Sequential(Ours()))
 
 

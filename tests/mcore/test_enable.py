@@ -191,9 +191,9 @@ def test_only_megatrons_own_communicator_of_this_pipeline_is_taken(monkeypatch):
     forward_backward._check_communicator(pipeline, None)
     forward_backward._check_communicator(pipeline, given)
     given.pp_group = [0, 1]
-    with pytest.raises(UserError, match=r"joins ranks \[0, 1\], and the pipeline of its model ranks \[0, 2\]"):
+    with pytest.raises(UserError, match=r"connects ranks \[0, 1\], but the pipeline of its model has ranks \[0, 2\]"):
         forward_backward._check_communicator(pipeline, given)
-    with pytest.raises(UserError, match=r"of the script's own, here a object"):
+    with pytest.raises(UserError, match=r"passes its own p2p_communicator, a object"):
         forward_backward._check_communicator(pipeline, object())
 
 
@@ -238,6 +238,6 @@ def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
     assert "'vocab_parallel'" in unknown and "megatron_vp.enable" in unknown
     assert "is a switch: write true or false" in value and "v-haf" in schedule
     assert "called twice" in twice
-    assert "Linear was built before megatron_vp.enable, or not as a GPTModel" in unprepared
+    assert "Linear was built before the call of megatron_vp.enable, or is not a GPTModel" in unprepared
     assert "TorchFullyShardedDataParallel" in sharded and "wrap it in that" in sharded
     assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared, sharded))

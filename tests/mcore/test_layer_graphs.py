@@ -296,5 +296,5 @@ def test_megatrons_order_would_share_buffers_that_are_still_read():
 
 def test_a_schedule_that_turns_microbatches_around_is_refused():
     steps = [Pass(PassKind.F, 0), Pass(PassKind.F, 1), Pass(PassKind.BW, 1), Pass(PassKind.BW, 0)]
-    with pytest.raises(UserError, match="BW1 comes before that of microbatch 0: use --cuda-graph-impl none"):
+    with pytest.raises(UserError, match="BW1 comes before the same pass of microbatch 0: use --cuda-graph-impl none"):
         graph_order(mock.Mock(ranks=[steps]), 0)

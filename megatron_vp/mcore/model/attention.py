@@ -1,9 +1,9 @@
 """Flash attention for Megatron's local layers, over PyTorch's scaled-dot-product attention.
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
-backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax, and with context
-parallelism, keys and values are gathered from all ranks. It is chosen with `--core-attention sdpa`; Transformer
-Engine's layers have their own attention and stay unchanged.
+backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax. With context parallelism,
+every rank gathers the keys and values of all ranks. `--core-attention sdpa` selects this attention for local layers;
+Transformer Engine's layers keep their own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megatron_vp.mcore.settled import replay
 class ScaledDotProductAttention(MegatronModule):
     """Replaces Megatron's `DotProductAttention`: same constructor, same shapes, no parameters.
 
-    The constructor also accepts `k_channels` and `v_channels`, with which latent attention passes the sizes of its keys
-    and values. It ignores them, because the tensors have these sizes anyway.
+    The constructor also accepts the sizes `k_channels` and `v_channels`, which latent attention passes, and ignores
+    them: the key and value tensors already have these sizes.
 
-    A causal layer ignores the mask that it is passed, because that mask only repeats causality. For packed documents,
-    boundaries are passed instead of a mask, and attention is computed for each document separately. Scores are scaled
-    once, by 1 / sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit
-    the range of fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
+    A causal layer ignores its mask argument, which only repeats causality. Packed documents come with boundaries
+    instead of a mask, and attention is computed for each document separately. Scores are scaled once, by 1 / sqrt(head
+    size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the range of fp16 and
+    multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
 
-    With context parallelism, every sequence (in packed sequences, every document) is cut into 2c pieces, and rank r of
-    c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences like this to balance causal
-    attention. The queries of a piece attend to all keys up to the end of the piece.
+    With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
+    of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences like this to balance
+    causal attention. The queries of a piece attend to all keys up to the end of the piece.
 
     Raises:
         UserError: for a softmax or a window that PyTorch's attention does not support, and for context parallelism in a
@@ -69,8 +69,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay that counts for Transformer Engine does not gather, because that passes keys and values around a
-        # ring, and each rank keeps only its own part.
+        # A replay that counts memory for Transformer Engine does not gather: Transformer Engine passes keys and values
+        # around a ring, and each rank keeps only its own part.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -105,7 +105,7 @@ class ScaledDotProductAttention(MegatronModule):
         Returns:
             The context, [s, b, heads * dv]; for a packed sequence [s, heads * dv].
         """
-        assert attention_bias is None, "refused with the arguments"
+        assert attention_bias is None, "an attention bias is refused when the arguments are checked"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         if packed_seq_params is not None:
             lengths = self._lengths(packed_seq_params)
@@ -141,8 +141,7 @@ class ScaledDotProductAttention(MegatronModule):
         )
 
     def _lengths(self, packed_seq_params: Any) -> list[int]:
-        """Number of tokens that this rank holds of each document, with the padding behind it; empty documents are left
-        out.
+        """Count the tokens of each document on this rank, including the padding after it; omit empty documents.
 
         Reads the boundaries on the host, as Megatron's own rotary positions do in every layer.
         """
@@ -160,8 +159,8 @@ class ScaledDotProductAttention(MegatronModule):
         for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
-            # A mask object instead of a matrix: fused kernels recognise it, and its last row sees every key. It does
-            # not work with fake tensors.
+            # Fused kernels recognise this mask object, in which the last query attends to every key, and need no mask
+            # matrix. Fake tensors do not support it.
             fake = isinstance(piece_bnsd, FakeTensor)
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
@@ -169,8 +168,8 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
-    """Whether keeping `value` for the backward would keep the whole joint projection of queries, keys and values alive,
-    because only queries and keys were copied, by the rotary embedding.
+    """Whether saving `value` for the backward would keep the whole joint projection of queries, keys and values alive.
+    It would if the rotary embedding has copied queries and keys, so that only `value` still refers to the projection.
     """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata
@@ -197,7 +196,7 @@ PATCHES = (
     Patch(
         "megatron.core.models.backends:LocalSpecProvider.core_attention",
         _core_attention,
-        "flash attention in local layers, through PyTorch's scaled-dot-product attention",
+        "run flash attention in local layers, through PyTorch's scaled-dot-product attention",
         "(self)",
     ),
 )

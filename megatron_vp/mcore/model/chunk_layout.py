@@ -1,10 +1,10 @@
-"""Places layers where the schedule needs them, through Megatron's layout class and its function that selects a segment
-of a hybrid pattern.
+"""Places layers where the schedule needs them, by changing Megatron's layout class and its function that selects a
+segment of a hybrid pattern.
 
 Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: chunk c of rank r is virtual stage c p
 + r. Some of our schedules place chunks differently: in a V, the second chunks run backwards over the ranks, so that
-rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning, with segments in stage
-order, and this string is recorded in checkpoints and logs. The same holds for the segments of `--hybrid-layer-pattern`.
+rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning: it lists segments in stage
+order. Checkpoints and logs record it unchanged. The same holds for the segments of `--hybrid-layer-pattern`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Count the layers of a kind in the stages before a chunk."""
+        """Count the layers of a type in all stages before a chunk's stage."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._stage_of[rank][vp_stage or 0]
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
 
 def even_layout(layers: int, stages: int, further_heads: int) -> str:
-    """Megatron's layout string for `layers` layers, as even as possible, with `further_heads` on the last stage."""
+    """Megatron's layout string for `layers` layers, split as evenly as possible, with `further_heads` MTP layers at the
+    end.
+    """
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
@@ -84,13 +86,13 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
         _placed,
-        "hold the segments that the schedule places on a rank",
+        "give each rank the segments that the schedule places on it",
         "(layout, pipeline_model_parallel_size)",
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
         _placed_segments,
-        "hold the segments of hybrid layers that the schedule places on a rank",
+        "give each rank the segments of hybrid layers that the schedule places on it",
         "(main_pattern, pp_group, vp_stage, first_stage_layers=None, last_stage_layers=None, tp_group=None, "
         "dp_cp_group=None)",
     ),

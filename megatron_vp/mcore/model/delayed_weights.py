@@ -2,11 +2,11 @@
 
 With `delay_wgrad_compute`, the backward of such a layer puts the operands of its weight gradient into the layer's
 queue. Megatron empties the queues within the same microbatch, through `backward_dw` and hooks of its data parallelism.
-Under our schedules, W may come several microbatches later. So pass B takes the operands out of the queues and keeps
-them for W, as for local layers, and our code accumulates and reports the gradients.
+Under our schedules, W may come several microbatches later. Pass B therefore takes the operands out of the queues and
+keeps them for W. As for local layers, our code then accumulates the gradients and reports them to Megatron.
 
-Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled part; not yet
-tested on a GPU.
+Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled extension; not
+yet tested on a GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DelayedWeightGradient:
     them.
 
     product: returns the gradients of weight and bias. The bias gradient is None or empty if autograd computes it; with
-        fused accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts both are lists
-        with one entry per expert, and the third operand receives the weight gradients.
+        fused accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts, both
+        gradients are lists with one entry per expert, and the third operand receives the weight gradients.
     sequence_group: the ranks that hold the other parts of the sequence, if the input is only this rank's part.
     """
 
@@ -48,7 +48,7 @@ class DelayedWeightGradient:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters that are complete after the last pass W."""
+        """The parameters whose gradients are complete after the last pass W."""
         return trained_parameters([self.layer])
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class DelayedWeightGradient:
             inputs, output_gradients, gradients = self.operands
             if not fused:
                 dtype = self.layer.activation_dtype
-                # Not `empty_like`: for an fp8 weight it returns an fp8 tensor, whatever dtype is asked for.
+                # `empty_like` would return an fp8 tensor for an fp8 weight, whatever dtype is requested.
                 weights = _weights(self.layer)
                 gradients = [torch.empty(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
             _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
@@ -94,14 +94,14 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
     """Keep Megatron's data parallelism from registering autograd hooks on weights and biases of delaying layers.
 
-    The layers mark their parameters themselves, but the marks are lost if Megatron initialises on the CPU, because that
-    replaces the biases.
+    The layers mark their parameters themselves, but the marks are lost if Megatron initialises on the CPU, because CPU
+    initialisation replaces the biases.
     """
     for layer in delaying_layers(chunk):
         if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):
             raise UserError(
-                "a schedule with W passes cannot train Transformer Engine's LayerNormMLP, which holds two weights: "
-                "build the model of LayerNormLinear and Linear, or use --pipeline-schedule 1f1b"
+                "Transformer Engine's LayerNormMLP holds two weights, which schedules with W passes do not support: "
+                "build the model from LayerNormLinear and Linear, or use --pipeline-schedule 1f1b"
             )
         for parameter in (*_weights(layer), *_biases(layer)):
             parameter.skip_backward_post_hook = True
@@ -111,13 +111,12 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
 def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[DelayedWeightGradient]:
     """Empty the layers' queues after a backward, and accumulate the gradients that autograd left in their parameters.
 
-    Autograd leaves the gradient of a bias that is added outside its layer. A weight has no gradient there, or a dummy
-    if the product writes to `main_grad` itself. For grouped experts it is an empty buffer that the product would fill
-    later. That buffer is freed, so that no memory as large as the weights stays allocated until pass W, which allocates
-    its own.
+    Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is None, or a dummy
+    if the product writes to `main_grad` itself. For grouped experts, the `grad` of a weight is an uninitialised buffer
+    that the product would fill later. It is as large as the weight and is freed here, because pass W allocates its own.
 
-    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If W is late, only
-    this rank's part of an input that was gathered over the tensor ranks is kept, and W gathers it again.
+    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If an input was
+    gathered over the tensor ranks and `w_is_late`, only this rank's part is kept, and W gathers the input again.
     """
     taken = []
     for layer in layers:
@@ -142,8 +141,8 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach an input, or a list of inputs: its graph would keep the chunk's input and that input's gradient alive
-    until W.
+    """Detach an input, or each input in a list, because its autograd graph would keep the chunk's input and that
+    input's gradient alive until W.
     """
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
@@ -151,7 +150,7 @@ def _without_graph(operand: Any) -> Any:
 
 
 def _free_rows(operand: Any) -> None:
-    """Free the row-wise copy of a quantised operand, or of each in a list: W reads only the column-wise copy."""
+    """Free the row-wise copy of a quantised operand, or of each in a list. W reads only the column-wise copy."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -186,7 +185,7 @@ def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, 
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Set `delay_wgrad_compute` after Megatron's own checks, which accept it only together with overlapped
+    """Set `delay_wgrad_compute` only after Megatron's own checks, which accept it only together with overlapped
     expert-parallel communication.
     """
 
@@ -201,9 +200,9 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def delaying(config: Any) -> Iterator[None]:
-    """Inside, what is built by a configuration leaves weight gradients to pass W.
-
-    The configuration is afterwards as it was: Megatron-Bridge writes it into checkpoints, which it could not read.
+    """Set `delay_wgrad_compute` in a configuration while layers or DDP wrappers are built from it. It is restored
+    afterwards, because Megatron-Bridge saves the configuration in checkpoints and could not read them with this
+    setting.
     """
     before, config.delay_wgrad_compute = config.delay_wgrad_compute, True
     try:
@@ -225,13 +224,13 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         _delaying,
-        "have Transformer Engine's layers leave weight gradients to pass W",
+        "let Transformer Engine's layers leave weight gradients to pass W",
         "(self)",
     ),
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
         _wrapping_delayed,
-        "leave weights of Transformer Engine's layers out of autograd's hooks; pass W reports them",
+        "register no autograd hooks on weights of Transformer Engine's layers, because pass W reports them",
         "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )

@@ -1,7 +1,7 @@
 """Supports heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
 
-Megatron's builder knows which chunk it builds, but does not tell the function that lists the layers of a heterogeneous
-model.
+Megatron's builder knows which chunk it builds, but does not pass this on to the function that lists the layers of a
+heterogeneous model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vp.mcore.patches import Patch
 def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
-        """As the original, except that a heterogeneous model gets the layers of chunk `vp_stage`."""
+        """Call the original, except that a heterogeneous model gets only the layers of chunk `vp_stage`."""
         layers = config.transformer
         if not isinstance(layers, HeterogeneousTransformerConfig):
             return original(config, vp_stage)
@@ -33,7 +33,7 @@ PATCHES = (
     Patch(
         "megatron.training.models.gpt:default_layer_spec",
         _of_the_chunk,
-        "a heterogeneous model's layers would not be found where ranks have several chunks",
+        "the layers of a heterogeneous model would not be found if ranks have several chunks",
         "(config, vp_stage)",
     ),
 )

@@ -1,17 +1,19 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
-builds its stage: embedding, layers in order, output layer. A rank that holds different layers than in plain Megatron,
-as in a V, would therefore give them different weights.
+builds its stage: embedding, layers in order, output layer. In a V, for example, a rank holds other layers than in plain
+Megatron, and would therefore give them different weights.
 
-So each rank first builds what plain Megatron would build there, with Megatron's own code and generators. Once our
-chunks are built, they take over these values by global name; values from another rank arrive in broadcasts. This works
-for every layer that draws its weights in its constructor. The price is paid once, at startup: each rank builds its
-share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds the whole model.
+Each rank therefore first builds the chunks that plain Megatron would build on it, with Megatron's own code and
+generators. Our chunks are built afterwards and copy these values by global name. Values from another rank arrive by
+broadcast. This works for every layer that draws its weights in its constructor. The cost arises once, at startup: each
+rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds the
+whole model.
 
 Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
-run whose weights we take has the same number of chunks per rank. Otherwise it has one stage per rank: rank r holds
-segments v r to v r + v - 1 of our v p segments, joined. Even segments joined in this way give Megatron's even cut.
+run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank, and
+rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages are those of
+Megatron's even split.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class PlainLayout:
     """How plain Megatron would split the model over the same ranks: the settings that differ from ours.
 
     chunks: stages per rank.
-    layout: the contents of each stage; None if a pattern gives them. pattern: a hybrid model's layers by stage.
+    layout: the layers of each stage, unless the model is hybrid. pattern: the layers of each stage of a hybrid model.
     """
 
     chunks: int
@@ -57,7 +59,7 @@ class PlainLayout:
 
     @classmethod
     def of(cls, job: SettledJob) -> PlainLayout:
-        """The plain layout of a job."""
+        """Derive the plain layout from a job's layout or hybrid pattern."""
         args = job.args
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
@@ -102,7 +104,7 @@ BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
 
 
 class PlainStart:
-    """Holds the chunks that this rank would have in plain Megatron, until our chunks have taken over their weights.
+    """Holds the chunks that this rank would have in plain Megatron, until our chunks have copied their weights.
 
     Args:
         job: the settled job.
@@ -127,14 +129,14 @@ class PlainStart:
     def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
         """Overwrite the weights of this rank's new chunk `index`; collective over a model replica, once per chunk.
 
-        After the last chunk, the plain chunks are freed. A parameter that plain Megatron does not have keeps the value
-        that was drawn for it, with a warning.
+        After the last chunk, the plain chunks are freed. A parameter that does not exist in plain Megatron keeps its
+        own initial value, and a warning names it.
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
         stage = placement.stage_of[rank // self._tensor_size][index]
         near = stage * self._placement.stages // placement.stages
-        # One broadcast per tensor, over a group whose connections the gradient norm needs anyway.
+        # Use one broadcast per tensor, over a group whose connections the gradient norm needs anyway.
         for owner, (its_near, wanted) in enumerate(self._from_all((near, _forms(own)))):
             for name, form in wanted.items():
                 found = self._source(name, form, its_near, owner % self._tensor_size)
@@ -150,8 +152,9 @@ class PlainStart:
         unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
         if unfilled:
             warnings.warn(
-                f"{unfilled[0]}{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)} of virtual stage {stage} start "
-                f"from other values than in plain Megatron, which has no parameters of these names and shapes",
+                f"{unfilled[0]}{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)} of virtual stage {stage} do "
+                "not start from plain Megatron's values, because plain Megatron has no parameters with these names "
+                "and shapes",
                 stacklevel=2,
             )
         if index + 1 == placement.chunks:
@@ -166,8 +169,8 @@ class PlainStart:
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """The rank within the replica, and its chunk, that would hold a tensor in plain Megatron; the one closest to
-        stage `near` if several would, None if none would.
+        """Find the rank within the replica, and its chunk, on which plain Megatron would hold a tensor. If several
+        chunks would hold it, return the one nearest to stage `near`; if none would, return None.
         """
         holders = []
         for stage in range(self._placement.stages):
@@ -179,11 +182,12 @@ class PlainStart:
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
-    """The weights that our chunks start from; None if they draw the weights of plain Megatron anyway, or need none.
+    """Build the weights that our chunks start from; return None if they draw plain Megatron's weights anyway or need
+    none.
 
     Collective over a model replica, before the first chunk is built. The weights are not needed if every layer is on
-    the same rank as in plain Megatron, if a checkpoint replaces them, or if none are drawn: on the meta device, or when
-    a rank is replayed without its peers.
+    the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn (on the meta device,
+    and in a replay of a single rank).
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
@@ -207,8 +211,8 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """Construct one of our chunks inside this context; it restores the random generators to their state after plain
-    Megatron's construction.
+    """A context in which one of our chunks is built. On exit, it restores the random generators to the state in which
+    plain Megatron's construction left them.
     """
     if start is None:
         yield
@@ -219,7 +223,7 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
-    """Give Megatron's arguments and state, inside this context, the values of a job with this layout."""
+    """Inside this context, Megatron's arguments and state have the values of a job with this layout."""
     settings = layout.settings(args.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     ours = {name: getattr(args, name) for name in settings}
@@ -240,7 +244,7 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as drawn, which an fp8 weight keeps next to the rounded ones."""
+    """The initial values before rounding; an fp8 weight keeps them in addition to the rounded values."""
     drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
     return (tensor if drawn is None else drawn).detach()
 
@@ -251,13 +255,13 @@ def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # forget the largest of the replaced values
+        largest.zero_()  # forget the maximum of the replaced values
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 
 
 def _global_name(chunk: nn.Module, name: str) -> str:
-    """A tensor's name with the number of its layer in the whole model."""
+    """A tensor's name, with its layer numbered within the whole model."""
     if not name.startswith(_LAYERS):
         return name
     index, _, rest = name.removeprefix(_LAYERS).partition(".")
@@ -265,7 +269,7 @@ def _global_name(chunk: nn.Module, name: str) -> str:
 
 
 def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
-    """Group neighbouring segments by `size`."""
+    """Join consecutive segments into groups of `size`."""
     return (segments[first : first + size] for first in range(0, len(segments), size))
 
 

@@ -36,7 +36,7 @@ _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
 _SOFTCAP = "final_logit_softcapping"
-"""The field of Megatron-Bridge's Gemma configuration for k in the softcap k tanh(logit / k)."""
+"""The field of Megatron-Bridge's Gemma configuration that holds k of the softcap k tanh(logit / k)."""
 
 
 _CAPPED = (
@@ -50,8 +50,8 @@ def check_model(chunk: nn.Module) -> None:
     """Raise UserError for a model that is neither a GPTModel nor a HybridModel, and for unsupported settings."""
     if not isinstance(chunk, GPTModel | HybridModel):
         raise UserError(
-            f"--vocab-parallel and --pipeline-schedule run only Megatron's language models, but the script built a "
-            f"{type(chunk).__name__}: build a GPTModel or HybridModel, or leave both options out"
+            f"the script built a {type(chunk).__name__}, but --vocab-parallel and --pipeline-schedule support only "
+            "Megatron's language models: build a GPTModel or HybridModel, or leave both options out"
         )
     for name in _UNREAD:
         if getattr(chunk.config, name):
@@ -81,7 +81,7 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
     if chunk.post_process:
         _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
         if softcap_of(chunk.config) and type(chunk.output_layer) is ColumnParallelLinear:
-            _refuse(f"its configuration has a {_SOFTCAP}, which its output layer does not apply", "GPTModel")
+            _refuse(f"its configuration sets {_SOFTCAP}, but its output layer does not apply it", "GPTModel")
 
 
 def softcap_of(config: Any) -> float:
@@ -93,12 +93,12 @@ def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
     """Pre-forward hook that raises UserError if a script itself calls a cut chunk, which returns hidden states instead
     of losses.
 
-    A call by pass F is recognised by the decoder's input, which is set only during pass F.
+    The decoder's input is set only during pass F, which distinguishes a call by pass F from a call by the script.
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(
-            f"this script calls its {type(chunk).__name__} outside of forward_step, but its vocabulary layers are "
-            "spread over all ranks then: leave that call out, or leave --vocab-parallel out"
+            f"this script calls its {type(chunk).__name__} outside of forward_step, which is not supported while the "
+            "vocabulary layers are split over all ranks: remove that call, or leave --vocab-parallel out"
         )
 
 
@@ -109,19 +109,19 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
         kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
-        _refuse(f"{name} is a {kind.__name__}, and its own behavior would be left out", expected.__name__)
+        _refuse(f"{name} is a {kind.__name__}, whose own behavior would be skipped", expected.__name__)
     if getattr(layer, "bias", None) is not None:
-        _refuse(f"{name} has a bias, which would be left out", f"{expected.__name__} without one")
+        _refuse(f"{name} has a bias, which would be ignored", f"{expected.__name__} without a bias")
     if layer._forward_hooks or layer._forward_pre_hooks:
-        _refuse(f"{name} has a hook on its forward, which would not run", f"{expected.__name__} without one")
+        _refuse(f"{name} has a forward hook, which would not run", f"{expected.__name__} without hooks")
 
 
 def adapted(name: str, layer: nn.Module) -> str:
     """The error message for an adapter on a vocabulary layer."""
     return (
-        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which spreads "
-        f"the rows of that layer over all ranks and computes with them alone: adapt the layers between embedding and "
-        f"output layer, or leave --vocab-parallel out"
+        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which computes "
+        "with the rows of that layer and would ignore the adapter: adapt only layers between the embedding and the "
+        "output layer, or leave --vocab-parallel out"
     )
 
 

@@ -22,9 +22,11 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 
 
 class PrefetchedEmbedding(nn.Module):
-    """Replaces `word_embeddings` for the block: returns embedding rows that their owners have looked up.
+    """Replaces `word_embeddings` for the block: returns embedding rows that the ranks holding them have already looked
+    up.
 
-    ahead: for each layer of the block in turn, its rows [b, s, h], one position further each time; None in evaluation.
+    ahead: yields rows [b, s, h] for each layer of the block in turn, shifted by one more position each time; None in
+        evaluation.
     beyond: the row for positions past the end of a sequence, [b, 1, h].
     """
 
@@ -39,7 +41,8 @@ class PrefetchedEmbedding(nn.Module):
 
 
 def attach_mtp_block(chunk: nn.Module) -> None:
-    """Run the block at the end of the chunk's decoder, on received rows; the chunk no longer has an embedding.
+    """Run the MTP block at the end of the chunk's decoder, on received embedding rows, and remove the chunk's
+    embedding.
 
     In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
     embedding. Setting `mtp_process` to False prevents that.
@@ -57,7 +60,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
         if given.get("packed_seq_params") is not None:
             rows.ahead = _within_documents(rows.ahead, rows.beyond, given["packed_seq_params"].cu_seqlens_q)
         predictions_sbh = chunk.mtp(
-            input_ids=None,  # the rows of each layer are given, so no ids need shifting
+            input_ids=None,  # each layer's rows are already shifted, so no ids are needed
             position_ids=None,
             hidden_states=hidden_sbh,
             embedding=chunk.received_embedding,
@@ -72,13 +75,13 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The rows of the tokens ahead in packed documents. The last positions of a document get the row for positions past
-    the end of a sequence, as in Megatron. They do not count in any loss, but the block's experts process them like
-    other tokens.
+    """Yield the rows of the tokens ahead in packed documents. As in Megatron, the last positions of a document get the
+    row for positions past the end of a sequence, instead of rows of the next document. These positions do not count in
+    any loss, but the block's experts process them like other tokens.
 
     Args:
-        ahead: rows [b, s, h], one position further each time.
-        beyond_b1h: the row that replaces rows of the following document.
+        ahead: yields rows [b, s, h], shifted by one more position each time.
+        beyond_b1h: the row for positions past the end of a sequence.
         ends: 0, then the positions at which documents end, in ascending order.
     """
     for depth, rows_bsh in enumerate(ahead, start=1):
@@ -90,16 +93,15 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append to the values [b, s] of this rank's positions those of the `count` positions that follow each chunk.
+    """Append to this rank's values [b, s] the values of the `count` positions that follow each chunk.
 
-    With context parallelism, other ranks hold the values that follow; Megatron's own shift by one position fetches
-    them.
+    With context parallelism, other ranks hold these values, and Megatron's own shift by one position fetches them.
 
     Args:
         values_bs: int64, the values of this rank's positions.
         count: how many positions to append per chunk.
         cp_chunks: the number of chunks of the whole sequence that this rank holds.
-        context_group: all of its ranks call this together.
+        context_group: the ranks that share the sequence; all of them must call this together.
 
     Returns:
         [b, s + cp_chunks * count], with 0 for positions past the end of a sequence.
@@ -136,15 +138,16 @@ def with_further_predictions(
     context_group: dist.ProcessGroup,
     packed_seq_params: Any,
 ) -> torch.Tensor:
-    """Attach the losses of the further predictions to the next token's losses [b, s], so that one backward serves all,
-    and log them.
+    """Attach the losses of the further predictions to the losses [b, s] of the next token, so that one backward covers
+    all of them, and log them.
 
     Args:
         token_loss_ks: the token losses of all predictions, [(1 + k) b, s].
         target_is_argmax_ks: whether the target's logit is the largest, same shape.
         labels_bs, loss_mask_bs: as the user's script passed them to the model.
         config: Megatron's model configuration.
-        context_group: all of its ranks call this together, because shifting the mask exchanges values between them.
+        context_group: the ranks that share the sequence; all of them must call this together, because shifting the mask
+            exchanges values between them.
         packed_seq_params: where the documents of a packed sequence end; None for other sequences.
     """
     _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)
@@ -164,7 +167,7 @@ def with_further_predictions(
 
 
 def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Count accepted predictions as Megatron does, but from `target_is_argmax` instead of whole logits."""
+    """Replace Megatron's count of accepted predictions by one that needs `target_is_argmax` instead of whole logits."""
 
     def acceptance_counts(
         mtp_logits: torch.Tensor,

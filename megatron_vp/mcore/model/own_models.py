@@ -1,8 +1,8 @@
 """Supports models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
-Used only after `megatron_vp.enable`, and only if no job was settled from Megatron's own arguments. The patched
-constructor then settles the job from the first model, places the chunk where the schedule needs it, and prepares it as
-our builders do.
+Used only after `megatron_vp.enable`, and only if the script does not parse Megatron's arguments. The patched
+constructor then derives the job's settings from the first model, places the chunk where the schedule needs it, and
+prepares it as our builders do.
 
 Megatron-Bridge runs hooks on the finished chunks before it wraps them. These hooks load Hugging Face weights, add
 adapters or quantise, and they expect whole vocabulary layers. The chunks are therefore cut after the hooks.
@@ -39,15 +39,16 @@ class _OwnModel:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the model; nothing is being built any more."""
+        """Return to the state in which no model is being built."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
-        """Whether our constructor is running; constructors that it calls are then left to Megatron."""
+        """Whether our constructor is running; constructor calls inside it then go to Megatron unchanged."""
         self.hooks_follow = False
-        """Whether Megatron's builder is running, which will call hooks on the finished chunks."""
+        """Whether Megatron's builder is running; it calls hooks on the chunks when all are built."""
         self.uncut: ProcessGroupCollection | None = None
-        """The process groups for chunks that are built but will be cut only after their hooks; None if there are none.
+        """The process groups of chunks that are built but not yet cut, because their hooks must run first; None if
+        there are no such chunks.
         """
 
 
@@ -81,20 +82,20 @@ def _construct(
 ) -> None:
     if type(chunk) is not GPTModel:
         raise UserError(
-            f"megatron_vp.enable supports only Megatron's GPTModel, but the script builds a {type(chunk).__name__}: "
-            f"build a GPTModel, or build it through Megatron's get_model"
+            f"the script builds a {type(chunk).__name__}, but megatron_vp.enable supports only Megatron's GPTModel: "
+            "build a GPTModel, or build the model through Megatron's get_model"
         )
     groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
     index, config = given["vp_stage"] or 0, given["config"]
     if softcap_of(config) and job.placement.chunk_of(job.placement.stages - 1) + 1 != job.placement.chunks:
         raise UserError(
-            f"--pipeline-schedule {job.args.pipeline_schedule} does not have the last stage in its rank's last chunk, "
-            f"where Megatron-Bridge caps this model's logits: use a placement that does"
+            f"--pipeline-schedule {job.args.pipeline_schedule} does not place the last stage in the last chunk of its "
+            "rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
         )
     if (index == 0) != (model.first is None):
         raise UserError(
-            f"the script builds chunk {index} of a rank with {job.placement.chunks}, but "
-            f"chunk {0 if index else 1} comes next: build the chunks of a model in order, one GPTModel per vp_stage"
+            f"the script builds chunk {index} of {job.placement.chunks} on this rank, but must build chunk "
+            f"{0 if index else 1} next: build the chunks of a model in order, one GPTModel per vp_stage"
         )
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
@@ -110,7 +111,8 @@ def _construct(
     splits = job.settings.splits_backward
     with own_chunk(model.start), delaying(config) if splits else nullcontext():
         original(chunk, **{**given, "config": config, **stage_ends(job, groups.pp, index)})
-    # Keep the object that was given: training loops later set functions in it, such as finalize_model_grads_func.
+    # Restore the configuration object that the script passed, because training loops later set functions in it, such as
+    # finalize_model_grads_func.
     chunk.config = given["config"]
     model.first = model.first if index else chunk
     if model.hooks_follow or hasattr(config, "provide_distributed_model"):  # a provider of Megatron-Bridge
@@ -174,7 +176,9 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Cut a provider's chunks when Megatron-Bridge prints their size: after their hooks, before they are wrapped."""
+    """Cut the chunks of a Megatron-Bridge provider when it prints their size, which is after their hooks and before
+    wrapping.
+    """
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
@@ -188,8 +192,8 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
     """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules; `first` is the rank's
     first chunk.
 
-    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. It would assume
-    Megatron's placement of the chunks, and would never compute the weight gradients of our pass W.
+    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. That schedule would
+    assume Megatron's placement of chunks, and would never run our pass W, which computes weight gradients.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:
@@ -200,8 +204,8 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
 
 
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Answer Megatron-Bridge's test for the last stage by the schedule's placement; the test decides which rank gets
-    Gemma's softcap.
+    """Make Megatron-Bridge's test for the last stage follow the schedule's placement. The test decides which rank
+    applies Gemma's softcap.
     """
 
     @functools.wraps(original)
@@ -231,7 +235,7 @@ PATCHES = (
     Patch(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         _preparing,
-        "place or shard the vocabulary layers of models that a script makes without Megatron's builders",
+        "place or shard the vocabulary layers of models that a script builds without Megatron's builders",
         _MODEL.format(more=""),
         {"0.20": Variant(_MODEL.format(more="logit_dtype=None, "))},
     ),
@@ -239,7 +243,7 @@ PATCHES = (
         Patch(
             f"megatron.training.models.{module}:unimodal_build_distributed_models",
             _cutting_after_hooks,
-            "hooks that load weights or change layers find the vocabulary layers whole",
+            "let hooks that load weights or change layers find whole vocabulary layers",
             _BUILD.format(more=""),
             {"0.20": Variant(_BUILD.format(more=_LAYER_WISE))},
         )
@@ -252,13 +256,13 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.models.model_provider:_print_num_params",
         _cutting_before_count,
-        "hooks that load weights or change layers find the vocabulary layers of a provider's model whole",
+        "let hooks that load weights or change layers find whole vocabulary layers in a provider's model",
         "(model, pg_collection)",
     ),
     Patch(
         "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
         _by_stage,
-        "Gemma's softcap goes on the output layer, which a V has on the first rank",
+        "apply Gemma's softcap to the output layer, which is on the first rank in a V",
         "(pp_group)",
     ),
 )

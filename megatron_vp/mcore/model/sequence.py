@@ -1,4 +1,4 @@
-"""Sequence parallelism for pass W: joins the tensor ranks' parts of a layer's input, or takes one part out."""
+"""Sequence parallelism for pass W: joins the tensor ranks' parts of a layer's input, or extracts one part."""
 
 from __future__ import annotations
 

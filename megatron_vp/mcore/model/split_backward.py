@@ -1,8 +1,8 @@
 """Split backward: B computes input gradients and leaves weight gradients to W.
 
-All column- and row-parallel layers of Megatron compute through one function. For a schedule with W passes, that
-function is replaced by a product whose weight is not in autograd's graph. Pass B computes the gradients of inputs,
-biases and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
+All column- and row-parallel layers of Megatron call the same function for their product. For a schedule with W passes,
+that function is replaced by one that hides the weight from autograd. Pass B computes the gradients of inputs, biases
+and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
 `main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
 `megatron_vp.mcore.model.delayed_weights`).
 """
@@ -57,7 +57,8 @@ class PendingWeightGradient:
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`.
 
-        The GEMM runs in the model's dtype. On a GPU it adds directly to an fp32 `main_grad`, as Apex does in Megatron.
+        The GEMM runs in the model's dtype. On a GPU it adds directly to an fp32 `main_grad`, as Megatron does through
+        Apex.
         """
         rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
         operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
@@ -69,13 +70,12 @@ _collected: list[PendingGradient] | None = None
 def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
-    """Run a backward that computes no weight gradients of linear layers; return those left for pass W.
-
-    `delaying`: the layers that queue their weight gradients. `w_is_late`: other passes run before that W, so only this
-    rank's part of a gathered input is kept; see `take_delayed`.
+    """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
+    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run before W. If so,
+    only this rank's part of a gathered input is kept; see `take_delayed`.
     """
     global _collected
-    assert _collected is None, "a backward inside a backward"
+    assert _collected is None, "backward_without_weights cannot be nested"
     _collected = pending = []
     try:
         backward()
@@ -86,7 +86,7 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism, as Megatron's function gets them.
+    """A linear layer's weight and tensor parallelism, as Megatron passes them to the function that computes Y.
 
     The ranks of `sum_group` sum their dX. With `sequence_group`, X and dX are this rank's part of the sequence, and Y
     is whole.
@@ -101,7 +101,7 @@ class _InputGradientLinear(torch.autograd.Function):
     """Y = X W^T + b. The backward returns dX and db, and keeps (W, X, dY) for pass W.
 
     W is passed inside a `_Layer` to hide it from autograd. If a parameter were an input of the function, the backward
-    would call its hooks, and Megatron's overlapped gradient reduction expects a gradient in them.
+    would call the parameter's hooks, in which Megatron's overlapped gradient reduction expects a gradient.
     """
 
     @staticmethod
@@ -115,8 +115,8 @@ class _InputGradientLinear(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (layer_input,) = ctx.saved_tensors
         layer = ctx.layer
-        assert _collected is not None, "a backward of a split schedule outside its pass B"
-        # Detached, because its graph would keep the chunk's input and that input's gradient until W.
+        assert _collected is not None, "a split backward must run inside pass B"
+        # Detach the input, because its graph would keep the chunk's input and that input's gradient alive until W.
         pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
         _collected.append(pending)
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None

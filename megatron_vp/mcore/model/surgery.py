@@ -51,7 +51,7 @@ PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
 """Attribute in which a chunk keeps its `Pipeline`."""
 
 GROUP_ATTRIBUTE = "vocabulary_parallel_group"
-"""Attribute in which a chunk keeps the group of the ranks that hold its model."""
+"""Attribute in which a chunk keeps the process group of all ranks that hold its model."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -90,10 +90,10 @@ class ShardedOutputLayer(OutputLayer):
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
 
     def get_extra_state(self) -> None:
-        """Nothing."""
+        """Return None, because the extra state is empty."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to set."""
+        """Ignore the extra state, which is empty."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -224,7 +224,8 @@ def prepare_chunk(
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
     setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # Not before the last chunk: with tied weights, Megatron's first and last chunk communicate while they are built.
+    # Wait for the last chunk, because with tied weights, Megatron's first and last chunk communicate while they are
+    # built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
         setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
@@ -234,11 +235,10 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or of the output layer to it if
-    the placement says so.
-
-    A rank attaches each shard to one of its chunks: to the first or last stage itself, if the rank holds it. A rank
-    without vocabulary rows has neither layer, and no vocabulary parameters.
+    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or output layer to it if the
+    placement assigns the shard to this chunk. A shard belongs to the first or last stage itself if the rank holds that
+    stage, else to another of the rank's chunks. A rank without vocabulary rows has neither layer, and no vocabulary
+    parameters.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -287,7 +287,7 @@ def _shard_vocabulary(
 
 
 def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
-    """The shards of a chunk's vocabulary. Raises UserError for rows that do not fit it."""
+    """The shards of a chunk's vocabulary. Raises UserError for shard sizes that do not fit the vocabulary."""
     tensor = job.args.tensor_model_parallel_size
     return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
@@ -336,7 +336,7 @@ def _shard(
     groups: ProcessGroupCollection,
     config: Any,
 ) -> nn.Parameter:
-    """Spread over all ranks the rows of a weight [V, h] that the tensor ranks of pipeline rank `owner` hold.
+    """Distribute the rows of a weight [V, h] from the tensor ranks of pipeline rank `owner` to all ranks.
 
     Returns this rank's shard with Megatron's attributes. The shard is frozen if the whole weight is.
     """
@@ -349,8 +349,8 @@ def _shard(
     trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
-    # One broadcast per shard, over a group whose connections the gradient norm needs anyway. A scatter would open
-    # connections from its root to every rank, which last as long as the job.
+    # Use one broadcast per shard, over a group whose connections the gradient norm needs anyway. A scatter would open
+    # connections from its root to every rank, and they would stay open as long as the job runs.
     for index in filter(shards.rows, range(shards.count)):
         if dist.get_rank() == root:
             piece_vh = full_vh[shards.start(index) : shards.start(index + 1)]
@@ -388,13 +388,13 @@ def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> tor
 def _sharded_weight(
     layer: EmbeddingLayer | OutputLayer, prefix: str, sharded_offsets: tuple, metadata: dict | None
 ) -> dict[str, ShardedTensor]:
-    assert not sharded_offsets, "the vocabulary layers belong to no repeated block"
+    assert not sharded_offsets, "the vocabulary layers are not part of a repeated block"
     shards, weight = layer.shards, layer.weight
     key = f"{prefix}weight"
     return {
         key: ShardedTensor(
             key=key,
-            # Must be the parameter itself: the optimizer finds its state by the identity of this object.
+            # This must be the parameter itself: the optimizer finds its state by the identity of this object.
             data=weight,
             dtype=weight.dtype,
             local_shape=tuple(weight.shape),

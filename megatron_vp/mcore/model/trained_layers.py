@@ -32,7 +32,7 @@ from megatron_vp.vocab.loss import TokenLoss
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 _AGREED = "vocabulary_parallel_training"
-"""Attribute in which a wrapped chunk keeps its rank's own report and what the ranks agreed on."""
+"""Attribute in which a wrapped chunk keeps its rank's own report and the result of the agreement."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trained:
 class _Shards:
     """One rank's report on its vocabulary shards.
 
-    trained: for each layer of which the rank has rows, by name, whether its weight requires gradients.
+    trained: maps the name of each layer of which the rank holds rows to whether its weight requires gradients.
     adapter: the error message if another layer has replaced a shard; else None.
     """
 
@@ -69,13 +69,13 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     """Agree with all ranks of a model on the trained layers.
 
     Args:
-        wrapped: the first chunk as the script passes it. This object keeps the agreement, so a newly wrapped model
-            needs a new one.
+        wrapped: the first chunk as the script passes it. The agreement is stored on this object, so a newly wrapped
+            model needs a new agreement.
         chunks: the rank's chunks.
-        alone: this is a replay, in which the rank has no peers.
+        alone: whether this is a replay, in which the rank has no peers.
 
     The first call for a model is collective over its ranks. Raises UserError for a vocabulary layer that is frozen on
-    only some of them, or whose training was switched on or off since the first call, and for an adapter on one.
+    only some ranks or was frozen or unfrozen since the first call, and for an adapter on a vocabulary layer.
     """
     own = _shards(job, chunks)
     before: tuple[_Shards, Trained] | None = getattr(wrapped, _AGREED, None)
@@ -84,15 +84,15 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
         setattr(wrapped, _AGREED, before)
     if own != before[0]:
         raise UserError(
-            "this script has frozen or thawed a vocabulary layer after its first iteration, which Megatron's gradient "
-            "buffers and optimizer do not follow: do it before the model is wrapped, or wrap it and create a new "
-            "optimizer for it"
+            "this script froze or unfroze a vocabulary layer after its first iteration, when Megatron's gradient "
+            "buffers and optimizer can no longer change: do it before the model is wrapped, or wrap the model again "
+            "and create a new optimizer"
         )
     return before[1]
 
 
 def layer_shards(job: SettledJob, chunks: Sequence[nn.Module], trained: Trained) -> LayerShards | None:
-    """The shards of a rank's chunks and the loss that the arguments ask for; None without --vocab-parallel."""
+    """The rank's vocabulary shards, and the token loss that the arguments select; None without --vocab-parallel."""
     if not job.settings.vocab_parallel:
         return None
     first, last = _ends(job, chunks)
@@ -133,8 +133,8 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
     dist.all_gather_object(ranks, (own, parts), group=group)
     shards = [said for said, _ in ranks]
-    # The group is ordered by pipeline rank, then by tensor rank. The tensor ranks of a stage have the same shares, so
-    # one is enough.
+    # The group is ordered by pipeline rank, then by tensor rank. All tensor ranks of a stage report the same shares, so
+    # one report is enough.
     by_stage = {}
     for stages, (_, rank_parts) in zip(
         job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True
@@ -153,7 +153,7 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
 
 
 def _trained_part(chunk: nn.Module) -> float:
-    """The trained share of the elements of a chunk's weight matrices; 1 if it has none."""
+    """The share of elements in a chunk's weight matrices that are trained; 1 if the chunk has no matrices."""
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")
@@ -173,8 +173,8 @@ def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
     frozen = [rank for rank, trained in said.items() if not trained]
     if frozen and len(frozen) < len(said):
         raise UserError(
-            f"the weight of {name} is frozen on {len(frozen)} of {len(said)} ranks (model-parallel ranks "
-            f"{', '.join(map(str, frozen))}), and --vocab-parallel has rows of it on all of them: freeze it on every "
-            f"rank, by the name of its parameter and not by pre_process or post_process, or on none"
+            f"the weight of {name} is frozen on only {len(frozen)} of the {len(said)} ranks among which "
+            f"--vocab-parallel splits it (model-parallel ranks {', '.join(map(str, frozen))}): freeze it on all of "
+            "them or on none, and select it by parameter name instead of by pre_process or post_process"
         )
     return not frozen

@@ -68,7 +68,7 @@ class WholeLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the chunk, inside this context, its whole layers instead of shards."""
+        """Inside this context, the chunk has its whole layers instead of shards."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -94,7 +94,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Keep a chunk's vocabulary layers before they are split."""
+    """Attach a chunk's whole vocabulary layers to it before they are split, so that an export view can show them."""
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -139,8 +139,8 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Fill a rank's `layers`, except those that are None, with its tensor rank's rows of a weight that is cut over all
-    ranks.
+    """Gather a weight that is cut over all ranks, and fill a rank's `layers` with the rows of its tensor rank; skip
+    None.
 
     Uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would open connections
     between pairs of ranks, which last as long as the job.
@@ -214,9 +214,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         if _cut_in(model_in(*args, **kwargs)):
             raise UserError(
-                "Megatron-Bridge loads Hugging Face's weights into whole vocabulary layers, but the vocabulary layers "
-                "of this model are split: load before the model is wrapped, as "
-                "to_megatron_provider(load_weights=True) does"
+                "Megatron-Bridge cannot load Hugging Face weights into this model, because its vocabulary layers are "
+                "already split: load them before the model is wrapped, as to_megatron_provider(load_weights=True) does"
             )
         return original(*args, **kwargs)
 
@@ -231,7 +230,7 @@ def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
         placement = current().placement
         if placement.last_rank + 1 == placement.ranks:
             original(self, megatron_model)
-        # Otherwise the last rank has no output layer. It needs no copy, because the shards of a tied weight are cut
+        # Otherwise the last rank has no output layer and needs no copy, because the shards of a tied weight are cut
         # from the embedding.
 
     return broadcast_shared_embeddings
@@ -244,7 +243,7 @@ BRIDGE_PATCHES = (
         Patch(
             f"{_BRIDGE}.{method}",
             make,
-            "exporters find whole vocabulary layers, on the ranks where plain runs have them",
+            "let exporters find whole vocabulary layers on the ranks that hold them in plain runs",
             signature,
         )
         for method, make, signature in (
@@ -272,13 +271,13 @@ BRIDGE_PATCHES = (
     Patch(
         f"{_BRIDGE}.load_weights_hf_to_megatron",
         _refusing,
-        "weights are not loaded into layers that are cut already",
+        "refuse to load weights into vocabulary layers that are already split",
         "(self, hf_pretrained, megatron_model, allowed_mismatched_params=None)",
     ),
     Patch(
         f"{_BRIDGE}._broadcast_shared_embeddings",
         _tying_by_stage,
-        "tied weights are loaded where a V has the output layer on the first rank",
+        "load tied weights in a V, whose output layer is on the first rank",
         "(self, megatron_model)",
     ),
 )

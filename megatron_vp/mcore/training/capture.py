@@ -1,8 +1,8 @@
 """Records the arguments that a user's `forward_step` passes to the model, without running the model.
 
 The runtime calls `forward_step(data_iterator, probe)`. The probe records the arguments of the call and returns a
-placeholder, and `forward_step` returns the placeholder and the loss function. Later, when the schedule reaches them,
-the runtime runs the passes of that microbatch. Thus Megatron scripts work without changes.
+placeholder, and `forward_step` returns the placeholder and the loss function. The runtime runs the microbatch's passes
+later, when the schedule reaches them. Megatron scripts therefore work without changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "decoder_input": "embeddings made outside the model",
     "output_processor": "an output processor",
 }
-"""Arguments of the model that our passes would ignore, and what each requests."""
+"""Arguments of the model that our passes would ignore, each with a description for the error message."""
 
 
 class Placeholder(torch.Tensor):
@@ -32,8 +32,8 @@ class Placeholder(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise UserError for every use, because the output does not exist yet."""
         raise UserError(
-            "this forward_step computes with the model's output, which does not exist yet when the schedule asks "
-            "for the microbatch: do that in the loss function, which receives the token losses"
+            "this forward_step computes with the model's output, which the schedule has not computed yet: move that "
+            "computation to the loss function, which receives the token losses"
         )
 
     __torch_dispatch__ = __torch_function__
@@ -91,7 +91,7 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data ends, and for scripts that our passes cannot serve. Like Megatron's own scripts,
+    Raises UserError if the data ends, and for scripts that our passes do not support. Like Megatron's own scripts,
     `forward_step` must call the model exactly once and return its output unchanged. It must not pass arguments that our
     passes would ignore.
     """
@@ -100,31 +100,29 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         output, loss_func = forward_step(data_iterator, probe)
     except StopIteration as end:
         raise UserError(
-            "the data ended in the middle of an iteration: the iterator that forward_step reads has no further "
-            "microbatch; "
-            "give the run more data or fewer --train-iters (--train-samples), or let the loader start over"
+            "the data iterator that forward_step reads ended in the middle of an iteration: provide more data, lower "
+            "--train-iters (or --train-samples), or let the loader start over"
         ) from end
     except TypeError as error:
         if data_iterator is not None or "NoneType" not in str(error):
             raise
         raise UserError(
-            "this forward_step reads data for a chunk in the middle of the model, and the script built none there: "
-            "make its is_dataset_built_on_rank return True for every stage, as packed sequences need; NVIDIA's "
-            "scripts do so with --sft alone, pretrain_gpt_vp.py also with --dataloader-inter-document-masking"
+            "this forward_step reads data on a middle stage, for which the script has built no dataset. Packed "
+            "sequences need their data on every stage: make is_dataset_built_on_rank return True there (NVIDIA's "
+            "scripts do so only with --sft, pretrain_gpt_vp.py also with --dataloader-inter-document-masking)"
         ) from error
     if len(probe.calls) != 1:
         raise UserError(
-            f"the schedule runs the model itself, with the arguments that forward_step passes in its one call; "
-            f"this forward_step called it {len(probe.calls)} times: call the model once, or leave --vocab-parallel and "
-            f"--pipeline-schedule out"
+            f"this forward_step called the model {len(probe.calls)} times, but the schedule runs one call per "
+            "microbatch: call the model exactly once, or leave --vocab-parallel and --pipeline-schedule out"
         )
     if output is not probe.output:
         raise UserError(
             "this forward_step does not return the model's output unchanged: return it unchanged, and do the rest in "
             "the loss function"
         )
-    # Loss functions may keep the model, here the probe, as NVIDIA's own does. The probe must not keep an attention mask
-    # alive.
+    # Like NVIDIA's own, a loss function may keep a reference to the model, which here is the probe. The probe must not
+    # keep an attention mask alive.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

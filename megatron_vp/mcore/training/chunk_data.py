@@ -40,8 +40,8 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """As the original, which is called once per chunk, except that a chunk without data keeps the lengths of the
-        validation sets.
+        """Call the original, which runs once per chunk, but keep the lengths of the validation sets if a chunk has no
+        data.
         """
         nonlocal given
         args = current().args
@@ -53,7 +53,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(args.eval_iters, list):
             _check_names(args.validation_set_names, len(args.eval_iters))
             if None in args.eval_iters:
-                # Before each evaluation, rank 0, which has data, tells the others.
+                # Before each evaluation, rank 0, which has data, sends the lengths to the other ranks.
                 args.eval_iters = counted or [0] * len(args.eval_iters)
         return iterators
 
@@ -63,8 +63,8 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 def _check_names(names: list[str] | None, sets: int) -> None:
     if names and len(names) != sets:
         raise UserError(
-            f"--validation-set-names gives {len(names)} names and there are {sets} validation sets: give one name for "
-            f"each, or leave the option out"
+            f"--validation-set-names gives {len(names)} names for {sets} validation sets: give one name per set, or "
+            "leave the option out"
         )
 
 
@@ -73,8 +73,8 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_and_print_results(
         prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
     ) -> Any:
-        """As the original, with regrouped iterators: for each validation set one per chunk, instead of for each chunk
-        one per set.
+        """Call the original with the iterators regrouped: a list of chunks for each validation set, instead of a list
+        of sets for each chunk.
         """
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
         if (
@@ -104,7 +104,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:evaluate_and_print_results",
         _by_validation_set,
-        "with several chunks, each chunk's data would be taken for that of a validation set",
+        "with several chunks, Megatron would mistake the data of each chunk for a validation set",
         "(prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, "
         "verbose=False, write_to_tensorboard=True, non_loss_data_func=None, pg_collection=None, "
         "p2p_communicator=None)",

@@ -18,7 +18,7 @@ _deferred: list[Callable[[], None]] | None = None
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Let `validate_result`, inside this context, only record its calls; at the end, the checks run in order.
+    """Inside this context, `validate_result` only records its calls. On exit, the checks run in order.
 
     Faults are still found before the optimizer step, as in Megatron's own schedules. After an exception, no checks run.
     """

@@ -1,5 +1,5 @@
-"""Rehearses training and evaluation before a job's first iteration, and logs the time and the host memory that this
-took.
+"""Rehearses training and evaluation before a job's first iteration and logs how long that took; also logs the host
+memory that offloading allocates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB, GIB = 2**20, 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 """A function that returns the schedule and the programs of all ranks, given the number of microbatches, whether
-gradients are computed, and sizes.
+gradients are computed, and the sizes of a microbatch.
 """
 
 
@@ -54,26 +54,26 @@ def rehearse(
         torch.cuda.synchronize()
     words = " and ".join("training" if trains else "evaluation" for _, trains in new)
     print_rank_0(
-        f"> rehearsed the pipeline for {words} in {time.perf_counter() - start:.2f} s: kernels of the vocabulary "
-        f"layers loaded, {pipeline.groups.communicators} communicators of this rank connected"
+        f"> rehearsed the pipeline for {words} in {time.perf_counter() - start:.2f} s: loaded the kernels of the "
+        f"vocabulary layers and connected {pipeline.groups.communicators} communicators of this rank"
     )
 
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Run an iteration inside this context, which logs the host memory that was allocated for offloading, and which
-    activations stay on the device.
+    """A context for one iteration. On exit, it logs the host memory that was allocated for offloading, and any
+    activations that could not be offloaded.
     """
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:
         for module, held in memory.held_elsewhere[chunk]:
             print_rank_0(
-                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device: something else still "
-                f"references what {module or 'the chunk'} saved"
+                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device, because other "
+                f"references keep tensors alive that {module or 'the chunk'} saved"
             )
     if memory.bytes > size:
         print_rank_0(
-            f"> allocated {(memory.bytes - size) / GIB:.2f} GiB of the host's memory for this rank's activations in "
+            f"> allocated {(memory.bytes - size) / GIB:.2f} GiB of host memory for this rank's activations in "
             f"{memory.seconds - seconds:.2f} s"
         )

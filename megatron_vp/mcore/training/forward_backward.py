@@ -58,7 +58,8 @@ def forward_backward(
     """Run one iteration under --pipeline-schedule; called like Megatron's `forward_backward_func`.
 
     Returns:
-        What the user's loss function reports, one entry per microbatch, on the last pipeline rank; empty elsewhere.
+        On the last pipeline rank, what the user's loss function reports, one entry per microbatch; empty on other
+        ranks.
 
     Raises:
         UserError: for arguments that our schedules do not support.
@@ -120,28 +121,28 @@ _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
     """Raise UserError for options of Megatron's schedule interface that our schedules do not support."""
     if collect_non_loss_data:
-        raise UserError(f"collecting non-loss data is not supported: {_LEAVE_OUT}")
+        raise UserError(f"collect_non_loss_data is not supported by our schedules: {_LEAVE_OUT}")
     if adjust_tensor_shapes_fn is not None:
-        raise UserError(f"adjusted tensor shapes (distillation) are not supported: {_LEAVE_OUT}")
+        raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
 
 
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     """Raise UserError for a p2p_communicator that is not Megatron's own or does not connect the ranks of this pipeline.
 
-    Megatron's own, which Megatron-Bridge always passes, is ignored, because our communicators replace it.
+    Megatron's own communicator, which Megatron-Bridge always passes, is ignored, because ours replace it.
     """
     if given is None:
         return
     if type(given) is not P2PCommunicator:
         raise UserError(
-            f"a p2p_communicator of the script's own, here a {type(given).__name__}, is not supported: every pipeline "
-            f"edge has its own communicator here; {_LEAVE_OUT}"
+            f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
+            f"use: pass a P2PCommunicator of Megatron or none, or {_LEAVE_OUT}"
         )
     ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
     if ranks != ours:
         raise UserError(
-            f"the p2p_communicator of this loop joins ranks {ranks}, and the pipeline of its model ranks {ours}: give "
-            f"it the pipeline group of the model, or {_LEAVE_OUT}"
+            f"this script's p2p_communicator connects ranks {ranks}, but the pipeline of its model has ranks {ours}: "
+            f"create it with the pipeline group of the model, or {_LEAVE_OUT}"
         )
 
 
@@ -160,28 +161,29 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules, and if
-    `agreed` does.
+    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules or that
+    `agreed` refuses.
     """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
     if others:
         raise UserError(
-            f"this script wraps its model in {type(others[0]).__name__}, but our passes put gradients into the buffers "
-            f"of Megatron's DistributedDataParallel: wrap it in that, with a distributed optimizer"
+            f"this script wraps its model in {type(others[0]).__name__}, but our passes write gradients to the "
+            "buffers of Megatron's DistributedDataParallel: wrap it in DistributedDataParallel, with a distributed "
+            "optimizer"
         )
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
     if pipeline is None and own_loop() is not None:
         raise UserError(
-            f"this script's {type(cores[0]).__name__} was built before megatron_vp.enable, or not as a GPTModel: call "
-            f"enable before the model is built, and build a GPTModel"
+            f"this script's {type(cores[0]).__name__} was built before the call of megatron_vp.enable, or is not a "
+            "GPTModel: call enable before the model is built, and build a GPTModel"
         )
     if pipeline is None:
         raise UserError(
             f"this script's {type(cores[0]).__name__} was built by a custom builder, which --vocab-parallel and "
-            "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both out"
+            "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both options out"
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     settled = current()
@@ -233,7 +235,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program, and record it for --rank-report and the like; evaluation is not recorded."""
+    """Run the program. In training, also record it for --rank-report and similar options."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(

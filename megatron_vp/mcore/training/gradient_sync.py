@@ -1,4 +1,4 @@
-"""Tells Megatron's data parallelism when a chunk's gradients are final, including those that autograd never sees."""
+"""Tells Megatron's data parallelism when a chunk's gradients are final, including gradients outside autograd."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class GradientSynchronisation:
     """Controls the gradient synchronisation of one chunk, wrapped in Megatron's DDP or not, in one iteration.
 
     Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
-    autograd's graph report through a hook. A weight that a pass T, IB or W accumulates is reported here, exactly once,
-    and only after `start`: until then, Megatron is told that more microbatches follow, and does not count reports.
+    autograd's graph report through a hook. A weight whose gradient a pass T, IB or W accumulates is reported here,
+    exactly once and only after `start`. Before `start`, Megatron expects more microbatches and does not count reports.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -29,7 +29,7 @@ class GradientSynchronisation:
         self._held.__enter__()
 
     def start(self) -> None:
-        """Let reports count from now on, and report the weights that are already complete."""
+        """Leave `no_sync`, so that reports count, and report the weights that are already complete."""
         self._held.__exit__(None, None, None)
         self._started = True
         for parameter in self._waiting:
@@ -43,8 +43,8 @@ class GradientSynchronisation:
             self._waiting.append(parameter)
 
     def finish(self, synchronise: Callable[..., Any] | None) -> None:
-        """End the schedule: start the synchronisation if it has not started, with Megatron's aligned start if there is
-        one.
+        """End the schedule: start the synchronisation if it has not started, through `synchronise` if Megatron aligns
+        its start between ranks.
         """
         if self._started:
             return

@@ -5,8 +5,8 @@ forwards and backwards. Graphs share buffers according to that order: an F reuse
 B came before. Megatron passes the order of its own 1F1B, so under another schedule an F would overwrite what a later B
 reads. This module passes the order of the job's schedule instead.
 
-Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so for them no order
-needs to be passed.
+Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so they need no order
+from this module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_vp.schedule.passes import PassKind, Schedule
 def graph_order(schedule: Schedule, rank: int) -> list[int]:
     """The forwards and backwards of a rank in order: c + 1 stands for F of chunk c, and -(c + 1) for its backward.
 
-    The order does not name microbatches. Those of a chunk must come in ascending order, both forwards and backwards,
-    and UserError is raised if they do not.
+    The list does not name microbatches, so the microbatches of a chunk must come in ascending order, both in forwards
+    and in backwards. Raises UserError if they do not.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     steps = [step for step in schedule.ranks[rank] if step.kind in signs]
@@ -36,8 +36,9 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
         way = signs[step.kind] * (step.chunk + 1)
         if step.microbatch != reached.get(way, 0):
             raise UserError(
-                f"--cuda-graph-impl transformer_engine replays the microbatches of a chunk in order, and on rank "
-                f"{rank} {step} comes before that of microbatch {reached.get(way, 0)}: use --cuda-graph-impl none"
+                "--cuda-graph-impl transformer_engine needs the microbatches of each chunk in ascending order, but on "
+                f"rank {rank} {step} comes before the same pass of microbatch {reached.get(way, 0)}: use "
+                "--cuda-graph-impl none"
             )
         reached[way] = step.microbatch + 1
     return [signs[step.kind] * (step.chunk + 1) for step in steps]

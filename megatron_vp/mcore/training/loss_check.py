@@ -36,8 +36,8 @@ class LossCheck:
         Args:
             loss: [], the loss of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_ks: the gradients of the loss with respect to the token losses, first those of the next token [b,
-                s], then those of further predictions; None in evaluation.
+            gradient_ks: the gradients of the loss with respect to the token losses, [b, s] for the next token, followed
+                by [b, s] for each further prediction; None in evaluation.
         """
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
@@ -61,17 +61,18 @@ class LossCheck:
         for microbatch, (_, outside, label) in zip(self._microbatches, verdicts, strict=True):
             if outside:
                 raise UserError(
-                    f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size}: the "
-                    f"data was made with another tokenizer, or the loss mask does not exclude ignored positions"
+                    f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "
+                    "tokens: use the tokenizer that the data was made with, and exclude ignored positions in the loss "
+                    "mask"
                 )
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report if a forward pass turned finite inputs (None for tokens) into NaN or infinity. Waits for the device."""
+    """Report if a forward pass produced NaN or infinity from finite input (None for tokens). Waits for the device."""
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
-            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} turned finite numbers into NaN "
-            f"or infinity"
+            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} produced NaN or infinity from "
+            "finite input"
         )
 
 

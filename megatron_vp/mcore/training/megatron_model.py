@@ -38,8 +38,8 @@ class MegatronModel:
         context_group: the ranks that hold the other parts of this rank's sequences. split_backward: whether pass B
             leaves weight gradients to a pass W.
         late_weights: the (chunk, microbatch) pairs with other passes between their B and W.
-        first_val_step: in evaluation, whether quantised weights may have changed since they were cached, as Megatron
-            passes it to a schedule; None if they may have.
+        first_val_step: the argument that Megatron passes to a schedule in evaluation. False means that cached quantised
+            weights are still valid; otherwise they may have changed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # If Megatron repeats an iteration because of an unexpected loss, the repetition is examined closely.
+        # Megatron repeats an iteration after an unexpected loss. In the repetition, look for the pass that produced it.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
@@ -87,7 +87,7 @@ class MegatronModel:
                 chunk.synchronisation.hold((no_sync or nullcontext)())
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Call the user's `forward_step` for a microbatch, which reads its data."""
+        """Read the data of a microbatch by calling the user's `forward_step`."""
         self._capture(self._chunks[chunk], microbatch)
 
     def tokens(self, microbatch: int) -> torch.Tensor:
@@ -117,12 +117,12 @@ class MegatronModel:
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # fp8 layers then quantise their weights again, because the optimizer has changed them. This includes
-        # evaluation.
+        # Let fp8 layers quantise their weights again, because the optimizer has changed them. Evaluation needs this
+        # too.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # A graph's backward always writes its gradient to the same buffer, which may still be in use by a send.
+        # A graph's backward always writes its gradient to the same buffer, which a send may still be reading.
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
@@ -130,7 +130,7 @@ class MegatronModel:
             output = part.model(*given.args, **given.kwargs, **self._output_options)
         part.core.set_input_tensor(None)
         if part.core.post_process:
-            # A copy, whose data `release_output` may free.
+            # Copy the output, because `release_output` may free its data.
             output = output.float().clone()
         elif output is taken:  # a hybrid segment without layers, whose input must outlive its output
             output = taken.clone()
@@ -175,7 +175,9 @@ class MegatronModel:
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the user's loss function, averaged and scaled as in Megatron's schedules; return g, [b, s] in fp32."""
+        """Run the user's loss function, with averaging and scaling as in Megatron's schedules. Return g, the gradient
+        with respect to the token losses, [b, s] in fp32.
+        """
         self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
@@ -195,7 +197,7 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report to Megatron's buckets, as autograd's hook would, a weight whose gradient autograd never sees."""
+        """Report a weight whose gradient autograd never sees to Megatron's buckets, as autograd's hook would."""
         for chunk in self._chunks:
             if chunk.owns(parameter):
                 chunk.synchronisation.complete(parameter)
@@ -204,7 +206,7 @@ class MegatronModel:
         """End the schedule: start the gradient synchronisations that have not started yet."""
         for chunk in self._chunks:
             # A loader's workers stop when the last reference to their iterator is dropped; with --exit-signal-handler,
-            # nothing else stops them. So this reference must not wait for the garbage collector.
+            # nothing else stops them. So drop this reference now, instead of leaving it to the garbage collector.
             chunk.data_iterator = None
         if not self._gradients:
             return
@@ -234,10 +236,10 @@ class MegatronModel:
         value = self._capture(chunk, microbatch).argument(name)
         expected = (self._shapes.batch, self._shapes.sequence)
         if value is None or tuple(value.shape) != expected:
-            found = "nothing" if value is None else f"a tensor {list(value.shape)}"
+            found = "nothing" if value is None else f"shape {list(value.shape)}"
             raise UserError(
-                f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {list(expected)} from "
-                f"forward_step's call of the model, and got {found} for microbatch {microbatch}"
+                f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {list(expected)}, but "
+                f"forward_step passed {found} to the model for microbatch {microbatch}"
             )
         return value.contiguous()
 
@@ -246,7 +248,8 @@ class MegatronModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """End a forward as Megatron's schedules do: compute loss and token count on the last stage, and stop the timer.
 
-        On every stage, this also scales the gradients of losses that layers add themselves, such as that of a router.
+        On every stage, this also scales the gradients of losses that layers add themselves, such as a router's
+        load-balancing loss.
         """
         return schedules.forward_step_calc_loss(
             chunk.model,
@@ -312,8 +315,8 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Require that microbatch 0 comes first, because its fused products in Transformer Engine's layers overwrite
-        main_grad.
+        """Check that microbatch 0 comes first, because Transformer Engine's fused products overwrite main_grad for it
+        and add to main_grad for all others.
         """
         assert self._weight_passes or not microbatch, "the weight gradient of microbatch 0 is not the first"
         self._weight_passes += 1

@@ -1,7 +1,7 @@
 """Checks packed sequences: documents laid end to end in one sequence, whose boundaries every attention layer needs.
 
 Megatron calls the format THD. Each rank reads the boundaries with its own data and passes them to its chunks, so the
-pipeline transports only activations of one shape, as always.
+pipeline still transports only activations of one shape.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
     ends = getattr(packed, "cu_seqlens_q", None)
     if getattr(packed, "qkv_format", None) != "thd" or ends is None:
         raise UserError(
-            f"this forward_step calls the model with packed sequences in the format "
-            f"{getattr(packed, 'qkv_format', None)}: the format has to be thd, with cu_seqlens_q; change that, or "
-            f"leave --vocab-parallel and --pipeline-schedule out"
+            f"this forward_step passes packed sequences in the format {getattr(packed, 'qkv_format', None)} to the "
+            "model, but only thd with cu_seqlens_q is supported: use that, or leave --vocab-parallel and "
+            "--pipeline-schedule out"
         )
     if packed.local_cp_size is not None:
         raise UserError(
-            "packed sequences cut over context-parallel groups of their own (--hybrid-context-parallel) are not "
-            "supported: every microbatch must have the same shape; leave it out"
+            "--hybrid-context-parallel, which gives packed sequences their own context-parallel groups, is not "
+            "supported, because every microbatch must have the same shape: leave it out"
         )
     padded = packed.cu_seqlens_q_padded
     if shapes.mtp_depth:
         _check_further_predictions(context_size, padded is not None and padded is not ends)
     if shapes.batch > 1:
         raise UserError(
-            f"packed sequences in a micro batch of {shapes.batch}: joined into one sequence, they would not have the "
-            f"shape for which receives are posted; use --micro-batch-size 1, or --sft or "
-            "--dataloader-inter-document-masking, "
-            f"which announce it"
+            f"packed sequences with --micro-batch-size {shapes.batch} are supported only with --sft or "
+            "--dataloader-inter-document-masking, because otherwise the schedule expects separate sequences: use one "
+            "of these options, or --micro-batch-size 1"
         )
     for name in ("input_ids", "labels"):
         value = captured.argument(name)
@@ -65,21 +64,20 @@ def _check_further_predictions(context_size: int, has_gaps: bool) -> None:
         raise UserError(FURTHER_PREDICTIONS_IN_PIECES)
     if has_gaps:
         raise UserError(
-            "--mtp-num-layers and packed sequences with padding between documents (cu_seqlens_q_padded) are not "
-            "supported: Megatron shifts labels by the lengths without it, which do not say where documents lie; pad "
-            "packs at their end only, or leave --mtp-num-layers out"
+            "--mtp-num-layers does not support packed sequences with padding between documents (cu_seqlens_q_padded), "
+            "because Megatron shifts labels by the unpadded lengths: pad packs only at the end, or leave "
+            "--mtp-num-layers out"
         )
 
 
 FURTHER_PREDICTIONS_IN_PIECES = (
-    "--context-parallel-size with packed sequences and --mtp-num-layers is not supported: the tokens that follow a "
-    "position "
-    "may be in another piece of the document, on another rank; use one of them"
+    "--mtp-num-layers with packed sequences does not support --context-parallel-size above 1, because the next tokens "
+    "of a document may be on another rank: leave one of these options out"
 )
 
 
 def _different_lengths(shapes: Shapes, found: str) -> UserError:
     return UserError(
-        f"packed sequences of different lengths: receives are posted for one shape, {shapes.sequence} tokens, and this "
-        f"forward_step gave the model {found}; pad every pack to --seq-length"
+        f"forward_step passed {found} to the model, but every packed sequence must have {shapes.sequence} tokens, "
+        "because receives are posted for one shape: pad every pack to --seq-length"
     )

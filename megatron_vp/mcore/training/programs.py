@@ -25,9 +25,9 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
 
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
-    """The costs by which passes are ordered, without the gradients of frozen weights. W takes only the trained share of
-    its time. For frozen rows, IB takes no time; T takes no time either, except that with vocab-1 it still computes one
-    of its two products, dX, in half of its time.
+    """Leave the gradients of frozen weights out of the costs that decide the order of passes. W takes only the trained
+    share of its time. IB takes no time if the embedding is frozen. If the output layer is frozen, T takes no time,
+    except with vocab-1: there it still computes one of its two products, dX, in half of its time.
     """
     if trained.everything:
         return costs

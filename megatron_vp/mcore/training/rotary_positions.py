@@ -1,4 +1,4 @@
-"""Rotary positions where Megatron's own CUDA graphs of layers (`--cuda-graph-impl local`) are recorded."""
+"""Gives each microbatch its own rotary positions, which Megatron's CUDA graphs (`--cuda-graph-impl local`) need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 
 @contextmanager
 def own_positions(model: torch.nn.Module) -> Iterator[None]:
-    """Give a microbatch rotary positions of its own, where Megatron keeps one tensor of them for all.
-
-    Megatron captures no backward before the last forward that takes the same tensor is captured.
+    """Inside this context, the model copies its rotary positions for every forward, instead of sharing one tensor. If
+    forwards share a tensor, Megatron captures none of their backwards before the last of these forwards.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
@@ -27,7 +26,7 @@ def own_positions(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _copies(positions: Any) -> Any:
-    """Of a tensor, or of the tensor that a tuple starts with."""
+    """Copy a tensor, or the first tensor of a tuple."""
     if isinstance(positions, tuple):
         return _copies(positions[0]), *positions[1:]
     return positions.clone()

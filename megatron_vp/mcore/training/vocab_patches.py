@@ -46,8 +46,8 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import print_rank_0
 
         print_rank_0(
-            "theoretical memory footprints are not printed: Megatron's formula places the whole vocabulary layers on "
-            "the first and last pipeline rank"
+            "theoretical memory footprints are not printed, because Megatron's formula assumes whole vocabulary "
+            "layers on the first and last pipeline rank"
         )
 
     return report_theoretical_memory
@@ -70,32 +70,33 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelGPTBuilder",
-        "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
+        "place or shard the vocabulary layers of models from Megatron's GPT builder",
         "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelHybridBuilder",
-        "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
+        "place or shard the vocabulary layers of models from Megatron's hybrid builder",
         "value",
     ),
     Patch(
         "megatron.training.training:get_model",
         _get_model,
-        "place or shard the vocabulary layers of models that a script's own model_provider makes",
+        "place or shard the vocabulary layers of models from a script's own model_provider",
         "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
         "pg_collection=None)",
     ),
     Patch(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
         _deferring,
-        "check losses and gradients at the end of an iteration: within the schedule the host would wait for the device",
+        "check losses and gradients only at the end of an iteration, because each check makes the host wait for the "
+        "device",
         "(self, result, rejection_func, message, comparison_func=None, tolerance=0.0, fatal=True)",
     ),
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
         _graph_inputs,
-        "CUDA graphs of layers share buffers by the order of passes: that of --pipeline-schedule",
+        "capture CUDA graphs of layers in the order of passes of --pipeline-schedule, because they share buffers",
         "(self)",
     ),
 )
@@ -105,13 +106,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
         lambda original: lambda self: False,
-        "no rank keeps a copy of the whole word embedding, so there is none to make equal when models are built",
+        "no rank holds a copy of the whole word embedding that Megatron would have to synchronise at startup",
         "(self)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
         _counting_argmax,
-        "no rank holds the whole logits of a further head: its hits are counted from the softmax statistics",
+        "count the accepted predictions of MTP heads from softmax statistics, because no rank holds their whole logits",
         "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
 )
@@ -121,7 +122,7 @@ ESTIMATE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training:report_theoretical_memory",
         _theoretical_memory,
-        "Megatron's estimate places both vocabulary layers whole on single ranks",
+        "Megatron's estimate assumes whole vocabulary layers on single ranks",
         "(args, num_microbatches=None, verbose=False)",
     ),
 )
