@@ -19,7 +19,9 @@ Handler = Callable[[int, int], None]
 
 
 class VocabLayers(Protocol):
-    """Interface of the vocabulary layers, which make the input of virtual stage 0 and use the last stage's output."""
+    """Interface of the vocabulary layers, which provide the input of virtual stage 0 and consume the last stage's
+    output.
+    """
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -35,7 +37,9 @@ class VocabLayers(Protocol):
         """Handle the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return labels, int64 [b, s], that it needs but its rank does not read."""
+        """Prepare the last stage's forward; return labels, int64 [b, s], if it needs them and its rank does not read
+        them.
+        """
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Take the last stage's output, detached from the autograd graph."""
@@ -44,7 +48,7 @@ class VocabLayers(Protocol):
         """Return the gradient of the last stage's output."""
 
     def finish_last(self, microbatch: int) -> None:
-        """Do what remains after the backward of the last stage."""
+        """Finish the work that depends on the backward of the last stage."""
 
     def loss(self, microbatch: int) -> None:
         """Run the user's loss function, on rank p-1."""
@@ -58,7 +62,8 @@ class ChunkPasses:
         placement: the virtual stage of each chunk of each rank.
         gradients: False in evaluation.
         split_backward: whether B computes only the input gradient and a W follows.
-        offload: moves what the forwards of some chunks save to the host; None if everything stays on the device.
+        offload: moves tensors that the forwards of some chunks save to the host; None if everything stays on the
+            device.
     """
 
     def __init__(
@@ -85,7 +90,8 @@ class ChunkPasses:
     def handlers(self) -> dict[PassKind, Handler]:
         """The handlers of F, B, W and BW.
 
-        They are made on demand: an object that stored its own bound methods would be a reference cycle, freed late.
+        They are made on demand: an object that stored its own bound methods would be a reference cycle, which only the
+        garbage collector frees.
         """
         return {
             PassKind.F: self._forward,

@@ -1,10 +1,10 @@
 """Puts the clocks of a pipeline's ranks on one time axis, with an error bound.
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
-rank 0's. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o` down
-to an interval. Its middle is used, and half its width bounds the error: about half the time of the fastest all-gather.
-Ranks on rank 0's host read the same clock as rank 0, so their offset is exactly 0. On GPUs, the recorder also relates
-the device's clock to its host's, by an event that the host waits for.
+rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`
+down to an interval. The middle of the interval is used. Half its width bounds the error, and is about half the time of
+the fastest all-gather. Ranks on rank 0's host read the same clock as rank 0, so their offset is exactly 0. On GPUs, the
+recorder also relates the device's clock to the host's clock, through an event for which the host waits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs the vocabulary collectives of one iteration, and defines what each moves from which pass to which.
+"""Runs the vocabulary collectives of one iteration, and defines which data each of them moves between which passes.
 
 All collectives run on the second stream, in the order that lowering decided. `post` passes buffers to that stream, and
 `wait` puts results into the store, where the passes find them. All buffers are allocated here, on the compute stream;
 functions on the second stream only fill them (`megatron_vp.runtime.streams` explains why).
 
 A member without vocabulary rows takes part because it reads tokens or labels, receives embedding rows, or sends the
-output layer's input. Where other members contribute results of their shards, it contributes neutral values: no rows,
-the statistics of an empty shard, and zero gradients.
+output layer's input. In place of the results that other members compute from their shards, it contributes neutral
+values: no rows, the statistics of an empty shard, and zero gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerShards:
-    """The vocabulary layers of this rank, which share one weight if they are tied, and the loss of a token.
+    """The vocabulary layers of this rank, which share one weight if they are tied, and the token loss.
 
     A rank without vocabulary rows has neither layer.
 
@@ -152,7 +152,9 @@ class VocabularyCollectives:
         """End the iteration: later work waits for the second stream, and every awaited result must have been used."""
         self._stream.synchronise()
         self._unawaited.clear()
-        assert not self._posted, f"communicated but never used: {[str(collective) for collective in self._posted]}"
+        assert not self._posted, (
+            f"collectives were posted but never awaited: {[str(collective) for collective in self._posted]}"
+        )
 
     def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Send token ids from the first pipeline rank and labels from the last, which read them, to all members."""
@@ -178,7 +180,8 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # IF (on ranks with rows) and EMBED use it; IB and EMBED_GRAD use it, too, unless the embedding is frozen.
+            # IF (on ranks with rows) and EMBED use the exchange. Unless the embedding is frozen, IB and EMBED_GRAD use
+            # it, too.
             uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
@@ -190,7 +193,7 @@ class VocabularyCollectives:
         """Send embedding rows from their owners to virtual stage 0 and, for multi-token prediction, to the last stage.
 
         Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add up
-        what the pipelines sent.
+        the rows from all pipelines.
         """
         exchange = self._row_exchange(microbatch)
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
@@ -317,10 +320,11 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Prepare the sum of all shards' parts of dX / g on the last stage: return what computes it, and its buffer.
+        """Prepare the sum of all shards' parts of dX / g on the last stage: return the function that computes it, and
+        its buffer.
 
         With sequence parallelism, each tensor rank of the last stage gets the rows of its own tokens. Every stage first
-        sums over its tensor ranks, so that only those rows leave it.
+        sums over its tensor ranks, so that it sends only those rows.
         """
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
@@ -337,7 +341,7 @@ class VocabularyCollectives:
         return communicate, sum_nh
 
     def _row_exchange(self, microbatch: int) -> RowExchange | None:
-        """The owner of each token; None on a rank that neither owns embedding rows nor receives them."""
+        """Take the microbatch's row exchange; None on a rank that neither owns embedding rows nor receives them."""
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
@@ -352,7 +356,7 @@ class VocabularyCollectives:
     def _no_gradient(self) -> torch.Tensor:
         """The part of dX / g that a rank without rows contributes: zeros.
 
-        [outputs, h]; with sequence parallelism only the rank's own tokens, [outputs / sp_size, h].
+        The shape is [outputs, h] or, with sequence parallelism, [outputs / sp_size, h] for the rank's own tokens.
         """
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 

@@ -30,7 +30,7 @@ class Communicator(Protocol):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> None:
-        """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from it.
+        """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from every r.
 
         The rows of both tensors are in rank order. Sender and receiver both know the counts.
         """
@@ -155,7 +155,7 @@ class LoneCommunicator:
         gathered.copy_(own.expand_as(gathered))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Do nothing: there are no other ranks whose tensors to add."""
+        """Do nothing: no other rank has a tensor to add."""
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]

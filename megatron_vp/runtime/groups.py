@@ -1,7 +1,8 @@
-"""Creates a pipeline's process groups: for the vocabulary collectives, and one for each directed edge and channel.
+"""Creates a pipeline's process groups: groups for the vocabulary collectives, and one group per directed edge and
+channel.
 
-Each communicator carries one kind of traffic, in one order. So no send can match the wrong receive, and no message
-waits behind an unrelated one.
+Each communicator carries one kind of traffic, in one order. Therefore no send can match the wrong receive, and no
+message waits behind an unrelated one.
 
 With tensor parallelism, a model replica consists of t pipelines of p ranks side by side, and the vocabulary is cut into
 p x t shards. Data that every rank needs whole (tokens, X, g) travels within each pipeline. The t ranks of a stage
@@ -24,12 +25,12 @@ from megatron_vp.schedule.communicators import CHANNELS, Edge
 CTAS = CHANNELS
 """Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations, which run
 next to transformer passes. An operation occupies them even while it waits for a peer. By NCCL's default, a receive over
-NVLink would occupy up to 32 until its message arrives, and the receives of all edges together nearly a whole device.
-Not yet measured on a GPU.
+NVLink would occupy up to 32 until its message arrives, and the receives of all edges together would occupy nearly a
+whole device. Not yet measured on a GPU.
 """
 EDGE_CTAS = CTAS
-"""The same limit for a message. A middle rank waits for some message nearly all the time, so fewer blocks might leave
-more of the device to the passes.
+"""The same limit for a message between two ranks. A middle rank nearly always waits for some message, so fewer blocks
+might leave more of the device to the passes.
 """
 
 
@@ -118,7 +119,7 @@ class PipelineGroups:
                     whole = communicator(pipeline)
                     part = whole if vocabulary is pipeline else communicator(vocabulary) if rank in joined else None
                     mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, whole)
-        assert mine is not None, f"rank {dist.get_rank()} is in none of the replicas"
+        assert mine is not None, f"rank {dist.get_rank()} belongs to none of the model replicas"
         return mine
 
 

@@ -37,7 +37,7 @@ def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 class HostSlot:
-    """Room for the tensors that one forward saved; `chunk` is None if the slot was made for a single use."""
+    """Host memory for the tensors that one forward saved; `chunk` is None if the slot was made for a single use."""
 
     def __init__(self, memory: torch.Tensor, chunk: int | None) -> None:
         self._memory = memory
@@ -70,7 +70,7 @@ class HostMemory:
         """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
         """By chunk, the module and the bytes of each tensor that a forward saves but that stays on the device, because
-        something else also holds it.
+        another reference keeps it alive.
         """
         self.seconds = 0.0
         """Time spent on allocating the blocks, in seconds."""
@@ -108,7 +108,7 @@ class HostMemory:
 
     def _add_block(self, chunk: int) -> None:
         size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
-        assert count > 0, f"chunk {chunk} fills more slots than its program says"
+        assert count > 0, f"chunk {chunk} fills more slots than its program needs"
         start = time.perf_counter()
         block = _pinned(size * count) if self._pins else _unpinned(size * count)
         self._blocks.append(block)
@@ -118,7 +118,7 @@ class HostMemory:
 
 
 def _unpinned(size: int) -> torch.Tensor:
-    # Fake tensors serve to count the device's memory; the meta device keeps host memory out of that count.
+    # Fake tensors are used to count device memory. The meta device keeps host memory out of this count.
     device = "meta" if isinstance(torch.empty(0), FakeTensor) else "cpu"
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -129,8 +129,8 @@ def _pinned(size: int) -> torch.Tensor:
     error = runtime.cudaHostRegister(block.data_ptr(), size, 0) if size else runtime.cudaError.success
     if error != runtime.cudaError.success:
         raise UserError(
-            f"{size / GIB:.2f} GiB of the host's memory cannot be pinned for activations ({error}): offload fewer "
-            "chunks (--offload-chunks), or raise the limit on locked memory (ulimit -l)"
+            f"cannot pin {size / GIB:.2f} GiB of host memory for activations ({error}): offload fewer chunks "
+            "(--offload-chunks), or raise the limit on locked memory (ulimit -l)"
         )
     return block
 

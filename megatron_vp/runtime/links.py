@@ -44,7 +44,9 @@ class Links:
 
     def finish(self) -> None:
         """Wait until all sends of the iteration are complete."""
-        assert not self._receiving, f"received but never used: {[str(message) for message in self._receiving]}"
+        assert not self._receiving, (
+            f"messages were received but never awaited: {[str(message) for message in self._receiving]}"
+        )
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

@@ -13,8 +13,9 @@ class Shapes:
     """Sizes of one microbatch: b sequences of s tokens, hidden size h; the n = s * b tokens are in s-major order.
 
     mtp_depth: number of tokens that multi-token prediction predicts beyond the next one. The last stage outputs a state
-        for each token and prediction: first those of all tokens for the first prediction, then those for the second.
-    cp_chunks: with context parallelism, the s positions are this many equally long chunks of a longer sequence.
+        for each token and prediction: first the states of all tokens for the first prediction, then the states for the
+        second, and so on.
+    cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks that split activations between chunks along s (sequence parallelism), and this
         rank's position among them. The last stage's whole output is ordered by these ranks first, then by prediction.
     """
@@ -65,7 +66,7 @@ class Shapes:
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
-        """From values laid out like `token_ids`, [b, e, ...], select those `depth` positions ahead, [b, s, ...]."""
+        """From values laid out like `token_ids`, [b, e, ...], take the values `depth` positions ahead, [b, s, ...]."""
         if not depth:
             return values_be[:, : self.sequence]
         own, following = (
@@ -88,10 +89,9 @@ class Shapes:
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
-        """An empty int64 buffer [b, e] for the ids of the s positions, then of those that follow.
-
-        Here e = s + cp_chunks * mtp_depth: chunk by chunk, the `mtp_depth` positions after the chunk follow. Positions
-        beyond the end of the sequence hold token 0, as in Megatron.
+        """An empty int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. Here e = s
+        + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions that follow it.
+        Positions beyond the end of the sequence hold token 0, as in Megatron.
         """
         following = self.cp_chunks * self.mtp_depth
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
@@ -120,7 +120,7 @@ class Model(Protocol):
         """
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Take the embedding rows that multi-token prediction uses in the next `forward` of the last virtual stage.
+        """Receive the embedding rows that multi-token prediction uses in the next `forward` of the last virtual stage.
 
         The rows, [b e, h], are in the order of `Shapes.token_ids`. Called only if `Shapes.mtp_depth` is above 0.
         """

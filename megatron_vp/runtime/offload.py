@@ -1,10 +1,10 @@
 """Moves the tensors that a chunk's forward saves for its backward to host memory and back.
 
-During F, every saved tensor is packed into a handle. After F, those storages move to which nothing else refers, so
-parameters, caches and shared masks stay. Each such storage is copied out as a whole. Pass O then drops it, pass R
-allocates a new one, the copy back fills that, and the backward unpacks views of it. Device memory is allocated and
-freed only on the compute stream, so the order of the passes determines how much is in use (PipeOffload, arXiv
-2503.01328, appendix C).
+During F, every saved tensor is packed into a handle. After F, every storage to which nothing else refers is copied to
+the host as a whole. Parameters, caches and shared masks therefore stay. Pass O frees the storage on the device, pass R
+allocates a new one, the copy back fills it, and the backward unpacks views of it. Device memory is allocated and freed
+only on the compute stream, so the order of the passes determines how much is in use (PipeOffload, arXiv 2503.01328,
+appendix C).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SavedTensor(NamedTuple):
 
     def unpack(self) -> torch.Tensor:
         """Return a new tensor with the saved values."""
-        assert self.storage.bytes is not None, "a backward reads activations that are in the host's memory"
+        assert self.storage.bytes is not None, "a backward needs activations that are still in host memory"
         return self.storage.bytes.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
@@ -88,13 +88,15 @@ class SavedForward:
         self.sizes: list[int] = []
         """Sizes of `moving` in bytes."""
         self.staying: list[SavedStorage] = []
-        """Storages that stay on the device because something else also refers to them."""
+        """Storages that stay on the device because other references keep them alive."""
         self.slot: HostSlot | None = None
         """The host slot that holds the copy."""
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture what autograd saves in this context; `names_modules` also captures the modules, at a small cost."""
+        """Capture the tensors that autograd saves in this context and, with `names_modules`, the modules that save
+        them.
+        """
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -183,7 +185,9 @@ class Offload:
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """Context around F that collects what an offloaded chunk saves for its backward; None for other chunks."""
+        """A context for F that collects the tensors that an offloaded chunk saves for its backward; None for other
+        chunks.
+        """
         if chunk not in self.chunks:
             yield None
             return
@@ -194,8 +198,8 @@ class Offload:
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
         """Divide the saved storages after the forward; see `SavedForward.close`.
 
-        Comparing a chunk's first two forwards shows which activations wrongly stay on the device: storages that
-        something else holds but that differ between the two forwards, unlike parameters and caches.
+        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. Other references
+        keep their storages alive, as for parameters and caches, but the storages differ between the two forwards.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -215,7 +219,7 @@ class Offload:
         self._store.put(Slot.OFFLOADED_GRAPH, microbatch, graph, at=chunk)
 
     def _return(self, microbatch: int, chunk: int) -> None:
-        """Pass R: allocate room for the copy back, on the compute stream."""
+        """Pass R: allocate device memory for the copy back, on the compute stream."""
         graph = self._store.take(Slot.OFFLOADED_GRAPH, microbatch, at=chunk)
         self._store.put(Slot.CHUNK_GRAPH, microbatch, graph, at=chunk)
         saved = self._saved[microbatch, chunk]
@@ -250,7 +254,7 @@ class Offload:
     def finish(self) -> None:
         """End the iteration: later work waits for the copies, and each of them must have been used."""
         self._stream.synchronise()
-        assert not self._events, f"copied but never used: {[str(copy) for copy in self._events]}"
+        assert not self._events, f"copies were posted but never awaited: {[str(copy) for copy in self._events]}"
 
 
 def _unpack(saved: Any) -> torch.Tensor:

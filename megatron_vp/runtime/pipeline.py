@@ -72,7 +72,7 @@ class _Messages:
 
 @dataclass(frozen=True)
 class Report:
-    """What the runtime has counted in one iteration of one rank."""
+    """Counts from one iteration on one rank."""
 
     peak_in_flight: float
     """Largest number of activations held at once, in microbatches of a whole rank."""
@@ -142,7 +142,7 @@ class Pipeline:
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule holds forward passes only.
             observer: watches the instructions and the collectives.
-            rehearsal: whether the iteration is a rehearsal, which is not one of the job's iterations.
+            rehearsal: whether this is a rehearsal, which does not count as an iteration of the job.
         """
         placement, rank = schedule.placement, self.groups.rank
         observer = observer or Unobserved()
@@ -220,7 +220,7 @@ class Pipeline:
     ) -> Offload | None:
         """The offload of a program with copies to the host; None for other programs.
 
-        A rehearsal uses separate host memory, because what it saves is too small to show the size of a slot.
+        A rehearsal uses separate host memory, because its tensors are too small to show how large a slot must be.
         """
         slots = slots_by_chunk(program.instructions)
         if not slots:

@@ -87,7 +87,8 @@ class Progress:
         self.collective: Operation | None = None
         """The operation that the second stream is running on CPU, in a thread of the host."""
         self.others: Callable[[], str] = str
-        """Called if a connection breaks, for a text that names the ranks that hold up the pipeline; set by a watchdog.
+        """Returns a text that names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets
+        it.
         """
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
@@ -96,9 +97,8 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Context of one iteration.
-
-        A broken connection becomes PeerLost; other errors get a note that says where the rank was.
+        """A context for one iteration. An error about a lost connection becomes PeerLost; other errors get a note that
+        says where the rank was.
         """
         self.iteration += not rehearsal
         try:

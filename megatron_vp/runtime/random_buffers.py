@@ -1,7 +1,7 @@
-"""Buffers for a rank without peers, filled with numbers in place of what a peer would have sent.
+"""Buffers for a rank without peers, filled with numbers in place of data from peers.
 
 They are used for timing, so the numbers are finite and of ordinary size. NaN and denormal numbers are slow on a CPU,
-and on a GPU the values that move affect the power draw and thus the clock.
+and on a GPU the values affect the power draw and thus the clock rate.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Work = Instruction | Operation | PassKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end of some work in nanoseconds of this host's `perf_counter`, and the milliseconds it computed.
+    """Start and end of some work in nanoseconds of this host's `perf_counter`, and its compute time in milliseconds.
 
     issued: milliseconds that the host spent on the work. On a GPU, the host should run ahead: if `issued` exceeds
         `computed`, the device waited for launches.
@@ -140,7 +140,7 @@ class Recorder:
 
     @contextmanager
     def span(self, work: Work) -> Iterator[None]:
-        """Time what runs in this context; two threads may do so at once."""
+        """Time the work in this context; two threads may do so at the same time."""
         began, start = time.perf_counter_ns(), self._clock.mark()
         yield
         end = self._clock.mark()

@@ -17,7 +17,9 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""One microbatch has many words of every shard; in the other two, all shards but one have only one or two words."""
+"""The first microbatch uses many rows of every shard. Each of the other two uses only one or two rows of all shards but
+one.
+"""
 
 
 class RehearsalModel:

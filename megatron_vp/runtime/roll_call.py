@@ -26,7 +26,7 @@ _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
 """Seconds that the store may take to record a rank's answer."""
 _LONGEST_WORD = 4096
-"""Maximum number of bytes to read of a peer's record in the store."""
+"""Maximum number of bytes to read from a peer's record in the store."""
 
 
 class RollCall:
@@ -59,8 +59,9 @@ class RollCall:
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
         """Record this rank's place, and return a text that names the ranks that hold up the pipeline.
 
-        These are the ranks that do not wait for others, then those without a record. Returns soon after `seconds`,
-        whatever the store does. A slow machine waits longer, because the thread that asks counts rounds, not seconds.
+        The text lists the ranks that do not wait for others, then the ranks without a record. This returns soon after
+        `seconds`, even if the store does not respond. It takes longer on a slow machine, because the thread that asks
+        counts rounds, not seconds.
 
         Args:
             seconds: time that other ranks have to answer, on an idle machine.

@@ -1,4 +1,4 @@
-"""Sharded vocabulary layers: the passes IF, S, T and IB, and what they exchange with F and B."""
+"""Sharded vocabulary layers: the passes IF, S, T and IB, and the data that they exchange with F and B."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardedVocabLayers:
         layer_shards: the shards of this rank.
         reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
         method: vocab-1 or vocab-2.
-        microbatches: m; tells which contribution to a weight's gradient is the last.
+        microbatches: m, from which follows which contribution to a weight's gradient is the last.
         gradients: False in evaluation.
     """
 
@@ -73,7 +73,7 @@ class ShardedVocabLayers:
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the embedding rows that all ranks have looked up, and the first layer's input made from them."""
-        # A separate tensor: something else may still hold the rows when the leaf's data is freed.
+        # The leaf is a separate tensor, because the rows may still be in use elsewhere when the leaf's data is freed.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
         if self._shapes.mtp_depth:
@@ -94,7 +94,7 @@ class ShardedVocabLayers:
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Keep X [n, h] for the S of all ranks; with sequence parallelism, X has only this rank's rows."""
+        """Keep X [n, h] for pass S of all ranks; with sequence parallelism, X has only this rank's rows."""
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
@@ -174,7 +174,9 @@ class ShardedVocabLayers:
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """Count a contribution to a weight's gradient, and tell the model after the last; frozen weights get none."""
+        """Count a contribution to a weight's gradient, and tell the model when it was the last. Frozen weights are not
+        counted.
+        """
         if weight not in self._contributions:
             return
         self._contributions[weight] -= 1

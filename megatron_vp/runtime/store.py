@@ -160,7 +160,7 @@ class Store:
     def put(self, slot: Slot, microbatch: int, value: Any, *, at: int | None = None, uses: int = 1) -> None:
         """Keep a new value until it has been taken `uses` times; `at` is its stage or chunk."""
         key = _key(slot, microbatch, at)
-        assert key not in self._values, f"{_words(key)} is kept already"
+        assert key not in self._values, f"{_words(key)} is already in the store"
         if uses:
             self._values[key] = (value, uses)
             if slot in HOLDS:
@@ -169,7 +169,7 @@ class Store:
     def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
         """Return a value; its last use removes it."""
         key = _key(slot, microbatch, at)
-        assert key in self._values, f"{_words(key)} was taken before it was put, or has been used up"
+        assert key in self._values, f"{_words(key)} is not in the store: it was taken too early or too often"
         value, uses = self._values.pop(key)
         if uses > 1:
             self._values[key] = (value, uses - 1)
@@ -179,13 +179,17 @@ class Store:
 
     def assert_empty(self) -> None:
         """Check that no value is left at the end of an iteration."""
-        assert not self._values, f"left over at the end of an iteration: {sorted(map(_words, self._values))}"
+        assert not self._values, (
+            f"values were left in the store at the end of an iteration: {sorted(map(_words, self._values))}"
+        )
 
     def assert_peaks(self, promised: Mapping[Held, int]) -> None:
-        """Check that the iteration's peaks equal those of its program's passes: see `Program.peaks`."""
+        """Check that the iteration's peaks equal the peaks of its program's passes; see `Program.peaks`."""
         for held, peak in promised.items():
             found = self.held[held].peak
-            assert found == peak, f"held {held} of {found} microbatches at once where the program's passes hold {peak}"
+            assert found == peak, (
+                f"the iteration held {held} of {found} microbatches at once, but its program expects {peak}"
+            )
 
 
 def _key(slot: Slot, microbatch: int, at: int | None) -> Key:

@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class CudaEvent:
-    """A device event, with the function whose buffers must outlive it."""
+    """A device event, and the function whose buffers must stay allocated until then."""
 
     def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
         self._event = event
@@ -150,7 +150,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread; after an error, all that follows fails, too, because collectives may no longer match.
+    """One worker thread. After an error, all later functions fail, too, because collectives may no longer match.
 
     The thread is a daemon, because a process that fails must be able to exit while a collective still waits for its
     peers.
@@ -198,7 +198,7 @@ class FinishedEvent:
 
 
 class InlineStream:
-    """Runs functions immediately, for a rank without peers on CPU: there they have nothing to wait for."""
+    """Runs functions immediately, for a rank without peers on CPU, where they never have to wait."""
 
     def submit(self, function: Callable[[], None]) -> FinishedEvent:
         """Run `function`."""

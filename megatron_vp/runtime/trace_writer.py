@@ -1,4 +1,4 @@
-"""Writes the trace of one rank: the traced iterations as a Recorder saw them, on the pipeline's common time axis."""
+"""Writes the trace of one rank: the spans of the traced iterations, on the pipeline's common time axis."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class PipelineTrace:
         self._trace: RankTrace | None = None
 
     def begin(self) -> bool:
-        """Count an iteration, and return whether to trace it; if so, first compare clocks, which aligns the ranks."""
+        """Count an iteration, and return whether to trace it; if so, first compare the ranks' clocks, which
+        synchronises them.
+        """
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False

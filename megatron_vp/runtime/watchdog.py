@@ -1,8 +1,8 @@
 """Ends a process that cannot continue, and prints one line that says where it was.
 
 A rank that waits for a peer is inside the backend's code, where neither an exception nor a Python signal handler
-reaches it. A rank whose data loader hangs does not report that. A second thread can detect both, because `Progress`
-holds all that it needs to know, and can end the process.
+reaches it. A rank whose data loader hangs does not report it either. A second thread can detect both cases, because
+`Progress` holds all that it needs to know, and can end the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum time that other ranks get to answer: three times the longest interval at which they look for a roll call."""
+"""Minimum number of seconds that other ranks get to answer: three times the longest interval at which they look for a
+roll call.
+"""
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank, once it has all answers, waits for its peers to get theirs."""
 _TOLD_SECONDS = 2.0
@@ -79,7 +81,9 @@ class Watchdog:
             if there != place:
                 place, since = there, now
             stood = now - since
-            if self._told is None and (stood < limit or there[1] is None):  # outside a schedule, Megatron's limits hold
+            if self._told is None and (
+                stood < limit or there[1] is None
+            ):  # outside a schedule, Megatron's limits apply
                 continue
             said, others = self._progress.sentence(), ""
             if self._told is None:
@@ -94,7 +98,7 @@ class Watchdog:
         if self._told is None:
             end_process(1, f"error: {said}{others}")
         name = signal.Signals(self._told).name
-        end_process(128 + self._told, f"error: {said} when it was told to end ({name}){others}")
+        end_process(128 + self._told, f"error: {said} when it received {name}{others}")
 
     def others(self) -> str:
         """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
@@ -106,7 +110,7 @@ class Watchdog:
         return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep, but wake up at a signal to end; return for how many seconds this process may then continue."""
+        """Sleep, but wake up at a signal to end; return how many more seconds this process may then continue."""
         if self._signals is None:
             time.sleep(seconds)
             return math.inf
@@ -169,8 +173,10 @@ def _signals() -> _Signals | None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in ours:
-        signal.signal(number, lambda number, _: _write(writer, number))  # in case another library takes the wakeup file
-    os.register_at_fork(after_in_child=lambda: _forget(ours))  # a child would write into its parent's file
+        signal.signal(
+            number, lambda number, _: _write(writer, number)
+        )  # in case another library replaces the wakeup fd
+    os.register_at_fork(after_in_child=lambda: _forget(ours))  # a child would write into its parent's pipe
     return _Signals(reader, ours)
 
 

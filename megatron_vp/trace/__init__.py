@@ -1,1 +1,1 @@
-"""Recorded runs: the files that the ranks write, what they show, and how that compares with the simulator."""
+"""Recorded runs: the files that the ranks write, the figures computed from them, and the simulator's prediction."""

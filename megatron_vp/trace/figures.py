@@ -76,7 +76,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         costs = mean_costs(traces)
         predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
     except ValueError as error:
-        raise UserError(f"the traced passes do not make a schedule: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the traced passes do not form a valid schedule: {str(error).splitlines()[0]}") from None
     return Figures(
         iterations=iterations,
         ranks=tuple(map(_rank_figures, traces)),
@@ -98,8 +98,8 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     """Mean durations in milliseconds; a backward that is not split counts as B.
 
-    A collective lasts as long as it does on the rank that enters it last. Messages are not timed on their way, so each
-    counts as long as an average collective.
+    A collective's duration is measured on the rank that enters it last, where it is shortest. The transfer of messages
+    is not timed, so every message gets the mean duration of a collective.
     """
     took: dict[tuple, list[float]] = defaultdict(list)
     collectives: dict[tuple[int, str], float] = {}
@@ -122,7 +122,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
     def by_stage(kind: PassKind) -> tuple[float, ...]:
         seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-        # A chunk with only whole backwards, among others with split ones, has neither B nor W.
+        # If other chunks have split backwards, a chunk with only whole backwards has neither B nor W.
         whole = [took.get((PassKind.BW, *seat), [0.0]) if kind is PassKind.B else [0.0] for seat in seats]
         return tuple(fmean(took.get((kind, *seat), other)) for seat, other in zip(seats, whole, strict=True))
 
@@ -209,8 +209,8 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     """Figures of one iteration of all ranks, for curves: times in seconds, shares between 0 and 1.
 
     The bubble is relative to the longest extent of any rank; in all schedules this is the first rank, which starts
-    first and ends last. The vocabulary's share is that of S and T in all busy time. A run without vocabulary passes or
-    without a second stream lacks their figures.
+    first and ends last. The vocabulary share is the share of S and T in the busy time of all ranks. A run without
+    vocabulary passes or without a second stream lacks the corresponding figures.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)

@@ -1,4 +1,4 @@
-"""Records how a run split its model over the pipeline; the run's pass times hold for this split."""
+"""Records how a run split its model over the pipeline; the run's pass times are valid only for this split."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Partition:
-    """The layers and vocabulary rows of every part of a run's pipeline.
+    """The numbers of layers and of vocabulary rows in every part of a run's pipeline.
 
     layers: number of layers by virtual stage; None if unknown, or if all stages have equally many.
     vocab_rows: rows by pipeline rank, for its tensor ranks together; None if unknown, or without vocabulary
         parallelism.
     tensor: number of tensor ranks that share a pipeline rank's rows.
-    sizes: sizes of the model and of a microbatch, by argument (`SIZES`), for which the pass times hold.
+    sizes: sizes of the model and of a microbatch, by argument (`SIZES`), for which the pass times are valid.
     """
 
     layers: tuple[int, ...] | None = None
@@ -37,7 +37,7 @@ class Partition:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Partition:
-        """Read a partition from a JSON object that may hold more.
+        """Read a partition from a JSON object, which may have further entries.
 
         Raises ValueError, TypeError or AttributeError for anything else.
         """

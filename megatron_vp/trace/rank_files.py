@@ -33,7 +33,7 @@ class TracedSpan:
 
     This is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
     host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds;
-    `posted` is when the rank passed a collective or a copy to its stream.
+    `posted` is the time at which the rank submitted a collective or a copy to its stream.
     """
 
     iteration: int
@@ -140,26 +140,29 @@ def read_traces(folder: Path) -> list[RankTrace]:
     Raises UserError if the folder does not exist, a file is missing or not a trace, or the files are of different runs.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder that the run had as --pipeline-trace")
+        raise UserError(f"{folder} is not a folder: give the folder of the run's --pipeline-trace")
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise UserError(f"{folder} has no rank_*.json; the run with --pipeline-trace has not traced an iteration")
+        raise UserError(
+            f"{folder} contains no traces (rank_*.json): wait until the run has finished a traced iteration"
+        )
     traces = sorted(map(_read, paths), key=lambda trace: trace.rank)
     for one, other in pairwise(traces):
         if one.run != other.run:
             raise UserError(
-                f"{folder} has files of different runs (ranks {one.rank} and {other.rank}); trace into an empty folder"
+                f"{folder} contains traces of different runs (ranks {one.rank} and {other.rank}): trace each run into "
+                "an empty folder"
             )
         if one.microbatches != other.microbatches:
             raise UserError(
-                f"{folder}: ranks {one.rank} and {other.rank} did not trace the same iterations "
-                f"({sorted(one.microbatches)}, {sorted(other.microbatches)}); let the run finish its traced iterations"
+                f"{folder} contains different iterations for rank {one.rank} ({sorted(one.microbatches)}) and rank "
+                f"{other.rank} ({sorted(other.microbatches)}): wait until the run has finished its traced iterations"
             )
     expected = len(traces[0].placement)
     if [trace.rank for trace in traces] != list(range(expected)):
         raise UserError(
-            f"{folder} has files of ranks {[trace.rank for trace in traces]}, and the run has ranks 0 to "
-            f"{expected - 1}: put the files of all ranks into one folder"
+            f"{folder} contains traces of ranks {[trace.rank for trace in traces]}, but the run has ranks 0 to "
+            f"{expected - 1}: put the traces of all ranks into this folder"
         )
     return traces
 
@@ -170,7 +173,7 @@ def _read(path: Path) -> RankTrace:
         return RankTrace.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(
-            f"{path} is not a trace of --pipeline-trace; give a folder that holds only such traces"
+            f"{path} is not a trace of --pipeline-trace: give a folder that contains only such traces"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Reads the files of --rank-report: what every pipeline rank held, and how long it computed."""
+"""Reads the files of --rank-report, which give the memory and the compute time of every pipeline rank."""
 
 from __future__ import annotations
 
@@ -82,29 +82,29 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise UserError(f"{folder} holds no rank_*.json: give the folder of the run's --rank-report")
+        raise UserError(f"{folder} contains no rank_*.json: give the folder of the run's --rank-report")
     found: dict[int, RankReport] = {}
     for path in paths:
         document = read_document(path)
         if "traceEvents" in document:
             raise UserError(
-                f"{path} is a trace written by --pipeline-trace: give the folder of the run's --rank-report"
+                f"{path} is a trace of --pipeline-trace, not a rank report: give the folder of the run's --rank-report"
             )
         try:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
-                f"{path} is not a rank report of this version; give a folder that holds only such reports"
+                f"{path} is not a rank report of this version: give a folder that contains only such reports"
             ) from None
     if sorted(found) != list(range(len(paths))):
         raise UserError(
-            f"{folder} has the reports of pipeline ranks {sorted(found)} in {len(paths)} files: put those of all ranks "
-            "of one run, counted from 0, into one folder"
+            f"{folder} contains {len(paths)} files, with reports of pipeline ranks {sorted(found)}: give a folder "
+            "with one report of every rank of a run, from rank 0 on"
         )
     reports = tuple(found[rank] for rank in range(len(paths)))
     rows = reports[0].partition.vocab_rows
     if len({(report.run, report.partition) for report in reports}) > 1 or len(rows or reports) != len(reports):
-        raise UserError(f"{folder} holds the rank reports of different runs: report into an empty folder")
+        raise UserError(f"{folder} contains rank reports of different runs: report each run into an empty folder")
     return reports
 
 
@@ -115,8 +115,8 @@ def read_document(path: Path) -> Mapping[str, Any]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(
-            f"{path} is not JSON, or is cut off: give the folder of a run's rank reports or traces"
+            f"{path} is not valid JSON, or is truncated: give the folder of a run's rank reports or traces"
         ) from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace; give a folder that holds only such files")
+        raise UserError(f"{path} is neither a rank report nor a trace: give a folder that contains only such files")
     return document

@@ -9,7 +9,7 @@ from megatron_vp.trace.rank_files import RankTrace
 
 
 def report(traces: Sequence[RankTrace], found: Figures) -> str:
-    """Describe the run in a line, with a table of its figures (see `figures`), as `megatron-vp trace` prints them."""
+    """Describe the run, with a table of its figures (see `figures`), as `megatron-vp trace` prints them."""
     first = traces[0]
     counts = sorted(set(first.microbatches.values()))
     costs = found.costs.nominal(len(found.ranks))

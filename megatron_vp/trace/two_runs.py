@@ -70,11 +70,11 @@ class TwoRuns:
             *((name, size, sizes.get(name, size)) for name, size in first.partition.sizes),
         ):
             if before != after:
-                raise UserError(f"{what}: {before} in the first run, {after} in the second; give two runs of one job")
+                raise UserError(f"the runs differ in {what} ({before} and {after}): give two runs of the same job")
         if not self.common_iterations:
             raise UserError(
-                f"the logs share no iteration: the first has {_extent(self.plain)}, the second {_extent(self.split)}; "
-                "give two runs of one job with the same --log-interval"
+                f"the logs have no iteration in common (the first has {_extent(self.plain)}, the second "
+                f"{_extent(self.split)}): give two runs of the same job with the same --log-interval"
             )
 
     @property
@@ -120,7 +120,7 @@ class TwoRuns:
                 "",
                 f"seconds per iteration: {_seconds(before)} | {_seconds(after)} "
                 f"({slower} takes {max(before, after) / min(before, after):.2f} times as long as {faster})",
-                f"of that the busiest rank computes: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
+                f"of this, the busiest rank computes: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
                 f"plain loss: {plain.losses[common[0]]:.4f} in iteration {common[0]}, "
                 f"{plain.losses[common[-1]]:.4f} in iteration {common[-1]}",
                 f"largest difference between the two loss curves: {largest:.1e} of the loss, in iteration {iteration} "
@@ -153,12 +153,12 @@ def read_losses(log: Path) -> dict[int, float]:
             loss = math.nan
         if not math.isfinite(loss):
             raise UserError(
-                f"{log}: the loss of iteration {iteration} is {printable(text, 40)}, so the loss curves cannot be "
-                "compared"
+                f"{log} has the loss {printable(text, 40)} in iteration {iteration}: give two runs whose losses are "
+                "finite"
             )
         losses[int(iteration)] = loss
     if not losses:
-        raise UserError(f"{log} has no line with 'iteration' and 'lm loss': give Megatron's output with --logs")
+        raise UserError(f"{log} contains no line with 'iteration' and 'lm loss': give Megatron's output with --logs")
     return dict(sorted(losses.items()))
 
 
@@ -188,7 +188,7 @@ def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
         rows.append([str(number), *(" | ".join(map(show, pair)) for _, show in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return lines if measured else [*lines, "peak memory: not measured, as on a CPU"]
+    return lines if measured else [*lines, "peak memory: measured only on GPUs"]
 
 
 def _seconds(seconds: float) -> str:

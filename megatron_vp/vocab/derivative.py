@@ -3,8 +3,8 @@
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
 Here s = 1 + 2 zeta LSE, which is 1 without a z-loss, and t is the target's weight, which is 1 without label smoothing
-(`megatron_vp.vocab.loss`). S leaves the target's column of E zero, because c E - 1 would cancel if the model is
-confident. Instead, e is computed from z in fp32.
+(`megatron_vp.vocab.loss`). S leaves the target's column of E zero, because c E - 1 would suffer from cancellation if
+the model is confident. Instead, e is computed from z in fp32.
 
 With a softcap k on the logits, a and z are capped. The entries of E are multiplied by their slopes 1 - tanh(y / k)^2,
 and e is multiplied by the target's slope, 1 - (z / k)^2.
@@ -29,19 +29,18 @@ SMOOTHING_ROWS = 2
 """Rows that label smoothing adds to E and X': one for its part of D, and one for the rounding error of X'."""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Entry of those rows of E; it keeps u times a sum over tokens, and a sum of W's rows, in the middle of fp16's range.
-"""
+"""Entry of the additional rows of E. It keeps u times a sum over tokens, and a sum of W's rows, within fp16's range."""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """The inputs of c and e; all vectors are [n], in fp32 (fp64 if the model is), except `target_n`.
+    """The numbers from which c and e follow. All vectors are [n], in fp32 (fp64 in an fp64 model), except `target_n`.
 
     largest_n: a, the shard's largest logit for every token.
     target_n: int64, the target's column, -1 if it belongs to another shard.
     target_logit_n: z, zero if the target belongs to another shard.
     total: A and L of the whole vocabulary.
-    loss: the loss of a token.
+    loss: the parameters of the token loss.
     vocab_size: padded size of the whole vocabulary.
     softcap: k; 0 without one.
     """
@@ -61,7 +60,7 @@ class Derivative:
 
     @property
     def smoothing_factor(self) -> float:
-        """u divided by the entry of the rows that label smoothing adds to E."""
+        """u / SMOOTHING_ENTRY, where u is the number that label smoothing subtracts from D."""
         return self.loss.logit_weight(self.vocab_size) / SMOOTHING_ENTRY
 
     @property
@@ -80,8 +79,7 @@ class Derivative:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Smallest c for which e / c is in the range of E's dtype, and c g X in the range of X's.
-
-    In fp16, the loss scale leaves no room for c, so no row with a target leaves its c to X.
+    """Smallest c that can be applied to X instead of E: e / c must be in the range of E's dtype, and c g X in the range
+    of X's dtype. In fp16, the loss scale already uses the range of X, so rows with a target always apply c to E.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

@@ -23,8 +23,8 @@ from megatron_vp.vocab.weights import main_grad
 class RowExchange:
     """The owner of each position of a microbatch's flattened tokens [n].
 
-    With tensor parallelism, an exchange covers one of the t pipelines side by side: the positions owned by the shards
-    of its ranks, whose indices are pipeline rank x t + tensor rank.
+    With tensor parallelism, an exchange covers one of a replica's t pipelines: the positions owned by the shards of its
+    ranks, whose indices are pipeline rank x t + tensor rank.
 
     The object is created first and filled later by `plan`, which may run on another stream. Its buffers belong to the
     stream that created it, and nothing in `plan` waits for the device.
@@ -33,7 +33,8 @@ class RowExchange:
         tokens_n: int64 token ids; they need not have arrived before `plan` runs.
         shards: the p x t shards of the vocabulary.
         tensor_size, tensor_rank: t, and the index of this pipeline among the t.
-        counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None makes one.
+        counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None allocates a
+            new one.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class RowExchange:
         self._ranks = shards.count // tensor_size
         self._spans = _owner_spans(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
-        """Positions sorted by owner, then by token id, then by position; those of other pipelines come last. The first
-        k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that it sends. So
-        each owner's rows are in ascending order.
+        """Positions sorted by owner, then by token id, then by position; positions that other pipelines own come last.
+        The first k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that it
+        sends. So each owner's rows are in ascending order.
         """
         self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
@@ -83,8 +84,8 @@ class RowExchange:
         if outside:
             token = self.tokens_n[self.order_n[-1]].item()
             raise UserError(
-                f"token id {token} is outside the vocabulary of {self.shards.vocab_size}: the data was made with "
-                f"another tokenizer, or the padded vocabulary size is too small"
+                f"token id {token} is outside the vocabulary of {self.shards.vocab_size} tokens: use the tokenizer "
+                "that the data was made with, or a larger padded vocabulary"
             )
         return tuple(counts)
 
@@ -106,7 +107,7 @@ class RowExchange:
 
 
 def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Allocate room for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
+    """Allocate a buffer for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
 
     It is pinned if `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. It is made once per
     iteration, because allocating pinned memory may wait for the device.
@@ -118,7 +119,7 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
     """Each owner's range of keys in `Operations.sort_by_owner_`, int64 [2, p + 2]: first key, and first key beyond it.
 
-    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, and those of invalid
+    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, and keys of invalid
     tokens at 2 V.
     """
     size = shards.vocab_size

@@ -18,7 +18,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
-"""Tokens whose logits are widened to fp32 at once; bounds the temporary memory to 4 bytes x this x V/p."""
+"""Number of tokens whose logits are widened to fp32 at once. Temporary memory is at most 4 ROWS_PER_BLOCK V/p bytes."""
 
 
 class Operations(Protocol):
@@ -76,9 +76,9 @@ class Operations(Protocol):
     ) -> torch.Tensor:
         """Enter the targets into E, and move the other factors of D to X: returns X' with E'^T X' = D^T (g X).
 
-        Each row of X' is c g times that of X, and the target's entry of E' is e / c; both are rounded once. If a row's
-        target is here and its c is less than `smallest_scale`, the row of E becomes c E, and the row of X' is only g
-        times that of X. Rows of E beyond those of X belong to label smoothing; X' gets rows to match.
+        Each row of X' is c g times the row of X, and the target's entry of E' is e / c; both are rounded once. If a
+        row's target is here and its c is less than `smallest_scale`, the row of E becomes c E, and the row of X' is
+        only g times the row of X. If label smoothing has added rows to E, X' gets as many.
         """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ class Operations(Protocol):
     def sort_by_owner_(
         self, order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
     ) -> None:
-        """Sort the positions of a microbatch by their keys, equal ones by position, and count those of every owner.
+        """Sort the positions of a microbatch by key, stably, and count the positions of every owner.
 
         The key of a position is its token id if a shard of this pipeline owns it, and V plus its id if another
         pipeline's shard does. If the id is outside the vocabulary, the key is 2 V plus the nearest valid id.
@@ -105,13 +105,15 @@ class Operations(Protocol):
             counts: int64 [p + 2], the number of positions of each pipeline rank, of other pipelines, and of invalid
                 tokens.
             tokens_n: int64 [n].
-            spans: int64 [2, p + 2], for each of these the smallest key, and the smallest key beyond its own.
+            spans: int64 [2, p + 2], for each entry of `counts` the smallest key, and the smallest key beyond its own.
             vocab_size: V.
         """
 
 
 class EagerOperations:
-    """Operations for any device and float dtype, which move the logits several times and may wait for the device."""
+    """Operations for any device and float dtype, which read and write the logits several times and may wait for the
+    device.
+    """
 
     def exponentiate_(
         self,
@@ -197,7 +199,7 @@ class EagerOperations:
         return weighed_nh
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
-        """See `Operations`. The product is rounded to the operands' dtype before it is added, as Megatron's is."""
+        """See `Operations`. The product is rounded to the operands' dtype before it is added, as in Megatron."""
         if matrix_vh.dtype == left_nv.dtype:
             matrix_vh.addmm_(left_nv.t(), right_nh)
         else:
@@ -218,7 +220,7 @@ class EagerOperations:
 
 
 class ShapeOperations:
-    """For fake tensors, which have no contents: allocates what the Triton kernels would, and computes nothing."""
+    """Operations on fake tensors: allocate the same tensors as the Triton kernels, and compute nothing."""
 
     def exponentiate_(
         self,

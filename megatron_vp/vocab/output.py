@@ -17,8 +17,8 @@ that factor, so that it needs no additional pass over the logits and no addition
 D is never formed. T enters the targets' entries, divided by c, into E, so that one GEMM, E^T (c g X), gives all of D^T
 (g X). The row factors are applied to X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
 
-A frozen weight (`requires_grad` is False) costs only what dX needs. T forms no weight gradient, X is freed after S, and
-E is freed as soon as E W is formed, which vocab-2 does in S.
+With a frozen weight (`requires_grad` is False), only dX is computed. T forms no weight gradient, X is freed after S,
+and E is freed as soon as E W is formed, which vocab-2 does in S.
 
 Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
 fp32. Between S and T, E is kept in the model's dtype.
@@ -88,14 +88,14 @@ class OutputLayer(nn.Module):
             x_nh: output of the last stage, [n, h], in the model's dtype.
             labels_n: global token ids, int64 [n]. An id outside the vocabulary has no target: its loss is the
                 log-sum-exp, as in Megatron's vocabulary-parallel cross entropy.
-            loss: the loss of a token.
+            loss: the parameters of the token loss.
 
         Returns:
             The state that T needs, with the packed statistics [3, n] for barrier C1.
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (
-            "a softcap's slopes leave label smoothing's part no rank one"
+            "label smoothing is not supported with a softcap, whose slopes give its part of D a rank above one"
         )
         if loss.label_smoothing:
             exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
@@ -118,7 +118,7 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
-        """The end of vocab-2's S: E W, [n, h] in the model's dtype, formed before the global statistics are known."""
+        """End pass S of vocab-2: compute E W, [n, h] in the model's dtype, before the global statistics are known."""
         product_nh, tokens = pending.exp_nv @ self.weight, len(pending.target_n)
         if not self.weight.requires_grad:
             pending.exp_nv = pending.exp_nv.new_empty(0, len(self.weight))
@@ -147,7 +147,7 @@ class OutputLayer(nn.Module):
         A frozen weight has no gradient; with vocab-2, T then does nothing.
 
         Args:
-            pending: the state that S left, which T uses up.
+            pending: the state that S left; T overwrites it.
             total: statistics of the whole vocabulary.
             token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; it includes
                 mask, averaging and loss scale.

@@ -14,15 +14,15 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 class VocabShards:
     """A vocabulary of `vocab_size` rows cut into `count` contiguous shards, `tensor` of them on each pipeline stage.
 
-    `stage_rows` has the rows of each pipeline rank, for its tensor ranks together; a rank may have none. If
+    `stage_rows` gives the number of rows of each pipeline rank, over all its tensor ranks; zero is possible. If
     `stage_rows` is None, the cut is even: every shard holds an equal part of the rows, rounded up by `rows_per_shard`,
-    except the last ones, which are shorter or empty. The padded size stays that of plain Megatron, because padding rows
-    take part in the softmax, and other padding would change the loss.
+    except the last ones, which are shorter or empty. The padded size is the same as in plain Megatron, because padding
+    rows take part in the softmax, and other padding would change the loss.
 
     The tensor ranks of a stage always hold equally many rows. Megatron's distributed optimizer divides one long buffer
-    among ranks, and adds up gradients over tensor ranks part by part, so parameters must be at the same places on all
-    tensor ranks. Stages may differ, because each has its own buffers, which it shares only with the same stage of other
-    replicas.
+    among ranks, and adds up gradients over tensor ranks part by part, so each parameter must be at the same offset on
+    all tensor ranks. Stages may differ, because each has its own buffers, which it shares only with the same stage of
+    other replicas.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
@@ -37,12 +37,13 @@ class VocabShards:
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or self.count < 1:
             raise UserError(
-                f"cannot cut a vocabulary of {self.vocab_size} rows into {self.count} shards: both must be positive"
+                f"cannot cut a vocabulary of {self.vocab_size} rows into {self.count} shards: both numbers must be "
+                "positive"
             )
         if self.count % self.tensor or self.vocab_size % self.tensor:
             raise UserError(
-                f"{self.tensor} tensor ranks cannot equally share {self.vocab_size} rows in {self.count} shards: use a "
-                "padded vocabulary size that --tensor-model-parallel-size divides"
+                f"{self.tensor} tensor ranks cannot share {self.vocab_size} rows in {self.count} shards equally: use "
+                "a padded vocabulary size that --tensor-model-parallel-size divides"
             )
         if self.stage_rows is not None:
             check_stage_rows(self.stage_rows, self.vocab_size, self.stages, self.tensor)
@@ -59,7 +60,7 @@ class VocabShards:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that take part in the vocabulary's work; in the even cut, also those with empty shards."""
+        """Pipeline ranks that take part in the vocabulary passes; in the even cut, also ranks with empty shards."""
         return tuple(stage for stage in range(self.stages) if self.stage_rows is None or self.stage_rows[stage])
 
     @property

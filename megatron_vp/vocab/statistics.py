@@ -1,9 +1,10 @@
-"""Softmax statistics: what barrier C1 carries and what every rank computes from it (arXiv 2411.05288, section 4).
+"""Softmax statistics: the data of barrier C1, and the results that every rank computes from it (arXiv 2411.05288,
+section 4).
 
-A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of what the
-loss subtracts from the log-sum-exp (for cross entropy the target's logit, zero if the target belongs to another shard).
-They travel packed as one [3, n] tensor, and every rank folds them in the same order, so all ranks get the same bits.
-With tensor parallelism, the shards of each stage are folded first, and then the results of the stages.
+A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of the term
+that the loss subtracts from the log-sum-exp (for cross entropy the target's logit, zero if the target belongs to
+another shard). They travel packed as one [3, n] tensor, and every rank folds them in the same order, so all ranks get
+the same bits. With tensor parallelism, the shards of each stage are folded first, and then the results of the stages.
 """
 
 from __future__ import annotations

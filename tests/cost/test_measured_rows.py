@@ -140,7 +140,7 @@ def fewer(folder, rank, count):
 
 
 DAMAGED = {
-    "cut off": (lambda f: cut(f, 2), "rank_2.json is not JSON, or is cut off"),
+    "cut off": (lambda f: cut(f, 2), "rank_2.json is not valid JSON, or is truncated"),
     "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is neither a rank report nor a trace"),
     "empty": (lambda f: (f / "rank_1.json").write_text("{}"), "rank_1.json is neither a rank report nor a trace"),
     "not a number": (

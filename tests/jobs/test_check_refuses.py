@@ -19,11 +19,14 @@ def check(flags, **settings):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--pipeline-trace-iterations 5-3", "--pipeline-trace-iterations 5-3 is not A-B with 1 <= A <= B"),
+        (
+            "--pipeline-trace-iterations 5-3",
+            "--pipeline-trace-iterations 5-3 is not a range of iterations: give A-B with 1 <= A <= B",
+        ),
         ("--pipeline-trace-iterations now", "--pipeline-trace-iterations now is not A-B"),
         (
             "--vocab-parallel --pipeline-trace {folder} --pipeline-trace-iterations 90",
-            "--pipeline-trace-iterations 90 begins after the last of --train-iters",
+            "--pipeline-trace-iterations 90 begins after the last iteration (--train-iters",
         ),
         ("--padded-vocab-size 32", "--padded-vocab-size 32 is smaller than the tokenizer's vocabulary of 63"),
         ("--no-pad-vocab-size --padded-vocab-size 32", "is smaller than the tokenizer's vocabulary of 63"),

@@ -137,7 +137,10 @@ OF_ARGUMENTS = [
     ("check MOCK --ranks 8 --vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel"),
     ("check MOCK --ranks 8 --pipeline-schedule v_half", "nearest name is 'v-half'"),
     ("check MOCK --ranks 8 --pipeline-schedule {}/no_json.json", "no_json.json: schedule file is not in the JSON"),
-    ("check MOCK --ranks 8 --vocab-parallel --pipeline-trace-iterations 5-3", "is not A-B with 1 <= A <= B"),
+    (
+        "check MOCK --ranks 8 --vocab-parallel --pipeline-trace-iterations 5-3",
+        "is not a range of iterations: give A-B with 1 <= A <= B",
+    ),
     ("check MOCK --ranks 8 --profile --profile-step-start 5 --profile-step-end 3", "is an empty range"),
     ("check MOCK --ranks 8 --lr-warmup-iters 200000", "would outlast its decay"),
     ("check MOCK --ranks 8 --iterations-to-skip -1", "names impossible iterations"),
@@ -149,7 +152,10 @@ OF_ARGUMENTS = [
     ("sbatch MOCK --dry-run --vocab-paralel", "the nearest known one is --vocab-parallel"),
     ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "world size (21) is not divisible"),
     ("sbatch MOCK --dry-run --padded-vocab-size 1000", "smaller than the tokenizer's vocabulary of 128256"),
-    ("sbatch MOCK --dry-run --vocab-parallel --pipeline-trace-iterations 5-3", "is not A-B with 1 <= A <= B"),
+    (
+        "sbatch MOCK --dry-run --vocab-parallel --pipeline-trace-iterations 5-3",
+        "is not a range of iterations: give A-B with 1 <= A <= B",
+    ),
     ("sbatch LLAMA", "the dataset data/corpus_text_document has no file"),
 ]
 

@@ -119,7 +119,7 @@ def test_a_defect_keeps_its_traceback_and_ends_all_ranks():
 def test_a_rank_that_is_told_to_end_says_where_it_was(act, told):
     ends = run_ranks_to_their_end(2, train_with_fault, few_steps(), Fault(act, 1, "F"))
     assert [status for status, _ in ends] == [1, 128 + told]
-    assert re.match(rf"rank 1 (waited|was) .* when it was told to end \({told.name}\)$", errors(ends[1][1])[0])
+    assert re.match(rf"rank 1 (waited|was) .* when it received {told.name}$", errors(ends[1][1])[0])
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_functio
 
 
 def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle():
-    with pytest.raises(UserError, match="has built no dataset. .* make is_dataset_built_on_rank return True there"):
+    with pytest.raises(UserError, match=r"has built no dataset\. .* make is_dataset_built_on_rank return True there"):
         capture(forward_step, None, model())
 
 

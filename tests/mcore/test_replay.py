@@ -98,7 +98,7 @@ def test_what_is_no_rank_of_the_job_is_refused():
     from megatron_vp.mcore.replay.one_rank import run_alone
 
     for rank, ranks in ((4, None), (-1, None), (0, 6)):
-        with pytest.raises(UserError, match="is not a rank of this job: one replica of the model has 4 ranks"):
+        with pytest.raises(UserError, match="does not fit this job: --ranks must be a multiple of 4"):
             run_alone("pretrain_gpt_vp.py", [CONFIG], rank, ranks, 1, ["--vocab-size", "500"])
     with pytest.raises(UserError, match="--vocab-size N"):
         run_alone("pretrain_gpt_vp.py", [CONFIG], 0, None, 1, [])

@@ -115,7 +115,7 @@ def test_it_prints_memory_alone(tmp_path):
 def test_experts_are_refused_in_one_line(tmp_path):
     done, _ = _shapes_only(tmp_path, 3, ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"])
     assert done.returncode == 2
-    assert "error: --shapes-only cannot count with --num-experts 4" in done.stderr.splitlines()[-1]
+    assert "error: --shapes-only does not support --num-experts 4" in done.stderr.splitlines()[-1]
 
 
 def test_a_shape_that_depends_on_numbers_is_refused():
@@ -124,7 +124,7 @@ def test_a_shape_that_depends_on_numbers_is_refused():
     with fake_tensors():
         numbers = torch.zeros(8)
         with pytest.raises(
-            UserError, match=r"--shapes-only cannot tell the shape of what aten.masked_select.default returns"
+            UserError, match=r"--shapes-only cannot determine the shape of the result of aten.masked_select.default"
         ):
             numbers.masked_select(numbers > 0)
 

@@ -118,7 +118,7 @@ def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
 def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
     results = ends((16.0,) * 3, ("stopped", None, None), lost="at once", told=7, left=0)
     assert results[2] == (1, "error: outside; no word from rank 0\n")
-    said = "rank 1 was outside the pipeline schedule when it was told to end (SIGTERM)"
+    said = "rank 1 was outside the pipeline schedule when it received SIGTERM"
     assert results[1] == (143, f"error: {said}; no word from rank 0\n")
 
 
@@ -130,4 +130,4 @@ def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
 def test_a_rank_that_is_told_to_end_asks_the_others_if_it_has_waited_for_long(limit, told, others):
     for status, output in ends((limit,) * 3, ("stopped", ACTIVATION, GRADIENT), left=0, told=told)[1:]:
         assert status == 143
-        assert re.fullmatch(rf"error: rank \d waited .* when it was told to end \(SIGTERM\){others}\n", output)
+        assert re.fullmatch(rf"error: rank \d waited .* when it received SIGTERM{others}\n", output)

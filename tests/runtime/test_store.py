@@ -55,12 +55,14 @@ def test_a_value_lives_from_its_put_to_its_last_use():
     store = Store()
     store.put(Slot.X, 1, "x", uses=2)
     store.put(Slot.ACTIVATION, 1, "three", at=3)
-    with pytest.raises(AssertionError, match="X of microbatch 1 is kept already"):
+    with pytest.raises(AssertionError, match="X of microbatch 1 is already in the store"):
         store.put(Slot.X, 1, "another")
     assert store.take(Slot.X, 1) == store.take(Slot.X, 1) == "x"
-    with pytest.raises(AssertionError, match="X of microbatch 1 was taken before it was put, or has been used up"):
+    with pytest.raises(
+        AssertionError, match="X of microbatch 1 is not in the store: it was taken too early or too often"
+    ):
         store.take(Slot.X, 1)
-    with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 was taken before it was put"):
+    with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 is not in the store"):
         store.take(Slot.ACTIVATION, 1, at=4)
     with pytest.raises(AssertionError, match=r"left over.*ACTIVATION of microbatch 1 at 3"):
         store.assert_empty()

@@ -29,7 +29,7 @@ from tests.harness.ranks import run_ranks_to_their_end
 MEMBERS = (4, 5, 6)
 WAIT = Wait(Message(Channel.GRADIENT, 7, 2, 1, 2, 1))
 WAITED = "error: rank 5 waited for B of microbatch 7 from rank 6"
-TOLD = " when it was told to end ({})"
+TOLD = " when it received {}"
 SPOKEN = ((4, b"rank 4 waited for C1"), (6, b"rank 6 waited for C1"))
 """Words of the other ranks, without which the roll call takes three seconds."""
 

@@ -275,11 +275,11 @@ def foreign_name(traces):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (other_run, "files of different runs (ranks 0 and 1)"),
-        (other_iterations, "ranks 1 and 2 did not trace the same iterations ([4, 5], [4])"),
-        (missing_rank, "has files of ranks [0, 2], and the run has ranks 0 to 2"),
-        (missing_pass, "the traced passes do not make a schedule"),
-        (foreign_name, "the traced passes do not make a schedule: 'nap' is not a pass"),
+        (other_run, "contains traces of different runs (ranks 0 and 1)"),
+        (other_iterations, "contains different iterations for rank 1 ([4, 5]) and rank 2 ([4])"),
+        (missing_rank, "contains traces of ranks [0, 2], but the run has ranks 0 to 2"),
+        (missing_pass, "the traced passes do not form a valid schedule"),
+        (foreign_name, "the traced passes do not form a valid schedule: 'nap' is not a pass"),
     ],
 )
 def test_files_that_are_no_trace_of_one_run_get_one_line(tmp_path, spoil, said):

@@ -72,7 +72,7 @@ def test_the_text_says_it_by_rank_and_which_run_is_faster(runs, capsys):
     lines = [" ".join(line.split()) for line in streams.out.splitlines()]
     assert status == 0
     assert "0 1,000 | 1,000 2 | 2 0.0200 20% | 0.0500 50% 0.0800 | 0.0500 3.00 | 2.00" in lines
-    assert "of that the busiest rank computes: 0.0800 | 0.0500" in lines
+    assert "of this, the busiest rank computes: 0.0800 | 0.0500" in lines
     assert "plain loss: 9.7240 in iteration 1, 9.6000 in iteration 3" in lines
     assert lines[-1].endswith("1.0e-04 of the loss, in iteration 3 (3 iterations compared)")
 
@@ -81,7 +81,7 @@ def test_memory_that_a_cpu_does_not_measure_is_not_made_up(tmp_path):
     for name in ("plain", "vp"):
         write_run(tmp_path / name, (20, 80))
     runs = read_two_runs(tmp_path / "plain", tmp_path / "vp")
-    assert "peak memory: not measured" in runs.text() and "GiB" not in runs.text()
+    assert "peak memory: measured only on GPUs" in runs.text() and "GiB" not in runs.text()
     assert runs.document()["plain"]["peak_memory_bytes"] == [None, None]
 
 
@@ -115,22 +115,22 @@ def change(name, **changes):
 
 
 REFUSED = {
-    "no such folder": (lambda plain, split: plain.rename(plain.with_name("x")), "holds no rank_"),
+    "no such folder": (lambda plain, split: plain.rename(plain.with_name("x")), "contains no rank_"),
     "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"pipeline ranks \[1\]"),
-    "a trace": (change("plain", traceEvents=[]), "is a trace written by --pipeline-trace"),
+    "a trace": (change("plain", traceEvents=[]), "is a trace of --pipeline-trace, not a rank report"),
     "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
     "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
-    "ranks of two runs": (change("vp", run="another"), "of different runs: report into an empty folder"),
+    "ranks of two runs": (change("vp", run="another"), "of different runs: report each run into"),
     "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "of different runs"),
-    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not JSON"),
+    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not valid JSON"),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
     "a loss that is no number": (
         lambda plain, split: (split / "log.txt").write_text(log_of(LOSSES | {2: "nan"})),
-        "loss of iteration 2 is nan",
+        "has the loss nan in iteration 2",
     ),
     "iterations of other numbers": (
         lambda plain, split: (split / "log.txt").write_text(log_of({10: "5.0", 20: "4.0"})),
-        "the logs share no iteration: the first has 1 to 3, the second 10 to 20",
+        "no iteration in common \\(the first has 1 to 3, the second 10 to 20\\)",
     ),
 }
 
@@ -147,11 +147,11 @@ def test_runs_in_the_wrong_order_or_of_two_jobs_are_refused(runs, tmp_path, caps
     status, streams = said(capsys, runs[1], runs[0])
     assert (status, streams.err.count("\n")) == (2, 1) and "give the plain run first" in streams.err
     write_run(tmp_path / "three", (1, 2, 3), rows=[512, 512, 512])
-    with pytest.raises(UserError, match="pipeline ranks: 2 in the first run, 3 in the second; give two runs"):
+    with pytest.raises(UserError, match="differ in pipeline ranks \\(2 and 3\\): give two runs"):
         read_two_runs(runs[0], tmp_path / "three")
     write_run(tmp_path / "eight", (20, 80), rows=[512, 512], microbatches=8)
-    with pytest.raises(UserError, match="microbatches per iteration: 4 in the first run, 8"):
+    with pytest.raises(UserError, match="differ in microbatches per iteration \\(4 and 8\\)"):
         read_two_runs(runs[0], tmp_path / "eight")
     write_run(tmp_path / "wide", (20, 80), rows=[512, 512], sizes={"hidden_size": 128})
-    with pytest.raises(UserError, match="hidden_size: 64 in the first run, 128"):
+    with pytest.raises(UserError, match="differ in hidden_size \\(64 and 128\\)"):
         read_two_runs(runs[0], tmp_path / "wide")

@@ -1,8 +1,8 @@
-"""Replaces operations that are one kernel on a GPU but several on a CPU, where they keep more for the backward.
+"""Replaces operations that are one kernel on a GPU but several on a CPU, where they save more tensors for the backward.
 
-A replay of shapes runs on a CPU but counts memory for a GPU. Inside `device_kernels`, these operations keep what the
-GPU kernels keep: a norm keeps its input; dropout a mask of one byte per element; attention its queries, keys, values,
-result and log-sum-exp. Results are zeros.
+A replay of shapes runs on a CPU but counts memory for a GPU. Inside `device_kernels`, these operations save the same
+tensors as the GPU kernels: a norm saves its input, dropout saves a mask of one byte per element, and attention saves
+queries, keys, values, result and log-sum-exp. Results are zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm over the last dimension, which keeps its input and fp32 statistics of each row."""
+    """RMSNorm or LayerNorm over the last dimension, which saves its input and fp32 statistics of each row."""
 
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 
 @contextlib.contextmanager
 def device_kernels() -> Iterator[None]:
-    """Let PyTorch's norms, dropout and fused attention, inside this context, keep what they keep on a GPU. Results are
+    """Inside this context, PyTorch's norms, dropout and fused attention save the same tensors as on a GPU. Results are
     zeros.
     """
     with (
@@ -96,14 +96,14 @@ def _halved(original: Callable[..., Any]) -> Callable[..., Any]:
 def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def like_input(first: torch.Tensor, second: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
-        # Called with (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result has the shape of the largest.
+        # Called with (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result has the shape of the largest argument.
         return _zeros(max((first, second, *third), key=torch.Tensor.numel))
 
     return like_input
 
 
 def _compiled(name: str, make: Callable[..., Any], signature: str) -> Patch:
-    reason = "a compiled activation is one kernel, and on a CPU without a compiler several operations"
+    reason = "a compiled activation is one kernel on a GPU, but several operations on a CPU without a compiler"
     return Patch(f"megatron.core.fusions.{name}", make, reason, signature)
 
 

@@ -1,8 +1,9 @@
-"""Runs one rank of a large job alone, with a process group without peers.
+"""Runs one rank of a large job alone, with PyTorch's fake process group in place of its peers.
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
-job's shapes. Communication returns at once, and data from peers is made up. Times and memory of the passes are those of
-the job. Losses and gradients mean nothing. Waiting for peers is not included; the simulator adds it.
+job's shapes. Communication returns immediately, and data from peers is random. The passes take the same time and memory
+as in the job, but losses and gradients are meaningless. Time spent waiting for peers is not included; the simulator
+adds it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ LEFT_OUT = {
 """Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""Options for packed data, which a replay ignores too. Made-up data has no document boundaries, so attention takes the
-longest time and the most memory.
+"""Options for packed data, which a replay ignores too. The replay's data has no document boundaries, so attention takes
+the longest time and the most memory.
 """
 
 ROUNDS = 3
 """After this many microbatches per pipeline rank, every schedule has reached its peak of activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options to ignore with shapes only: they work only with Transformer Engine's layers, and do not change what these
-keep.
+"""Options that --shapes-only ignores: they work only with Transformer Engine's layers, and do not change which tensors
+these layers save.
 """
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
@@ -66,7 +67,9 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """For each kind of pass, its time for one microbatch, summed over the rank's chunks; empty with shapes only."""
     host_milliseconds: dict[str, float]
-    """The host time for the same passes: on a GPU, the time to issue them, including waits of Megatron inside them."""
+    """The host time for the same passes: on a GPU, the time to issue them, including any time that Megatron waits
+    inside them.
+    """
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]
@@ -74,7 +77,7 @@ class Replayed:
     and peak (during it). On a GPU: reserved (by the allocator) and outside (in use outside of the allocator).
     """
     played: int | None = None
-    """With shapes only, the number of microbatches that were run: as many as it takes to reach the peak."""
+    """With shapes only, the number of microbatches that ran: enough to reach the memory peak."""
     layers: LayerKind | None = None
     """With shapes only, whose layers were counted: Megatron's local layers or Transformer Engine's."""
 
@@ -109,8 +112,8 @@ def run_alone(
             stay fake, so this process cannot use them in real computations afterwards.
 
     Raises:
-        UserError: for a rank outside the job, a missing vocabulary size, experts with `shapes_only`, and whatever the
-            job itself would refuse.
+        UserError: for a rank outside the job, a missing vocabulary size, experts with `shapes_only`, and everything
+            that the job itself would refuse.
     """
     from megatron_vp.mcore.start.launch import run_script
 
@@ -120,22 +123,24 @@ def run_alone(
     ranks = replica if ranks is None else ranks
     if min(sizes) < 1:
         raise UserError(
-            f"pipeline x tensor x context = {' x '.join(map(str, sizes))} is not a valid layout: every size must be "
-            "at least 1"
+            f"pipeline x tensor x context sizes of {' x '.join(map(str, sizes))} are invalid: set every size to at "
+            "least 1"
         )
     if ranks % replica or not 0 <= rank < ranks:
         raise UserError(
-            f"--rank {rank} of --ranks {ranks} is not a rank of this job: one replica of the model has {replica} ranks "
-            f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and a job has a multiple of them"
+            f"--rank {rank} with --ranks {ranks} does not fit this job: --ranks must be a multiple of {replica} "
+            f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and --rank must be from 0 to --ranks - 1"
         )
     if shapes_only and (experts := job.whole_number("num_experts", 0)):
         raise UserError(
-            f"--shapes-only cannot count with --num-experts {experts}: which experts a token goes to, and so the size "
-            f"of tensors, depends on values; leave --shapes-only out, on a GPU"
+            f"--shapes-only does not support --num-experts {experts}, because the sizes of expert inputs depend on "
+            "values: replay on a GPU, without --shapes-only"
         )
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
-        raise UserError("a replay reads no tokenizer: give the number of tokens with --vocab-size N")
+        raise UserError(
+            "the vocabulary size is unknown, because a replay reads no tokenizer: give it with --vocab-size N"
+        )
     kind = layer_kind(job.values)
     engine = kind is LayerKind.ENGINE
     played, microbatches = _microbatches(job, ranks // replica)
@@ -154,13 +159,13 @@ def run_alone(
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Loader processes cannot send fake tensors. What Megatron keeps to repeat an iteration is in host memory,
-            # but would be counted as device memory here.
+            # Loader processes cannot send fake tensors. The data that Megatron keeps to repeat an iteration is in host
+            # memory, but would be counted as device memory here.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
             if engine:
-                # Local layers replace those of Transformer Engine, which need a device.
+                # Local layers replace Transformer Engine's layers, which need a GPU.
                 host += " --transformer-impl local --core-attention sdpa"
             with fake_tensors(engine), replaying(job=job):
                 run_script(script, [*arguments, *host.split()])
@@ -168,7 +173,9 @@ def run_alone(
             with replaying(job=job):
                 run_script(script, arguments)
         if not report.exists():
-            raise UserError("the rank wrote no report with the figures of the replay: see `megatron-vp patches`")
+            raise UserError(
+                "the rank wrote no report of its replay: run `megatron-vp patches` to see whether every patch fits"
+            )
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
         return found
@@ -176,8 +183,8 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """The number of microbatches that suffices to reach the memory peak, and that of the job; they are equal if none
-    may be left out.
+    """Return the number of microbatches that suffices to reach the memory peak, and the number in the job. They are
+    equal if no microbatch may be left out.
 
     Every schedule that we generate has all its activations in flight after ROUNDS microbatches per rank. A schedule
     from a file has a fixed number of microbatches.
@@ -263,13 +270,13 @@ PATCHES = (
     Patch(
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         _made_up_receives,
-        "a rank without peers receives normal numbers, not what its memory happened to hold",
+        "fill the receive buffers of a rank without peers with normally distributed numbers",
         "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True)",
     ),
     Patch(
         "megatron.core.utils:get_batch_on_this_tp_rank",
         _made_up_batch,
-        "a tensor rank that has its batch from the first one, and no peers, makes up tokens and labels",
+        "make up tokens and labels on tensor ranks that would receive their batch from the first tensor rank",
         "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
         "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
         "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",
@@ -277,7 +284,7 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         _shifted_alone,
-        "a context-parallel rank without peers shifts its part of a sequence by itself, and receives no token ids",
+        "let a context-parallel rank without peers shift its part of a sequence without receiving token ids",
         "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)",
         {"0.20": Variant("(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True)")},
     ),

@@ -2,7 +2,7 @@
 
 All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
 program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. It
-does not include what an allocator adds (rounding, fragmentation), workspaces of libraries, and communicators.
+does not include what an allocator adds (rounding, fragmentation), workspaces of libraries, or communicators.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LiveStorages(TorchDispatchMode):
             results = function(*args, **(kwargs or {}))
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise UserError(
-                f"--shapes-only cannot tell the shape of what {function} returns, because it depends on values; "
-                "leave --shapes-only out, on a GPU"
+                f"--shapes-only cannot determine the shape of the result of {function}, because it depends on values: "
+                "replay on a GPU, without --shapes-only"
             ) from error
         return self._counted(results, FakeTensor)
 
@@ -105,15 +105,16 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def fake_tensors(engine: bool = False) -> Iterator[None]:
-    """Make every tensor, inside this context, a fake one and count its memory; tensors that are cached stay fake
-    afterwards.
+    """Inside this context, every tensor is a fake tensor, and its memory is counted. Tensors that are cached here stay
+    fake afterwards.
 
-    `engine`: let local layers keep what Transformer Engine's layers keep.
+    `engine`: whether local layers save the same tensors as Transformer Engine's layers.
     """
     live = LiveStorages()
     with (
         device_kernels(),
-        # Moving a model or changing its dtype would swap its parameters, which PyTorch cannot do with fake ones.
+        # Moving a model or changing its dtype would swap its parameters, which PyTorch does not support for fake
+        # tensors.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # Objects are sent as bytes in tensors, but fake tensors hold no bytes.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
@@ -148,7 +149,7 @@ PATCHES = (
     Patch(
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _untracked,
-        "random states are contents, too",
+        "a fake tensor cannot hold the state of a random generator",
         "(self, name='model-parallel-rng')",
     ),
 )

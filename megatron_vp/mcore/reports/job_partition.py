@@ -12,8 +12,8 @@ from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: argparse.Namespace) -> Partition:
-    """The layers by virtual stage if a layout names them, the vocabulary rows by pipeline rank if they are split, and
-    the sizes on which pass times depend.
+    """Collect the layers by virtual stage if a layout gives them, the vocabulary rows by pipeline rank if they are
+    split, and the sizes on which pass times depend.
     """
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
@@ -26,8 +26,8 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """The number of layers by virtual stage, as given by a layout or by the bars of a pattern, whose letters are
-    counted.
+    """The number of layers by virtual stage, as given by a layout or by the bars in a hybrid pattern; None if neither
+    is given.
     """
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:

@@ -48,9 +48,9 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Device memory beyond that of tensors, in bytes; empty without a device. reserved: the most that PyTorch's
-    allocator reserved since `restart`. outside: memory now in use outside of that allocator: the CUDA context, loaded
-    kernels, workspaces of libraries, communicators, and other processes.
+    """Counts of device memory that include more than tensors, in bytes; empty without a device. reserved: the most that
+    PyTorch's allocator reserved since `restart`. outside: memory now in use outside of that allocator: the CUDA
+    context, loaded kernels, workspaces of libraries, communicators, and other processes.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}

@@ -31,7 +31,7 @@ _PATIENCE = timedelta(seconds=10)
 
 
 class PipelineScalars:
-    """Records every `interval`-th iteration of a rank in a pipeline of `ranks`, and holds the figures until they are
+    """Records every `interval`-th iteration of pipeline rank `rank` of `ranks`, and holds the figures until they are
     written.
     """
 
@@ -66,9 +66,7 @@ class PipelineScalars:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of iterations for which all ranks have published theirs. With `at_last`, wait for missing
-        ones.
-        """
+        """Write the figures that all ranks have published, by iteration. With `at_last`, wait for missing figures."""
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -157,7 +155,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:training_log",
         _with_pipeline,
-        "writes what --log-pipeline-interval records to TensorBoard and W&B",
+        "write the figures of --log-pipeline-interval to TensorBoard and W&B",
         "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, "
         "grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False, "
         "seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",

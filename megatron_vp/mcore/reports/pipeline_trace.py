@@ -41,4 +41,6 @@ def make_trace_folder(args: argparse.Namespace) -> None:
     try:
         Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder --pipeline-trace {args.pipeline_trace}: {error.strerror}") from None
+        raise UserError(
+            f"cannot create --pipeline-trace {args.pipeline_trace} ({error.strerror}): give another folder"
+        ) from None

@@ -1,10 +1,9 @@
 """`--rank-report DIR`: reports what each rank held and how long it computed, in plain Megatron as well as in our
 schedules.
 
-Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. Times are those of the rank's own passes
-in the last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not
-include waiting for a core. The report also gives the time that the host spent on the same passes. Peaks are those of
-the whole run.
+Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. Times cover the rank's own passes in the
+last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not include
+waiting for a core. The report also gives the time that the host spent on the same passes. Peaks cover the whole run.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class RankReport:
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Note the peak numbers of microbatches in flight in an iteration, with activations and with logits."""
+        """Record how many microbatches' activations, and how many microbatches' logits, an iteration held at most."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
@@ -106,7 +105,7 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """The bytes of weights and main gradients, and further counts of memory if known.
+        """Count the bytes of weights and main gradients; add further counts of memory if known.
 
         On a GPU or with shapes only, these counts are the bytes allocated before an iteration and at its peak. On a
         GPU, they also include what the allocator has reserved, and what is in use outside of it.

@@ -15,7 +15,9 @@ def iterations_in(text: str) -> range:
     except ValueError:
         iterations = range(0)
     if not iterations or iterations[0] < 1:
-        raise UserError(f"--pipeline-trace-iterations {text} is not A-B with 1 <= A <= B, such as 3-5")
+        raise UserError(
+            f"--pipeline-trace-iterations {text} is not a range of iterations: give A-B with 1 <= A <= B, such as 3-5"
+        )
     return iterations
 
 
@@ -24,6 +26,6 @@ def check_trace_iterations(args: argparse.Namespace) -> None:
     iterations = iterations_in(args.pipeline_trace_iterations)
     if args.pipeline_trace is not None and args.train_iters is not None and iterations[0] > args.train_iters:
         raise UserError(
-            f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last of --train-iters "
-            f"{args.train_iters}: choose earlier iterations"
+            f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last iteration "
+            f"(--train-iters {args.train_iters}): choose earlier iterations"
         )

@@ -1,4 +1,4 @@
-"""The work of T besides its GEMMs, and that of C1 in vocab-2: computes rows of D from E, in one launch (Triton).
+"""Triton kernels that compute rows of D from E in one launch: T's work besides its GEMMs, and C1's work in vocab-2.
 
 Label smoothing adds a second launch, over `n / 32` partial sums of g X.
 """
@@ -20,7 +20,7 @@ TILE = (4, 512)
 """Tokens and elements of X that a program handles in T."""
 
 SUMMED_TILE = (32, 64)
-"""The same if a program also sums over its tokens: more tokens give fewer partial sums."""
+"""The tile if a program also sums over its tokens: more tokens per program give fewer partial sums."""
 
 CHUNK = 4096
 """Elements of a row of E that a program handles in T, `BLOCK` at a time."""
@@ -100,7 +100,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Scale a part of a row to c E and enter the target's entry, if c is too small to be left to X."""
+    """Scale a part of a row to c E and enter the target's entry, if c is too small to be applied to X."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -126,7 +126,7 @@ def _enter_targets(
     known = tl.minimum(token, tokens - 1)
     parts = tl.cdiv(hidden, BLOCK)
     if part < parts:
-        # X' = c g X, with all loads ahead of what depends on them; then the target's entry of each row that has one.
+        # Compute X' = c g X, with all loads ahead of their uses; then the target's entry in each row that has a target.
         lane = part * BLOCK + tl.arange(0, BLOCK)
         here = inside[:, None] & (lane < hidden)[None, :]
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
@@ -145,8 +145,8 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # Rows whose c is too small to leave to X become c E: in fp16 all rows with a target here, otherwise hardly any.
-        # Each program handles a part of the columns.
+        # A row becomes c E if its c is too small to be applied to X: in fp16 every row with a target here, otherwise
+        # hardly any row. Each program handles a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )
@@ -179,12 +179,12 @@ def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BL
 def enter_targets_(
     exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
-    """Give E the targets' entries and return X', so that E'^T X' = D^T (g X); see `Operations.enter_targets_`.
+    """Enter the targets into E and return X', so that E'^T X' = D^T (g X); see `Operations.enter_targets_`.
 
     Args:
         exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`
             more rows. In each row whose target is here, only the target's element is written, or the whole row if c is
-            too small to leave it to X.
+            too small to be applied to X.
         x_nh: [n, h] in the model's dtype, contiguous.
         token_loss_grad_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.
@@ -224,7 +224,7 @@ def enter_targets_(
 
 
 def _terms(derivative: Derivative) -> tuple[Any, ...]:
-    """A derivative as arguments of `_row`."""
+    """Return a derivative's fields as arguments of `_row`."""
     total = derivative.total
     vectors = derivative.largest_n, derivative.target_n, derivative.target_logit_n, total.max_n, total.sum_n
     assert all(vector.is_contiguous() for vector in vectors)

@@ -1,4 +1,4 @@
-"""The work of IB: adds up rows of the embedding's gradient by word (Triton)."""
+"""Triton kernels for IB: add up the rows of the embedding's gradient that belong to the same word."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
 SEGMENT = 32
-"""Largest number of sorted rows that one program adds; another adds the up to n / SEGMENT partial sums of equal rows.
-"""
+"""Largest number of sorted rows that one program adds. Another program adds the partial sums, at most n / SEGMENT."""
 
 
 @triton.jit(do_not_specialize=["count"])  # counts differ by microbatch and must not compile new kernels
@@ -82,8 +81,8 @@ def add_rows_(
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
         row_n: int64 [n]; a negative row is left out.
         source_nh: [n, h] in any float dtype, contiguous.
-        sorted_rows: whether `row_n` ascends already. This saves the sort, and with it launches and PyTorch kernels that
-            differ by n.
+        sorted_rows: whether `row_n` ascends already. This saves the sort, whose launches and PyTorch kernels depend on
+            n.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
@@ -92,8 +91,8 @@ def add_rows_(
     # If rows are sorted already, their order is not read.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
-    # Per segment: the partial sum that continues from the previous segment, and the one that may continue into the
-    # next.
+    # Each segment has two partial sums: one that continues from the previous segment, and one that may continue into
+    # the next.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,

@@ -1,4 +1,4 @@
-"""The work of S after its GEMM, which gives statistics, targets and E, and the fold of C1's statistics (Triton).
+"""Triton kernels for S after its GEMM (they compute statistics, targets and E) and for the fold of C1's statistics.
 
 A fast GPU moves the four bytes per logit in about the time in which it issues 20 instructions per logit, so both
 matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64 warps of a
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 LARGEST_ROW = 32768
-"""The longest row that one program holds in registers. A longer one is read twice: once for the maximum, and once, from
-L2, for the exponentials and their sum."""
+"""The longest row that one program holds in registers. A longer row is read twice: once for the maximum, and once, from
+L2, for the exponentials and their sum.
+"""
 
 LONG_ROW_BLOCK = 4096
 """Logits of a longer row that a program handles at a time."""
@@ -44,11 +45,11 @@ class Launch:
 
     pieces, piece: a program handles its row as one to five pieces of `piece` logits. With 0 pieces, it reads the row
         twice, `piece` logits at a time.
-    held: how many of the pieces stay in registers. It reads the others a second time, from L1.
+    held: how many of the pieces stay in registers. The program reads the other pieces a second time, from L1.
     warps: number of warps per program.
-    reverse: start with the last token, whose logits the GEMM wrote last.
-    dependent: start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch, from
-        compute capability 9.0).
+    reverse: whether to start with the last token, whose logits the GEMM wrote last.
+    dependent: whether to start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch,
+        from compute capability 9.0).
     """
 
     pieces: int
@@ -223,7 +224,7 @@ def _exponentiate(
                 total_lane += exp
         total = tl.sum(total_lane, 0)
     else:
-        # The same for a row that is read twice: every lane keeps its own maximum, and then its own sum.
+        # A row that is read twice: every lane keeps its own maximum, and then its own sum.
         largest_lane = tl.full((PIECE,), -float("inf"), tl.float32)
         added = tl.zeros((PIECE,), tl.float32)
         for start in range(0, columns, PIECE):
@@ -249,7 +250,7 @@ def _exponentiate(
     if SMOOTHED:
         linear += sum_of_logits * logit_weight
     tl.store(target + token, own.to(tl.int64))
-    # One store by four threads; four stores would take three times as many instructions.
+    # Four threads share one store. Four stores would take three times as many instructions.
     kind = tl.arange(0, 4)
     value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, picked))
     tl.store(statistics + (kind * tokens + token), value)
