@@ -23,7 +23,7 @@ def check(flags, **settings):
             "--pipeline-trace-iterations 5-3",
             "--pipeline-trace-iterations 5-3 is not a range of iterations: give A-B with 1 <= A <= B",
         ),
-        ("--pipeline-trace-iterations now", "--pipeline-trace-iterations now is not A-B"),
+        ("--pipeline-trace-iterations now", "--pipeline-trace-iterations now is not a range"),
         (
             "--vocab-parallel --pipeline-trace {folder} --pipeline-trace-iterations 90",
             "--pipeline-trace-iterations 90 begins after the last iteration (--train-iters",

@@ -64,7 +64,7 @@ def test_a_value_lives_from_its_put_to_its_last_use():
         store.take(Slot.X, 1)
     with pytest.raises(AssertionError, match="ACTIVATION of microbatch 1 at 4 is not in the store"):
         store.take(Slot.ACTIVATION, 1, at=4)
-    with pytest.raises(AssertionError, match=r"left over.*ACTIVATION of microbatch 1 at 3"):
+    with pytest.raises(AssertionError, match=r"left in the store .*ACTIVATION of microbatch 1 at 3"):
         store.assert_empty()
     assert store.take(Slot.ACTIVATION, 1, at=3) == "three"
     store.put(Slot.STATISTICS, 1, "nobody takes it", uses=0)

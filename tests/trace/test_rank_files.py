@@ -301,7 +301,7 @@ def test_other_files_get_one_line(tmp_path, text):
 def test_no_folder_and_no_files_get_one_line(tmp_path):
     with pytest.raises(UserError, match="nowhere is not a folder"):
         read_traces(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="has no rank_"):
+    with pytest.raises(UserError, match="contains no traces"):
         read_traces(tmp_path)
 
 
