@@ -1,10 +1,9 @@
-"""Compare vocabulary shards of any size with even shards and with moved layers, as the cost model predicts them.
+"""Compare balanced vocabulary shards with even shards and with moved layers, by the cost model's predictions.
 
     python benchmarks/balance.py [--models gpt_4b,...] [--ranks 4,6,...] [--schedules 1f1b,...] [--output FILE.jsonl]
 
-Every job is a model of configs/ on a number of pipeline ranks, without other kinds of parallelism, with 128
-microbatches, on H100, without a memory limit. A line is one job under one schedule, with the better of vocab-1 and
-vocab-2:
+Every job trains a model of configs/ on H100 GPUs, with 128 microbatches. It has pipeline parallelism only and no memory
+limit. Each line shows one job under one schedule, with the better of vocab-1 and vocab-2:
 
     whole       the fastest run with whole vocabulary layers and with layers spread evenly or moved to balance stages
     even        vocabulary parallelism with even shards
@@ -13,7 +12,7 @@ vocab-2:
                 and drain, if all GPUs are equally fast; v is the time that one rank would take for the whole
                 vocabulary, in layers. Only for `1f1b`
 
-The last lines compare the best of all schedules, and give means. All numbers are predictions; nothing is measured.
+The last lines compare the best schedules, and give means. All numbers are predictions; nothing is measured.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
 
 
 def job_on(model: str, ranks: int) -> Job:
-    """The job with the model of a configuration on `ranks` pipeline ranks."""
+    """The job that trains a configuration's model on `ranks` pipeline ranks."""
     values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []).values)
     values |= {"pipeline_model_parallel_size": ranks, "tensor_model_parallel_size": 1, "global_batch_size": None}
     return replace(job_of(values), microbatches=128)
@@ -66,7 +65,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     for layers in {balanced_layers(job, placement, H100), spread_layers(job, placement)}:
         try:
             found = evaluate(Candidate(REDISTRIBUTED, Plan(schedule, chunks=chunks, layers=layers)), job, H100)
-        except UserError:  # a V with tied embeddings
+        except UserError:  # for example, a V shape with tied embeddings
             continue
         whole.append((found.iteration_seconds, found.candidate.plan.layers))
     runs = []
@@ -98,7 +97,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
 
 
 def summary(lines: list[dict]) -> str:
-    """The table of all lines, and means over the jobs."""
+    """Format all lines as a table, with means over the jobs."""
     table = ["| model | p | schedule | whole s | even / whole | balanced / whole | over bound | layers | rows |"]
     table.append("|---|---|---|---|---|---|---|---|---|")
     for each in lines:

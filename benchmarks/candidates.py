@@ -1,8 +1,8 @@
-"""Compare ways to compute S and the weight gradient of T side by side on a device, to choose among them.
+"""Compare several ways to compute S and the weight gradient of T on one device, to choose the fastest.
 
     python benchmarks/candidates.py [--tokens 2048,4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-The first way is that of the package: cuBLAS, then one pass of a Triton kernel over the logits, which turns them into E.
+The package's own way comes first: cuBLAS computes the logits, and one pass of a Triton kernel turns them into E.
 
     kernels             as the package launches the kernel
     reverse             programs in reverse order, because the logits that the GEMM wrote last are most likely in L2
@@ -119,7 +119,7 @@ class Compiled(Way):
     """Compiles the pass with `torch.compile`."""
 
     def s(self) -> torch.Tensor:
-        """Run cuBLAS, and the compiled rest."""
+        """Run the GEMM with cuBLAS, and the rest as compiled by PyTorch."""
         exp_nv = self.x_nh @ self.weight.t()
         torch.stack(_exponentiate_compiled(exp_nv, self.derivative.target_n), out=self.statistics_3n)
         return exp_nv
@@ -184,7 +184,7 @@ def parts(way: Way, name: str) -> tuple[dict[str, Callable[[], object]], dict[st
 
 
 def measure(shape: Shape, rounds: int, device: torch.device) -> dict[str, dict[str, object]]:
-    """The ratios of every way, or the error for which it has none."""
+    """Measure the ratios of every way. A way that fails has its error in their place."""
     works: dict[str, Callable[[], object]] = {"gemm of s": shape.s_gemm, "gemm of t": shape.t_gemm}
     before: dict[str, Callable[[], object]] = {}
     results: dict[str, dict[str, object]] = {}

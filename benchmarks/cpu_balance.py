@@ -3,8 +3,8 @@
     python benchmarks/cpu_balance.py [--rounds 3] [--iterations 6] [--output FILE.jsonl]
 
 Two ranks with one core and one thread each train a model whose output layer costs about as much as its transformer
-layers. Plain Megatron and vocab-2 train in turns. Times are those of the schedule (`--rank-report`); they are medians
-without the first iteration of a training.
+layers. Plain Megatron and vocab-2 train in turns. Times come from `--rank-report` and leave out the optimizer. They are
+medians over all iterations but the first of each training.
 
     measured speed-up   the time of plain Megatron's iteration, divided by that of vocab-2
     perfect speed-up    the time that the simulator gives for plain Megatron's pass times, divided by the time for the

@@ -5,8 +5,8 @@ A rank runs one pass at a time, and a communicator one operation. Every start is
 and the given schedule is the first guess.
 
 All microbatches are equal. If the passes of one rank, kind and chunk are sorted by time and numbered in that order, no
-dependency or limit is violated. So the model prescribes this order from the start. It is a restriction only for
-schedules with pairs (see `Nominal.pairs`), whose microbatches differ.
+dependency or limit is violated. The model therefore prescribes this order from the start. The order excludes solutions
+only for schedules with pairs (see `Nominal.pairs`), whose microbatches differ.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Model:
                 self.model.add(start >= self.end[before])
 
     def _guess(self) -> None:
-        """Time the given order, which is the first guess."""
+        """Compute the start times of the given order, which are the solver's first guess."""
         graph = self.graph
         if self.schedule.vocab is VocabMethod.INTERLACED:
             graph = _graph(self.schedule)

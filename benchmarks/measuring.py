@@ -1,4 +1,4 @@
-"""Helpers with which the benchmarks read sizes, time calls, and write results."""
+"""Helpers for the benchmarks, which parse sizes, time calls, and write results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, *, dirty: boo
     """The milliseconds of one call, measured with device events on a GPU.
 
     On a GPU the host gets a head start, so the time does not include launches, and the inputs are no longer in L2. With
-    `dirty`, L2 is full of lines that must be written back first; in a real run it holds both kinds.
+    `dirty`, L2 is full of lines that must be written back first. In a real run, L2 holds both clean and dirty lines.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -59,9 +59,9 @@ def times(
     dirty: bool = False,
     before: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """The milliseconds of each work in every round, run in turns, after two warm-up rounds.
+    """Return the milliseconds of each function in every round. The functions run in turns, after two warm-up rounds.
 
-    `before` prepares some of the works, for example those that change their input; this is not timed.
+    `before` prepares some of the functions, for example those that change their input; its calls are not timed.
     """
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 2):
@@ -95,7 +95,7 @@ def medians(
     device: torch.device,
     before: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """The median milliseconds of each work, run in turns."""
+    """The median milliseconds of each function. The functions run in turns."""
     return {name: statistics.median(values) for name, values in times(works, rounds, device, before=before).items()}
 
 
@@ -108,7 +108,7 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 def copy_bandwidth(size: int, device: torch.device, rounds: int = 10) -> float:
-    """The bytes per second that a copy of `size` bytes reads and writes, the roof for kernels that move as many."""
+    """The bytes per second that a copy of `size` bytes reads and writes, the limit for kernels that move as much."""
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2e3 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, rounds, device)["copy"]

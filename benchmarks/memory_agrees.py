@@ -198,7 +198,7 @@ def replay(_rank: int, _world_size: int, job: AgreesJob, rank: int) -> dict[str,
 
 
 def agreement(job: AgreesJob, place: str, earlier: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """Both figures for the `first`, `middle` or `last` pipeline rank; counts in `earlier` lines are reused."""
+    """Count and predict bytes for the `first`, `middle` or `last` pipeline rank; reuse counts in `earlier` lines."""
     found = predicted(job)
     rank = {"first": 0, "middle": len(found) // 2, "last": len(found) - 1}[place]
     line = {"job": job.name, "place": place, "rank": rank}
@@ -240,10 +240,10 @@ def table_of(lines: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Compare all jobs, and print or append to a file one line of JSON per rank. Returns 1 if they do not agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", default="", help="texts in the names of jobs, separated by semicolons")
+    parser.add_argument("--jobs", default="", help="only jobs whose names contain one of these texts (separator: ;)")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
-    parser.add_argument("--counted", type=Path, help="lines with counts to take")
-    parser.add_argument("--table", type=Path, help="print the lines of this file instead")
+    parser.add_argument("--counted", type=Path, help="read counts from this file instead of counting")
+    parser.add_argument("--table", type=Path, help="only print the lines of this file as a table")
     args = parser.parse_args()
     if args.table is not None:
         print(table_of(lines_of(args.table)))

@@ -1,4 +1,4 @@
-"""Check on a node with eight GPUs whether jobs start, end and match plain Megatron, and how fast they are.
+"""Check on a node with eight GPUs whether jobs start, end and match plain Megatron, and measure how fast they are.
 
     benchmarks/on_node.sh FOLDER [STEP...]
 

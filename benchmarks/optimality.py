@@ -78,7 +78,7 @@ class Case:
 
     @property
     def vocab_ranks(self) -> tuple[int, ...] | None:
-        """The ranks with vocabulary rows; None for all. With few holders, it is the second half of the ranks."""
+        """The ranks with vocabulary rows; None for all. With `few holders`, only the second half of the ranks."""
         return tuple(range(self.ranks // 2, self.ranks)) if self.costs_name == "few holders" else None
 
     @property

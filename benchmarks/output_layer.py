@@ -2,13 +2,13 @@
 
     python benchmarks/output_layer.py [--tokens 4096] [--hidden 4096] [--rows 8192,32768] [--output FILE.jsonl]
 
-Every line is one shape. All times in a line come from one process, in turns. The result is the ratios of medians; the
-milliseconds depend on the machine.
+Every line is one shape. All calls of a line run in turns in one process. Compare the ratios of medians; milliseconds
+depend on the machine.
 
     s_t_and_loss        our whole chain on one shard: S and T of vocab-2, the fold of C1's statistics, the losses, and
                         dX rescaled. Rivals (`rivals.py`) do the same, on a vocabulary of this shard's size
     s_over_aim, t_over_aim
-                        relative to the aim: the GEMM, plus the time of a copy for the bytes that the kernel next to it
+                        relative to the aim: the GEMM, plus the time of a copy of the bytes that the accompanying kernel
                         reads and writes, plus 2.5 us for its launch, all on this device and in this process
     sustained           the same for S, and for S and T of vocab-2, relative to their GEMMs in a loop without pauses
     softmax_over_copy   time of S beyond its GEMM, relative to a copy of as many bytes in the same process, its roof
@@ -119,7 +119,7 @@ class Shape:
             self.layer.t_pass(pending, self.total, self.token_loss_grad_n, input_gradient=False)
 
     def s_and_t(self) -> None:
-        """S and T of vocab-2."""
+        """Run S and T of vocab-2."""
         pending = self.s()
         self.layer.unscaled_input_gradient(pending)
         self.layer.t_pass(pending, self.total, self.token_loss_grad_n, input_gradient=False)
@@ -187,7 +187,7 @@ def errors(tokens: int, hidden: int, rows: int, device: torch.device, dtype: tor
 
 
 def peaks(works: dict[str, Callable[[], object]]) -> dict[str, int]:
-    """The most bytes that each call allocates in addition to those allocated before it."""
+    """The largest number of bytes that each call allocates in addition to those allocated before it."""
     found = {}
     for name, work in works.items():
         before = torch.cuda.memory_allocated()

@@ -1,8 +1,9 @@
-"""Measure what communication in flight costs concurrent passes: F and B of a few layers, with and without NCCL kernels.
+"""Measure how much concurrent communication slows passes down: F and B of a few layers, with and without NCCL kernels.
 
     python benchmarks/overlap_tax.py [--tokens 4096] [--hidden 4096] [--layers 4] [--output FILE.jsonl]
 
-One GPU has no peers, so a kernel with a fixed number of thread blocks stands for NCCL's. There are these kinds:
+One GPU has no peers, so a kernel with a fixed number of thread blocks replaces NCCL's. The kinds of kernels and copies
+are:
 
     copy    moves X, [n, h] in 16 bits, from one buffer to another, like C0 during F, or C1 of vocab-2 during B. It ends
             long before the pass
@@ -211,7 +212,7 @@ def main() -> int:
             line["behind_ms"] = behind - without
         write(line, args.output)
     if torch.full((1,), 0.125, device=device).item() != 0.125:
-        print("this device runs no kernel: its figures mean nothing")
+        print("this device runs no kernel, so its figures mean nothing")
         return 0
     if passes.gave_up:
         print("a block gave up before its pass had ended: the taxes of `held` are too low")

@@ -80,9 +80,9 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--ranks", default="0,-1", help="pipeline ranks; negative ones count from the end")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a rank")
-    parser.add_argument("--shapes-only", action="store_true", help="memory alone, without a GPU")
+    parser.add_argument("--shapes-only", action="store_true", help="count only memory, without a GPU")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
-    parser.add_argument("flags", nargs="*", help="after --: more flags of the job")
+    parser.add_argument("flags", nargs="*", help="after --: further flags of the job")
     args = parser.parse_args()
     only_shapes = ["--shapes-only", "--iterations", "1"] if args.shapes_only else []
     rows = product(args.models.split(","), args.vocab_sizes.split(","), args.methods.split(","), args.ranks.split(","))

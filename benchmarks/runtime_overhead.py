@@ -10,7 +10,7 @@ runtime's bookkeeping adds to them, as on a CPU. With `--offload-chunks`, the ac
 rank are offloaded and fetched back, and every copy of a chunk lasts `--copy-ms`.
 
 The output is the measured time of an iteration relative to the timeline's prediction. The prediction uses the lengths
-of passes and the latency of every kind of message and collective, which is measured before in the same processes,
+of passes and the latency of every kind of message and collective, which is measured beforehand in the same processes,
 separately and without the device. Values above 1 come from bookkeeping, late wake-ups, and communication that
 interferes with other communication. Values below 1 arise because some communication completes sooner than when it is
 measured separately, as ranks do not all reach it at the same time. `free_s` is the prediction with free communication,
@@ -125,7 +125,7 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
 
 
 def known_costs(schedule: Schedule, costs: PassCosts, message: float, collectives: dict) -> StageCosts:
-    """The costs with the lengths of passes and the measured latencies."""
+    """The costs for the simulator: the lengths of passes, and the measured latencies."""
     ranks, stages = schedule.pipeline_size, schedule.placement.stages
     chunk = [(getattr(costs, kind) / schedule.chunks,) * stages for kind in ("F", "B", "W")]
     vocabulary = [(getattr(costs, kind),) * ranks for kind in ("S", "T", "IF", "IB")]
@@ -254,11 +254,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--pass-ms", type=float, default=20.0, help="how long F, B and W of a chunk last")
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--offload-chunks", type=int, default=0, help="chunks of each rank that leave and come back")
+    parser.add_argument("--offload-chunks", type=int, default=0, help="number of chunks per rank to offload")
     parser.add_argument("--copy-ms", type=float, default=15.0, help="how long a copy of a chunk lasts")
     parser.add_argument("--device", default="asynchronous", choices=list(DEVICES), help="what the passes run on")
     parser.add_argument("--schedule", nargs="+", default=list(DEFAULTS), choices=list(METHODS))
-    parser.add_argument("--output", help="append a line of JSON a schedule to this file")
+    parser.add_argument("--output", help="append a line of JSON per schedule to this file")
     options = parser.parse_args()
     for name in options.schedule:
         with socket.socket() as probe:

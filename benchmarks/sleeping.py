@@ -98,11 +98,11 @@ class SleepingOutput(OutputLayer):
             return self._pending
 
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
-        """Nothing."""
+        """Return the gradient that `forward` prepared."""
         return self._unscaled_nh
 
     def rescaled_input_gradient(self, unscaled_nh: torch.Tensor, *arguments: object) -> torch.Tensor:
-        """Nothing."""
+        """Return the gradient unchanged."""
         return unscaled_nh
 
     def t_pass(self, *arguments: object, input_gradient: bool) -> torch.Tensor | None:
@@ -112,7 +112,7 @@ class SleepingOutput(OutputLayer):
 
 
 class SleepingEmbedding(EmbeddingLayer):
-    """IF and IB of a tiny shard; the number of exchanged rows is that of the tokens."""
+    """IF and IB of a tiny shard, which exchange one row per token."""
 
     seconds: Mapping[PassKind, float]
     device: SleepingDevice

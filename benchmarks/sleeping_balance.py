@@ -292,10 +292,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=48)
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--slower", type=float, default=0.05, help="slow-rank: by how much")
-    parser.add_argument("--layers", type=int, default=7, help="layers: of the model")
+    parser.add_argument(
+        "--slower", type=float, default=0.05, help="slow-rank: the extra time of the slow rank, as a fraction"
+    )
+    parser.add_argument("--layers", type=int, default=7, help="layers: number of layers of the model")
     parser.add_argument("--layer-ms", type=float, default=40.0, help="layers: F and B of a layer are stretched to this")
-    parser.add_argument("--training-iterations", type=int, default=4, help="layers: of the training that is measured")
+    parser.add_argument("--training-iterations", type=int, default=4, help="layers: training iterations to measure")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     options = parser.parse_args()
     machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}

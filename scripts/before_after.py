@@ -1,4 +1,4 @@
-"""Write the README's picture and figures: Llama 3 8B on H100 as predicted, and published runs next to predictions.
+"""Write the README's picture and tables: predictions of Llama 3 8B on H100, and published runs with their predictions.
 
     python scripts/before_after.py [--check]
 
@@ -178,7 +178,7 @@ def block_of(page: str, block: str) -> str:
 
 
 def with_block(page: str, block: str, content: str) -> str:
-    """A copy of `page` in which a block has other content."""
+    """Return `page` with the content of a block replaced."""
     begin, end = marks(block)
     before, rest = page.split(begin)
     return before + begin + content + end + rest.split(end)[1]
@@ -214,14 +214,14 @@ def table(found: list[Run]) -> str:
 
 
 def with_gain(page: str, found: list[Run]) -> str:
-    """The page, with the gain over tuned Megatron in its first line."""
+    """Return the page with the current gain over tuned Megatron in its first line."""
     return re.sub(
         r"[\d.]+ times as fast as a tuned", f"{found[1].seconds / found[2].seconds:.2f} times as fast as a tuned", page
     )
 
 
 def written(page: str, found: list[Run]) -> str:
-    """The page, with everything that this script writes to it."""
+    """Return the page with everything that this script writes to it."""
     return with_block(with_block(with_gain(page, found), "predicted", table(found)), "public", public())
 
 
@@ -303,7 +303,7 @@ def draw(asked: Request, found: list[Run]) -> None:
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something has changed")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if out of date")
     check = parser.parse_args().check
     asked = request()
     found = runs(asked)

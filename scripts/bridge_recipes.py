@@ -1,4 +1,4 @@
-"""Judge Megatron-Bridge's performance recipes: which of them a run with `--vocab-parallel` would accept.
+"""List which of Megatron-Bridge's performance recipes would be accepted with `--vocab-parallel`.
 
     PYTHONPATH=FOLDER python scripts/bridge_recipes.py [--write] [--list]
 
@@ -209,8 +209,8 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help=f"put the tables into {nvidia_jobs.PAGE.relative_to(ROOT)}"
     )
-    parser.add_argument("--list", action="store_true", help="print every recipe with its answers first")
-    parser.add_argument("--words", action="store_true", help="print every recipe's name and flags instead, as JSON")
+    parser.add_argument("--list", action="store_true", help="first print every recipe and whether it is accepted")
+    parser.add_argument("--words", action="store_true", help="only print every recipe's name and flags, as JSON")
     given = parser.parse_args()
     if (missing := bridge_loop.missing()) is not None:
         parser.error(missing)

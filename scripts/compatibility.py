@@ -1,4 +1,4 @@
-"""Makes the tables of the compatibility page, from the tables of tests, refusals and patches."""
+"""Generates the tables of the compatibility page from the tables of tests, refusals and patches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tested() -> str:
 
 
 def surveyed() -> str:
-    """How much the option survey covers, and a table of all its jobs."""
+    """Generate a paragraph on the coverage of the option survey, and a table of all its jobs."""
     jobs = [job for group in JOBS.values() for job in group]
     runs = sum(len(job.ways) for job in jobs)
     lines = [
@@ -83,7 +83,7 @@ def surveyed() -> str:
 
 
 def _short(value: object) -> object:
-    """Shorten JSON, which is too long for a table."""
+    """Shorten a JSON value, which would be too long for a table."""
     return "JSON" if isinstance(value, str) and value.startswith("{") and '"' in value else value
 
 

@@ -1,4 +1,4 @@
-"""Hooks that mkdocs calls while it builds the site: they add generated parts of pages, and the page of schedules."""
+"""Hooks that mkdocs calls while it builds the site. They add the generated parts of pages and the interactive page."""
 
 from __future__ import annotations
 

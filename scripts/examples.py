@@ -145,12 +145,12 @@ def blocks_of(page: str) -> Iterator[Block]:
     for found in BLOCK.finditer(page):
         command = re.match(r"\$ ((?:.*\\\n)*.*)\n", found["text"])
         if command is None:
-            raise SystemExit(f"a block shows no command behind '$ ': {found['text']}")
+            raise SystemExit(f"a block shows no command after '$ ': {found['text']}")
         options: dict[str, object] = {"most": 12}
         for word in shlex.split(found["options"] or ""):
             name, given, value = word.partition("=")
             if name not in (*_TEXTS, *_NUMBERS, *_SWITCHES) or bool(given) == (name in _SWITCHES):
-                raise SystemExit(f"{word} is not an option of a block: {found['options']}")
+                raise SystemExit(f"{word} is not an option of a block; the block has {found['options']}")
             key = _TEXTS.get(name, name)
             options[key] = True if name in _SWITCHES else value if name in _TEXTS else int(value)
         yield Block(*found.span("text"), Example(command[1], before=None, **options), found["text"])  # type: ignore[arg-type]

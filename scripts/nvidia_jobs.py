@@ -1,4 +1,4 @@
-"""Judge NVIDIA's own jobs, from a checkout of Megatron-LM: which of them a run with `--vocab-parallel` would accept.
+"""List which of NVIDIA's own jobs, from a checkout of Megatron-LM, would be accepted with `--vocab-parallel`.
 
     python scripts/nvidia_jobs.py MEGATRON_LM [--write] [--list]
 
@@ -221,7 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="a checkout of github.com/NVIDIA/Megatron-LM")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--list", action="store_true", help="print every job with its answers first")
+    parser.add_argument("--list", action="store_true", help="first print every job and whether it is accepted")
     given = parser.parse_args()
     if not (given.checkout / "tests" / "functional_tests").is_dir():
         parser.error(f"{given.checkout} is not a checkout of Megatron-LM: it has no tests/functional_tests")

@@ -140,7 +140,7 @@ def draw_schedules() -> None:
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where figures have changed")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if out of date")
     check = parser.parse_args().check
     simulated = {}
     for name, vocab in rows():
@@ -153,7 +153,7 @@ def main() -> int:
         before, rest = fresh.split(begin)
         fresh = before + begin + table_of() + end + rest.split(end)[1]
     if check:
-        print("up to date" if fresh == page else f"{PAGE.name} has other figures; run this without --check")
+        print("up to date" if fresh == page else f"figures in {PAGE.name} are out of date; run this without --check")
         return int(fresh != page)
     PAGE.write_text(fresh, encoding="utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
