@@ -1,4 +1,6 @@
-"""The slow marker: `pytest -m slow` runs longer matrices, which are left out otherwise. And Triton's interpreter."""
+"""The `slow` marker, for long tests that run only with `pytest -m slow`, and Triton's interpreter for machines without
+a GPU.
+"""
 
 import os
 import signal

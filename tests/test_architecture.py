@@ -1,4 +1,4 @@
-"""Imports point one way, and only the rooms of mcore know Megatron."""
+"""Test that imports go in one direction, and that only some parts of mcore import Megatron."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The `megatron-vp` command as a shell sees it: streams, exit status, interruption."""
+"""Test the `megatron-vp` command in a shell: streams, exit status, interruption."""
 
 import importlib.util
 import json

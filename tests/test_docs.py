@@ -1,4 +1,4 @@
-"""The pages as a reader meets them: links lead somewhere, the glossary has every pass, and words are few."""
+"""Test the pages: links lead somewhere, the glossary has every pass, and there are not too many words."""
 
 import re
 from pathlib import Path

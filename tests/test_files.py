@@ -1,4 +1,4 @@
-"""Input files that are none: reading them ends at once, in one line. Outputs: whole, or not there."""
+"""Test that invalid input files give a one-line error at once, and that outputs are complete or absent."""
 
 import argparse
 import os

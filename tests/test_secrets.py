@@ -1,4 +1,4 @@
-"""Secrets of the environment are in no file and no line that a run or a command leaves."""
+"""Test that no file and no line that a run or a command leaves contains secrets of the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Habits of writing that readers stumble over: none in pages, ever fewer in the package."""
+"""Test for habits of writing that readers stumble over: none in pages, ever fewer in the package."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What tests of the planning commands share."""
+"""Fixtures that tests of the planning commands share."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rank reports as a run writes them, for tests of what reads them."""
+"""Write rank reports in the format of a run, for tests of the code that reads them."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A job that `plan` and `simulate` answer in a moment, and a way to ask them."""
+"""A job that `plan` and `simulate` can predict quickly, and helpers that run these commands on it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Times of attention against published ones, and what windows, narrow heads and older kernels change."""
+"""Test attention times against published ones, and the effect of windows, narrow heads and older kernels."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Rows and layers chosen together: water filling against brute force, and what the choice keeps to."""
+"""Test the joint choice of rows and layers: water filling against brute force, and limits that the choice respects."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""FLOPs, parameters, activations and layouts against figures worked out by hand."""
+"""Test FLOPs, parameters, activations and layouts against values computed by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which layers have experts, and what latent attention, shared experts and dense layers weigh."""
+"""Test which layers have experts, and the cost of latent attention, shared experts and dense layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What experts add to a layer besides their arithmetic, against counts by hand."""
+"""Test what experts add to the time of a layer in addition to their FLOPs, against counts by hand."""
 
 from dataclasses import replace
 

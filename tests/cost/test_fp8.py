@@ -1,4 +1,4 @@
-"""fp8 in the layers: what recipes move and keep, what stays in 16 bits, and what that does to the gain."""
+"""Test predictions with fp8 layers: bytes moved and kept by each recipe, 16-bit parts, and the effect on the gain."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`plan` and `simulate` of a job with a pattern: finer segments, and bars that training takes."""
+"""Test `plan` and `simulate` for a job with a hybrid pattern: finer segments, and bars that training accepts."""
 
 import json
 import shlex

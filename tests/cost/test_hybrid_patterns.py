@@ -1,4 +1,4 @@
-"""Hybrid models: letters add up to the layers of a GPT model, and finer cuts are never worse than whole layers."""
+"""Test hybrid models: letters add up to the layers of a GPT model, and finer cuts are never worse than whole layers."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise

@@ -1,4 +1,4 @@
-"""Megatron's arguments as sizes: from a configuration file the same as from what Megatron makes of it."""
+"""Test that sizes read from a configuration file equal those that Megatron derives from the same file."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows that follow measured pass times: a slow GPU gets fewer, and what a folder must hold."""
+"""Test rows chosen from measured pass times: a slow GPU gets fewer rows, and incomplete folders are refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What offloading costs and saves: the way to the host's memory, bytes that leave a rank, copies in a prediction."""
+"""Test the costs of offloading: the bandwidth to host memory, the bytes copied per rank, and copies in a prediction."""
 
 import json
 from dataclasses import replace

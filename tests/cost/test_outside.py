@@ -1,4 +1,4 @@
-"""Communicators of every rank and memory outside PyTorch's count, against figures worked out by hand."""
+"""Test the communicators of every rank, and memory outside PyTorch's count, against values computed by hand."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Figure 15 of PipeOffload: how near predictions come to what was published, and how the command shows both."""
+"""Test figure 15 of PipeOffload: the errors of predictions, and how the command shows published and predicted data."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""`megatron-vp plan` and `simulate`: the configuration that trains, flags over it, formats, one line for bad input."""
+"""Test `megatron-vp plan` and `simulate`: configurations, flags that override them, formats, errors for bad input."""
 
 import json
 import os

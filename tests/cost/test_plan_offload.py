@@ -1,4 +1,4 @@
-"""Plans with activations in the host's memory: which numbers of chunks are tried, and what less memory costs."""
+"""Test plans with offloaded activations: which numbers of chunks are tried, and the time that less memory costs."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The planner: best layouts against brute force, where the time goes, what fits, and simulations that are cut short."""
+"""Test the planner: layouts against brute force, reasons for lost time, memory limits, simulations that stop early."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

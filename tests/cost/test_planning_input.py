@@ -1,4 +1,4 @@
-"""Bad input to `megatron-vp plan` and `simulate`: one line and exit status 2."""
+"""Test that bad input to `megatron-vp plan` and `simulate` gives a one-line error and exit status 2."""
 
 from pathlib import Path
 

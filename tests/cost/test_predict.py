@@ -1,4 +1,4 @@
-"""Predictions: they follow the schedule, fit what was published, and refuse what cannot be."""
+"""Test predictions: they follow the schedule, agree with published values, and are refused for unsupported jobs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Published runs as jobs, and what is said of their predictions."""
+"""Test the jobs of published runs, and the stated errors of their predictions."""
 
 import csv
 import json

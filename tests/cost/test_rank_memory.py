@@ -1,4 +1,4 @@
-"""Memory of a rank against figures worked out by hand, for schedules short enough to read."""
+"""Test the memory of a rank against values computed by hand, for short schedules."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The search over parallel sizes: bounds against simulations, the frontier against all combinations, its answers."""
+"""Test the search over parallel sizes: bounds against simulations, the frontier against all combinations, and its
+output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches over parallel sizes with activations in the host's memory: for which sizes, and what it gains."""
+"""Test searches over parallel sizes with offload: which sizes are tried with it, and what it gains."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The paper's tables: files read, errors counted, bounds held; the whole command where it may take its time."""
+"""Test the paper's tables: reading files, counting errors, error bounds and, as a slow test, the whole command."""
 
 import csv
 import io

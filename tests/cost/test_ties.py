@@ -1,4 +1,4 @@
-"""By how much runs may differ and still count as equal, and how much memory a recommended run leaves free."""
+"""Test how much runs may differ and still count as tied, and how much memory a recommended run leaves free."""
 
 from dataclasses import replace
 

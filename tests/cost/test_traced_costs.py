@@ -1,4 +1,4 @@
-"""Pass times of a recorded run in a simulation of the same job."""
+"""Test that the recorded pass times of a run can be simulated for the same job."""
 
 import json
 

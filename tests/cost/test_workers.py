@@ -1,4 +1,4 @@
-"""Worker processes of a command: none outlives it."""
+"""Test that no worker process of a command outlives the command."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`megatron-vp data` as a user calls it."""
+"""Test `megatron-vp data` as a user calls it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Tokenizer and dataset: Megatron reads back the text that went in; half-written and damaged data is refused."""
+"""Test the tokenizer and the dataset: Megatron reads back the original text, and damaged data is refused."""
 
 import argparse
 import errno

@@ -1,4 +1,4 @@
-"""Documents from files: what counts as one, and what is refused by name."""
+"""Test reading documents from files: how files are divided into documents, and errors for files that are refused."""
 
 import json
 

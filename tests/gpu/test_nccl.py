@@ -1,6 +1,6 @@
-"""The runtime over NCCL: a rank for each GPU, and on a single GPU the operations of a world of one.
+"""Test the runtime over NCCL, with one rank per GPU. A single GPU runs the operations of a world of one rank.
 
-The same ranks and programs run on CPU over gloo where there is no GPU, so that the tests themselves are tried.
+Without a GPU, the same ranks and programs run on CPU over gloo, which only checks the tests themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A replayed rank on a CUDA device that does nothing (`null_device.c`): what the host does, and what it allocates."""
+"""Replay a rank on a CUDA device that does nothing (`null_device.c`), to test the host's work and its allocations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurements that wait for a GPU fit the time that one is lent for, as script and page say."""
+"""Test that the time limits of GPU measurements agree between script and page, and fit into the available GPU time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime with its real streams and kernels, p ranks on one GPU; without one, the same ranks on CPU."""
+"""Test the runtime with real streams and kernels and p ranks on one GPU, or on CPU without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of ranks that share a device."""
+"""Test the messages of ranks that share a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers in Megatron, B and W apart: p ranks on one GPU; without one, its Python on CPU."""
+"""Test Transformer Engine's layers in Megatron with separate B and W: p ranks on one GPU, or its Python code on CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard error that cannot be written to, and processes that should be gone."""
+"""Helpers for a standard error stream that cannot be written to, and for processes that should have ended."""
 
 from __future__ import annotations
 

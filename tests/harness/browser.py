@@ -1,4 +1,4 @@
-"""A real browser without a window: Chromium, spoken to through two pipes in its DevTools protocol."""
+"""Control Chromium without a window, through two pipes, with its DevTools protocol."""
 
 import base64
 import fcntl

@@ -1,4 +1,4 @@
-"""Small file systems, to be filled up."""
+"""Small file systems that tests can fill up."""
 
 from __future__ import annotations
 

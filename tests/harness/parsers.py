@@ -1,4 +1,4 @@
-"""Importing this makes Megatron's parsers quick: for their help texts they read Megatron's source each time anew."""
+"""Importing this module makes Megatron's parsers fast: without it, they read Megatron's source for every help text."""
 
 import inspect
 from functools import cache

@@ -1,4 +1,4 @@
-"""Imported once by the fork server: everything expensive that the ranks share, and nothing that starts a thread."""
+"""Imported once by the fork server: all expensive modules that ranks share, and nothing that starts a thread."""
 
 import gc
 import os

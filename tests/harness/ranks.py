@@ -1,4 +1,6 @@
-"""Run a function on N ranks: forked from a warm server, with a time limit, and with the failing rank named."""
+"""Run a function on N ranks, which are forked from a warm server. There is a time limit, and errors name the failing
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness itself: results by rank, the failing rank named, no case that hangs."""
+"""Test the harness: results are ordered by rank, errors name the failing rank, and no case hangs."""
 
 import os
 import time

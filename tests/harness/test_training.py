@@ -1,4 +1,4 @@
-"""Plain Megatron is the reference: it has to agree with itself before anything is compared with it."""
+"""Test that plain Megatron, the reference of all comparisons, agrees with itself."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""Train a tiny model under the plug-in and keep everything that two runs can be compared by.
+"""Train a tiny model with the plug-in, and record everything that comparisons of two runs need.
 
-Weights are set by their global name (layers numbered over the whole model), so every layout starts from the same
+Weights are set by their global name (with layers numbered over the whole model), so every layout starts from the same
 model. Losses, gradient norms and every parameter's main gradient are recorded just before each optimizer step.
 """
 

@@ -1,4 +1,4 @@
-"""`megatron-vp check` and `sbatch` refuse what a start of the job refuses from its arguments."""
+"""Test that `megatron-vp check` and `sbatch` refuse the same arguments as the start of a job."""
 
 import shlex
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A job is given to every command as to training: files, the first with or without its `--config`, and flags."""
+"""Test that every command accepts a job in the same form as training: files, with or without `--config`, and flags."""
 
 from unittest import mock
 

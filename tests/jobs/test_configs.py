@@ -1,4 +1,4 @@
-"""The configurations that we ship mean what they say to the installed Megatron."""
+"""Test that the installed Megatron interprets the configurations of the package as intended."""
 
 import argparse
 from pathlib import Path

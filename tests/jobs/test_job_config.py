@@ -1,4 +1,4 @@
-"""A job's words become the same values for every command, wherever they stand."""
+"""Test that every command parses a job's arguments into the same values, in any order."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The list of options that commands read jobs with is that of the parser that training uses."""
+"""Test that the list of known options, which commands use without Megatron, matches the parser of training."""
 
 import sys
 

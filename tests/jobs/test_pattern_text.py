@@ -1,4 +1,4 @@
-"""`--hybrid-layer-pattern` read as Megatron reads it."""
+"""Test that `--hybrid-layer-pattern` is parsed as by Megatron."""
 
 import pytest
 from hypothesis import given

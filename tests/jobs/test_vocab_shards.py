@@ -1,4 +1,4 @@
-"""The value of `--vocab-shards`, read once for all commands."""
+"""Test the parser of `--vocab-shards`, which all commands share."""
 
 from pathlib import Path
 

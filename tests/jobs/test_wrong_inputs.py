@@ -1,6 +1,6 @@
-"""What a new user may type wrong: every command says it in one line and exits with status 2, and none goes on silently.
+"""Test typical mistakes of new users: every command reports them in one line and exits with status 2.
 
-`plan` and `simulate` run in this process, `check` and `sbatch`, which import Megatron, all together in one other.
+`plan` and `simulate` run in this process. `check` and `sbatch`, which import Megatron, all run in one other process.
 """
 
 from __future__ import annotations

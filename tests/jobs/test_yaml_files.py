@@ -1,4 +1,4 @@
-"""YAML configuration files: what becomes of each kind of leaf, what wins, and what is refused."""
+"""Test YAML configuration files: how each kind of value is converted, which values win, and what is refused."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Vocabulary shards of any size, as data: a case is a schedule, rows by pipeline rank, and Megatron's options."""
+"""Test cases for vocabulary shards of any size: a case is a schedule, rows by pipeline rank, and Megatron's options."""
 
 from __future__ import annotations
 

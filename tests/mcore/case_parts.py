@@ -1,4 +1,4 @@
-"""What the cases of `cases.py` are made of: the options that they combine, and the schedules that they run under."""
+"""The parts of the cases in `cases.py`: the options that they combine, and the schedules under which they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two runs are compared: losses, gradient norms, and every parameter's gradient in every step."""
+"""Compare two runs: losses, gradient norms, and every parameter's gradient in every step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training job for a launcher that starts ranks again: DIRECTORY ARGUMENTS..., what it recorded goes to DIRECTORY.
+"""A training job for a launcher that restarts ranks: `DIRECTORY ARGUMENTS...`. It records its results in DIRECTORY.
 
-In the first attempt one rank is killed.
+In the first attempt, one rank is killed.
 """
 
 import multiprocessing

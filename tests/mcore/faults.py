@@ -1,6 +1,6 @@
-"""Faults to train with: a rank that dies, stalls, fails or calculates nonsense, in a known place of a known iteration.
+"""Faults during training: in the third iteration, a rank dies, stalls, fails or computes wrong numbers.
 
-That is the third: from the second on Megatron judges losses and the short time limit holds.
+From the second iteration on, Megatron checks losses, and the short time limit holds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What jobs that train a part of a model do to it: they freeze parameters, or freeze all and add adapters.
+"""Freeze parameters of a model, or freeze all parameters and add adapters, for jobs that train only a part of it.
 
-Hooks on the finished chunks of a rank, before Megatron wraps them.
+These are hooks on the finished chunks of a rank, which run before Megatron wraps the chunks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What our sources take from Megatron: symbols that they import, fields of its configuration, and its arguments."""
+"""Collect what our sources use of Megatron: imported symbols, fields of its configuration, and its arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training loop of somebody's own: megatron.core alone, its groups, models and steps made by hand.
+"""A user's own training loop, which uses only megatron.core and creates its groups, models and steps itself.
 
-The getter is imported before the plug-in is switched on, as frameworks do it.
+`get_forward_backward_func` is imported before the plug-in is enabled, as in frameworks.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""A training script as a user wrote it for Megatron: its own model provider, batches and loss; it knows no plug-in."""
+"""A user's own training script for Megatron, with its own model provider, batches and loss, and without the plug-in."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What is tested outside the table of cases, and what is neither tested nor refused: rows of the compatibility page."""
+"""Tests outside the table of cases, and features neither tested nor refused, as rows of the compatibility page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Combinations that nobody thought of: sizes, a schedule and Megatron's options, chosen at random by number.
+"""Random combinations of sizes, a schedule and Megatron's options.
 
-`cases.py` lists what people train; what meets in a random job is left to chance. The same number gives the same job.
+`cases.py` lists what people train; random jobs find combinations that it lacks. The same number gives the same job.
 """
 
 from __future__ import annotations

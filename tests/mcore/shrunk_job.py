@@ -1,7 +1,7 @@
-"""NVIDIA's own jobs, read from its checkout and shrunk to four CPU ranks.
+"""NVIDIA's own jobs, read from a checkout of Megatron-LM and reduced to four CPU ranks.
 
-Every option stays that says how a job trains. Sizes become small, what needs a GPU, files or hours is left out, and
-what was is said with the reason.
+All options that determine how a job trains are kept. Sizes become small. Options that need a GPU, files or hours are
+left out, each with the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vocabulary shards of any size against plain Megatron: every step's loss and every parameter's gradient, in fp32."""
+"""Test vocabulary shards of any size against plain Megatron: losses and all gradients of every step, in fp32."""
 
 from __future__ import annotations
 

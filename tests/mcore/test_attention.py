@@ -1,4 +1,4 @@
-"""PyTorch's attention in Megatron's local layers against Megatron's own: losses and every gradient."""
+"""Test PyTorch's attention in Megatron's local layers against Megatron's own attention: losses and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are no finite numbers, and ids that the vocabulary does not have: named; what follows is Megatron's."""
+"""Test that NaN or infinite losses and invalid token ids are reported, and that Megatron then handles them."""
 
 from __future__ import annotations
 

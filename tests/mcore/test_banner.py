@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts: once per job, and the same as `megatron-vp check` says before."""
+"""Test the lines that a run prints at its start: once per job, and the same as from `megatron-vp check`."""
 
 import contextlib
 import io

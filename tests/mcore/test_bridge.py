@@ -1,6 +1,6 @@
-"""`megatron_vp.enable` in Megatron-Bridge's loop: losses and gradients as in plain Bridge, hooks, refusals.
+"""Test `megatron_vp.enable` in Megatron-Bridge's loop: losses and gradients as in plain Bridge, hooks, refusals.
 
-On CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge the tests are skipped.
+It runs on CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge, the tests are skipped.
 """
 
 from functools import cache

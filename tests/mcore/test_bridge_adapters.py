@@ -1,6 +1,6 @@
-"""Megatron-Bridge's LoRA on attention and MLP in a vocabulary-parallel run: gradients, checkpoints of adapters.
+"""Test Megatron-Bridge's LoRA on attention and MLP in a vocabulary-parallel run: gradients, checkpoints of adapters.
 
-On CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge the tests are skipped.
+It runs on CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge, the tests are skipped.
 """
 
 import zlib

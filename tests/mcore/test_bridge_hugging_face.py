@@ -1,6 +1,6 @@
-"""Hugging Face's weights through Megatron-Bridge: in, five vocabulary-parallel steps, and out again.
+"""Test Hugging Face weights in Megatron-Bridge: load them, train five vocabulary-parallel steps, and export them.
 
-On CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge the tests are skipped.
+It runs on CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge, the tests are skipped.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's losses to six digits, as plain Bridge 0.6.2 gave them on CPU when it was first looked at.
+"""Test Megatron-Bridge's losses against six digits that plain Bridge 0.6.2 once printed on CPU.
 
-The same digits under the plug-in, from either way to build a model, tied or not, and on both sides of a checkpoint.
-Without Megatron-Bridge the tests are skipped.
+The plug-in must give the same digits with either way to build a model, tied or untied, before and after a checkpoint.
+Without Megatron-Bridge, the tests are skipped.
 """
 
 import pytest

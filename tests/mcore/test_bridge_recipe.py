@@ -1,7 +1,7 @@
-"""A recipe of Megatron-Bridge's own, shrunk, with and without the plug-in.
+"""Test one of Megatron-Bridge's own recipes, at a small size, with and without the plug-in.
 
-Overlapped reduction and gathering and the distributed optimizer stay as the recipe has them. On CPU ranks, with the
-stand-ins of `bridge_loop`. Without Megatron-Bridge the tests are skipped.
+Overlapped reduction and gathering and the distributed optimizer stay as in the recipe. It runs on CPU ranks, with the
+stand-ins of `bridge_loop`. Without Megatron-Bridge, the tests are skipped.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A checkpoint's `.metadata` is a pickle from elsewhere: its records are read, and nothing that it names is run."""
+"""Test that a checkpoint's `.metadata`, a pickle of unknown origin, is read without running anything that it names."""
 
 from __future__ import annotations
 

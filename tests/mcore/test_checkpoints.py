@@ -1,4 +1,4 @@
-"""Checkpoints: moved between layouts, resumed, and refused where they are not there, damaged, or do not fit."""
+"""Test checkpoints: moved between layouts, resumed, and refused if missing, damaged or unsuitable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of several chunks per rank: what a skipped iteration advances, and how validation sets are counted."""
+"""Test the data of several chunks per rank: what a skipped iteration consumes, and how validation sets are counted."""
 
 from __future__ import annotations
 

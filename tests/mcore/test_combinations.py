@@ -1,4 +1,4 @@
-"""Vocabulary parallelism together with everything else: the cases of `cases.py` against plain Megatron."""
+"""Test vocabulary parallelism combined with other features: the cases of `cases.py` against plain Megatron."""
 
 from __future__ import annotations
 

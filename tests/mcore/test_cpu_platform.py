@@ -1,4 +1,4 @@
-"""Unmodified Megatron on CPU processes: what the patches do to torch, and the runs that need them."""
+"""Test unmodified Megatron on CPU processes: the patches of torch, and the runs that need them."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Megatron's checks of losses and gradients are made, and none of them within a schedule."""
+"""Test that Megatron's checks of losses and gradients are made, but not during a schedule."""
 
 from __future__ import annotations
 

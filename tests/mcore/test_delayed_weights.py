@@ -1,4 +1,4 @@
-"""B and W apart through Transformer Engine's delayed weight gradients: what it needs, and what is refused.
+"""Test separate B and W with Transformer Engine's delayed weight gradients: requirements and refusals.
 
 Training with its layers is in test_transformer_engine.py.
 """

@@ -1,4 +1,4 @@
-"""Two runs of the same job give the same bits: losses, gradients of every step, weights."""
+"""Test that two runs of the same job give the same bits: losses, gradients of every step, weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron_vp.enable` in a loop of one's own: gradients as in plain Megatron, refusals, and the way back."""
+"""Test `megatron_vp.enable` in a user's own loop: gradients as in plain Megatron, refusals, and `disable`."""
 
 import importlib
 from functools import partial

@@ -1,6 +1,7 @@
-"""The trunk in fp8 with a scale per block, its weights too: recipes `blockwise` and `mxfp8`, as `test_engine_fp8` does.
+"""Test transformer layers in fp8 with a scale per block, weights included: recipes `blockwise` and `mxfp8`.
 
-The formats are those of `engine_blocks`. They keep no state between passes. Bounds are those of `test_engine_fp8`.
+The formats are implemented in `engine_blocks`. They keep no state between passes. The method and the bounds are those
+of `test_engine_fp8`.
 """
 
 from __future__ import annotations

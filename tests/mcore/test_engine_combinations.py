@@ -1,4 +1,4 @@
-"""Layers, Apex, fusion: every combination trains on the CPU, with gradients as plain Megatron's."""
+"""Test that every combination of layers, Apex and fusion trains on the CPU, with plain Megatron's gradients."""
 
 from __future__ import annotations
 

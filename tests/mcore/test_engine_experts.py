@@ -1,4 +1,4 @@
-"""Experts in Transformer Engine's own layers on the CPU: one after the other, and all in one call."""
+"""Test experts in Transformer Engine's own layers on the CPU: one after the other, and all in one call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The trunk in NVFP4, its weights too, over Transformer Engine's own Python: compared as fp8 in `test_engine_fp8`.
+"""Test transformer layers in NVFP4, weights included, with Transformer Engine's own Python code, as `test_engine_fp8`
+does.
 
-`engine_fp4` rounds gradients to the nearest number. On a device that rounding draws random numbers in the order of the
-passes, so losses differ between schedules there, as they do with dropout. This shows that nothing else differs.
+`engine_fp4` rounds gradients to the nearest number. A device rounds them with random numbers, drawn in the order of the
+passes, so losses differ between schedules there, as with dropout. The test shows that nothing else differs.
 """
 
 from __future__ import annotations

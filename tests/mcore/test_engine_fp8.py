@@ -1,13 +1,16 @@
-"""The trunk in fp8 over Transformer Engine's own Python: its state under our order of passes, evaluations in between.
+"""Test transformer layers in fp8 with Transformer Engine's own Python code: its state under our order of passes, and
+evaluations between iterations.
 
-Scales, histories, cached weights and queues are Transformer Engine's, unmodified; rounding is in `engine_fp8`. So this
-shows that another order of passes leaves the state as it is in plain Megatron, and nothing of the kernels.
+Scales, histories, cached weights and queues are Transformer Engine's own, unmodified; `engine_fp8` implements rounding.
+The test therefore shows that another order of passes leaves the same state as plain Megatron. It shows nothing about
+the kernels.
 
-Bounds. Without vocabulary passes every product has the same operands as in plain Megatron, so losses and evaluations
-are equal in every bit, and gradient norms but for the order of their sums. With vocabulary passes S and T round
-differently in the last bits. A difference that small moves some values to the neighbouring number of the format, and
-after a few layers the two runs round independently. Two independent roundings are the square root of 2 times as far
-apart as one of them is from the unrounded run. That is the bound, and plain Megatron with and without fp8 measures it.
+Bounds: without vocabulary passes, every product has the same operands as in plain Megatron. Losses and evaluations are
+therefore equal in every bit, and gradient norms up to the order of their sums. With vocabulary passes, S and T round
+differently in the last bits. Such a small difference moves some values to a neighbouring number of the format, and
+after a few layers the two runs round independently. Two independent roundings differ from each other by the square root
+of 2 times the distance of one of them from the unrounded run. This is the bound; plain Megatron with and without fp8
+measures the distance.
 """
 
 from __future__ import annotations

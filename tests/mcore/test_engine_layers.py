@@ -1,4 +1,4 @@
-"""What pass W relies on in Transformer Engine's linear layers: their queues, fused or not, biases inside or outside."""
+"""Test the parts of Transformer Engine's linear layers that pass W needs: queues, fused or not, and biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-vp env`: what is found, what is missing, and that nothing of it can fail."""
+"""Test `megatron-vp env`: it lists what is found and what is missing, and never fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that prints an error line ends with its status, whatever is wrong with the place where it prints."""
+"""Test that a rank that prints an error line ends with its exit status, even if it cannot print."""
 
 from __future__ import annotations
 

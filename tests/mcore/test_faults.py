@@ -1,4 +1,4 @@
-"""Ranks that die, stall, fail or are told to end in the middle of a schedule, and runs that are started again."""
+"""Test ranks that die, stall, fail or are told to end in the middle of a schedule, and runs that are restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job rehearses before its first iteration: training and evaluation, once for each size of a microbatch."""
+"""Test the rehearsal before the first iteration: training and evaluation, once for each size of a microbatch."""
 
 from __future__ import annotations
 

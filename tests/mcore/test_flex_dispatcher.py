@@ -1,4 +1,4 @@
-"""The flex token dispatcher, with a stand-in for the two kernels of DeepEP: every schedule against plain Megatron."""
+"""Test the flex token dispatcher in every schedule against plain Megatron, with stand-ins for DeepEP's two kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Frozen vocabulary layers, frozen layers and adapters: gradients as plain Megatron's, and nothing done for the frozen.
+"""Test frozen vocabulary layers, frozen layers and adapters: plain Megatron's gradients, and no work for frozen
+weights.
 
-Megatron's loop here; of one's own in test_enable.py.
+These tests use Megatron's loop; test_enable.py has the tests for a user's own loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on a disk of 50 MB that fills up: the last whole checkpoint survives, and a run goes on where it can."""
+"""Test training on a disk of 50 MB that becomes full: the last complete checkpoint survives, and runs can continue."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""HybridModel, which Megatron builds from a pattern of layer types: attention and MLP layers, that run on a CPU.
+"""Test HybridModel, which Megatron builds from a pattern of layer types, with attention and MLP layers, on CPU.
 
-The reference is plain Megatron in one process, with the same layers. A case is a line.
+The reference is plain Megatron in one process with the same layers. Each case is one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options without effect under our schedules: one warning each, on one rank, where they are asked for in vain."""
+"""Test options without effect under our schedules: each gives one warning, on one rank, only if it was requested."""
 
 import argparse
 import warnings

@@ -1,4 +1,4 @@
-"""Megatron's index helpers: compiled by a checkout of Megatron at its first start, if it can."""
+"""Test Megatron's index helpers, which a checkout of Megatron compiles at its first start if it can."""
 
 import importlib.util
 

@@ -1,7 +1,7 @@
-"""A fresh run starts from the weights that plain Megatron starts from on the same ranks, whatever its schedule.
+"""Test that a new run starts from the same weights as plain Megatron on the same ranks, under every schedule.
 
-Weights are Megatron's own draws here, not those of the harness. One step at a learning rate of zero leaves them as
-they were drawn. They are compared by global name, bit for bit, and so is the loss of the first step, within 1e-6.
+Here, Megatron draws the weights, not the harness. One step with a learning rate of zero leaves them unchanged. They are
+compared by global name, bit for bit. The loss of the first step must agree within 1e-6.
 """
 
 from __future__ import annotations

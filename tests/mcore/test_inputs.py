@@ -1,4 +1,4 @@
-"""Data and vocabularies that do not fit a run: one line on every rank, before anything trains on them."""
+"""Test that unsuitable data and vocabularies are refused with one line on every rank, before training starts."""
 
 from __future__ import annotations
 

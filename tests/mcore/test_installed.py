@@ -1,4 +1,4 @@
-"""What runs is chosen by what is installed: by the modules that can be imported, not by the names of packages."""
+"""Test that a run chooses its software by the modules that can be imported, not by the names of packages."""
 
 from __future__ import annotations
 

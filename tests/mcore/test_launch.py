@@ -1,4 +1,4 @@
-"""Starting a run: what is refused, in which words, on every rank; and somebody's own script under the plug-in."""
+"""Test the start of a run: refusals, their messages on every rank, and a user's own script with the plug-in."""
 
 import contextlib
 import errno

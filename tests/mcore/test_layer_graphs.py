@@ -1,7 +1,8 @@
-"""CUDA graphs of layers under our schedules: the order in which they share buffers, and what outlives a replay.
+"""Test CUDA graphs of layers under our schedules: the order in which they share buffers, and tensors that outlive a
+replay.
 
-Without a GPU nothing is captured. A stand-in for Transformer Engine's capture runs layers eagerly and shares buffers as
-it does, by the order that it is given. Whatever that order frees is filled with NaN at once.
+Without a GPU, nothing is captured. A stand-in for Transformer Engine's capture runs layers eagerly, and shares buffers
+in the given order, as Transformer Engine does. It immediately fills everything that this order frees with NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Megatron's own CUDA graphs of layers (`--cuda-graph-impl local`) under our schedules, over the stand-in `cpu_graphs`.
+"""Test Megatron's own CUDA graphs of layers (`--cuda-graph-impl local`) under our schedules, on the stand-in
+`cpu_graphs`.
 
-Megatron's module of graphs runs unmodified: it records the passes of the first iteration, captures them in that order
-into one pool, and replays them. Only the device is replaced.
+Megatron's graph module runs unmodified: it records the passes of the first iteration, captures them in that order into
+one pool, and replays them. Only the device is replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Label smoothing and z-loss against Megatron in one process.
+"""Test label smoothing and z-loss against Megatron in one process.
 
-Both options are ours. In the reference an eager loss, built on Megatron's own smoothed cross entropy, takes the place
-of Megatron's. A case is a line.
+Both options are ours. In the reference, an eager loss, which is built on Megatron's own smoothed cross entropy,
+replaces Megatron's loss. Each case is one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of Megatron's that we read are named in a table, and one that is missing is one line."""
+"""Test that a table names all Megatron arguments that we read, and that a missing one gives a one-line error."""
 
 import argparse
 import re

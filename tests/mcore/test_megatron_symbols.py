@@ -1,4 +1,4 @@
-"""What we use of Megatron is named in tables, and the installed Megatron has it."""
+"""Test that tables name everything that we use of Megatron, and that the installed Megatron has all of it."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The memory that `simulate` predicts against what `replay --shapes-only` counts, for the same job and layers."""
+"""Test the memory that `simulate` predicts against the count of `replay --shapes-only`, for the same job and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs of an iteration, on which MFU stands, are those that Megatron's --log-throughput counts."""
+"""Test that the FLOPs of an iteration, from which MFU is computed, are those of Megatron's --log-throughput."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
-"""Multi-token prediction: every head's output layer is split, and all else is as in plain Megatron in one process.
+"""Test multi-token prediction: the output layer is split for every head; all results are as in plain Megatron.
 
-A case is a line.
+The reference is plain Megatron in one process. Each case is one line.
 """
 
 from __future__ import annotations

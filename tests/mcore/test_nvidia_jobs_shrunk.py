@@ -1,8 +1,8 @@
-"""Jobs of NVIDIA's own, shrunk to four CPU ranks, in NVIDIA's own scripts: every step equals plain Megatron's.
+"""Test NVIDIA's own jobs, reduced to four CPU ranks, in NVIDIA's own scripts: every step equals plain Megatron's.
 
     MEGATRON_LM=~/Megatron-LM .venv/bin/python -m pytest -q -s -m slow tests/mcore/test_nvidia_jobs_shrunk.py
 
-Both runs have the same ranks and the job's own schedule; one of them cuts the vocabulary layers over the pipeline.
+Both runs have the same ranks and the job's own schedule; one of them splits the vocabulary layers over the pipeline.
 """
 
 from __future__ import annotations

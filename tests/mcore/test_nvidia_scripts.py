@@ -1,4 +1,4 @@
-"""`megatron_vp.enable` in front of NVIDIA's own scripts: every step equals plain Megatron's."""
+"""Test `megatron_vp.enable` with NVIDIA's own scripts: every step equals plain Megatron's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with activations in the host's memory: bit for bit what it is without, and what plain Megatron does."""
+"""Test training with offloaded activations: bit for bit the same as without offload, and equal to plain Megatron."""
 
 from __future__ import annotations
 

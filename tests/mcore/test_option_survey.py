@@ -1,4 +1,4 @@
-"""The option survey: every number that a run logs equals plain Megatron's, with Megatron's less common options."""
+"""Test Megatron's less common options: every number that a run logs equals plain Megatron's."""
 
 from __future__ import annotations
 

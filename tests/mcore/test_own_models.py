@@ -1,4 +1,4 @@
-"""A user's own model and forward_step: what our passes would leave out without a word is refused in one line."""
+"""Test a user's own model and forward_step: features that our passes would silently skip are refused in one line."""
 
 import copy
 import weakref

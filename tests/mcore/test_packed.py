@@ -1,6 +1,6 @@
-"""Packed sequences of one shape: every schedule against plain Megatron, whose attention keeps to each document, too.
+"""Test packed sequences of equal length: every schedule against plain Megatron, with attention within each document.
 
-The boundaries change with the microbatch. A case is a line.
+The document boundaries change with the microbatch. Each case is one line.
 """
 
 from __future__ import annotations

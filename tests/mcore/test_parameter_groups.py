@@ -1,4 +1,4 @@
-"""Optimizer state under another learning rate: which groups of parameters get which rates."""
+"""Test optimizer state that is loaded with another learning rate: which rate each parameter group gets."""
 
 from __future__ import annotations
 

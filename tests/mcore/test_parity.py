@@ -1,7 +1,7 @@
-"""Every schedule against plain Megatron: every step's loss and every parameter's gradient, in fp32.
+"""Test every schedule against plain Megatron: the loss and all gradients of every step, in fp32.
 
-With vocabulary passes (vocab-1, vocab-2) and with Megatron's own vocabulary layers (none). The reference of a case is
-plain Megatron in one process: same weights, same data, same optimizer.
+The schedules run with vocabulary passes (vocab-1, vocab-2) and with Megatron's own vocabulary layers (none). The
+reference is plain Megatron in one process, with the same weights, data and optimizer.
 """
 
 from __future__ import annotations

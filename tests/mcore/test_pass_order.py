@@ -1,4 +1,4 @@
-"""Training orders its passes for the same costs as `plan` and `simulate` do."""
+"""Test that training orders its passes by the same costs as `plan` and `simulate`."""
 
 from __future__ import annotations
 

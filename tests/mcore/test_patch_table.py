@@ -1,4 +1,4 @@
-"""The table of patch groups: what a run selects, when it is checked, and variants for release series."""
+"""Test the table of patch groups: which a run selects, when they are checked, and variants for release series."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The patch registry on a small module of its own, and the declared patches on the installed Megatron."""
+"""Test the patch registry on a small module of its own, and the declared patches on the installed Megatron."""
 
 import contextlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""--log-pipeline-interval: what a run writes to TensorBoard about its pipeline, read back from the event file."""
+"""Test --log-pipeline-interval: the pipeline scalars that a run writes to TensorBoard, read from the event file."""
 
 import json
 import os

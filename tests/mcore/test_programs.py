@@ -1,4 +1,4 @@
-"""What the training function hands to the executor is what `megatron-vp schedule --format programs` shows."""
+"""Test that the training function runs the program that `megatron-vp schedule --format programs` shows."""
 
 import pytest
 

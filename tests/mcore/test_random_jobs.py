@@ -1,4 +1,4 @@
-"""Random jobs: every step of each equals plain Megatron's, whatever meets in it."""
+"""Test random jobs: every step equals plain Megatron's, for any combination of options."""
 
 from __future__ import annotations
 

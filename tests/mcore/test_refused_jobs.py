@@ -1,4 +1,4 @@
-"""How a job that is refused ends: its log's last line says why, and no other line says error."""
+"""Test how a refused job ends: the last line of its log has the reason, and no other line says error."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""One rank of a job, alone: `megatron-vp replay`."""
+"""Test `megatron-vp replay`, which runs one rank of a job alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--vocab-shards` as a start resolves it: rows, and layers where no layout is given, the same on every rank."""
+"""Test how a starting job resolves `--vocab-shards` to rows, and to layers if no layout is given, on every rank."""
 
 from __future__ import annotations
 

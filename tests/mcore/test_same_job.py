@@ -1,4 +1,4 @@
-"""Ranks that were not given the same job, by a node with another file or installation, say so and end together."""
+"""Test that ranks with different jobs, because a node has another file or installation, report this and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that do not come to their end, by a rank's death or a full disk: the checkpoint before stays the last one."""
+"""Test saves that a rank's death or a full disk interrupts: the previous checkpoint remains the last one."""
 
 from __future__ import annotations
 

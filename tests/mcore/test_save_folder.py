@@ -1,4 +1,4 @@
-"""A `--save` folder belongs to one run at a time: it is taken over from runs that have ended, not from live ones."""
+"""Test that a `--save` folder belongs to one run at a time: a new run takes it over only if the old one has ended."""
 
 from __future__ import annotations
 

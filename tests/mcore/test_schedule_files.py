@@ -1,4 +1,4 @@
-"""Schedules in files train as plain Megatron does: one written by hand, PyTorch's, a recorded mix."""
+"""Test schedules from files against plain Megatron: one written by hand, PyTorch's, and a recorded mix."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What a run has settled is one value in one place: no module asks Megatron for its arguments, or keeps its own."""
+"""Test that a run's settings are one value in one place: no module asks Megatron for arguments or stores its own."""
 
 from __future__ import annotations
 

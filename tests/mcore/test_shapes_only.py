@@ -1,4 +1,4 @@
-"""Memory without numbers: `megatron-vp replay --shapes-only`."""
+"""Test `megatron-vp replay --shapes-only`, which counts memory on fake tensors."""
 
 from __future__ import annotations
 

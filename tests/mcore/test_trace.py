@@ -1,4 +1,4 @@
-"""--pipeline-trace and --rank-report in training, and the command that reads the traces."""
+"""Test --pipeline-trace and --rank-report in training, and the command that reads the traces."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Transformer Engine's own layers on the CPU, in fp32: the Python of its wheel, PyTorch in the place of its kernels."""
+"""Test Transformer Engine's own layers on CPU, in fp32: the Python code of its wheel, with PyTorch for its kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The export view: what plain Megatron has, on the ranks that have it there; afterwards, the shards."""
+"""Test whole vocabulary layers for export: plain Megatron's weights on the same ranks, and shards afterwards."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""One time axis: clocks that differ are compared within the stated error, device times land on the host's clock."""
+"""Test the common time axis: clocks agree within the stated error, and device times are converted to host times."""
 
 import time
 from pathlib import Path

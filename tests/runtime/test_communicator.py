@@ -1,4 +1,4 @@
-"""Both communicators move the same values: messages, and the backend's own collectives, which NCCL runs use."""
+"""Test that both communicators, messages and the backend's collectives (used with NCCL), move the same values."""
 
 import random
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Communicators that are made at their first use, as NCCL's are, hold up no schedule; what NCCL is told."""
+"""Test that communicators created at first use, as NCCL's are, do not block a schedule, and the options for NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says about itself: marks of the device, and what counts as a lost peer."""
+"""Test the progress reports of a rank: marks on the device, and what counts as a lost peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rehearsal uses everything that an iteration will, and leaves weights and gradients as they were."""
+"""Test that a rehearsal uses everything that an iteration uses, and leaves weights and gradients unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a stalled pipeline hear each other whichever gives up first, and name those that hold the others up."""
+"""Test that the ranks of a stalled pipeline hear each other in any order, and name the ranks that block the others."""
 
 from __future__ import annotations
 

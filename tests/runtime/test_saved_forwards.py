@@ -1,4 +1,4 @@
-"""Activations that wait in the host's memory: the same gradients, and nothing of them on the device meanwhile."""
+"""Test offloaded activations: the same gradients, and no device memory in the meantime."""
 
 import gc
 from types import SimpleNamespace

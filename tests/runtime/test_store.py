@@ -1,4 +1,4 @@
-"""The store: every slot is used, and what cannot be a value of this iteration is refused."""
+"""Test the store: every slot is used, and values that cannot belong to this iteration are refused."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Whole iterations of every schedule on a device that keeps account of order and lifetime (`device_double`)."""
+"""Test iterations of every schedule on a device that checks order and lifetime of tensors (`device_double`)."""
 
 from __future__ import annotations
 

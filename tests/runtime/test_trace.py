@@ -1,4 +1,4 @@
-"""The trace of real processes over gloo: complete, in order, on one time axis."""
+"""Test the trace of real processes over gloo: complete, ordered, on one time axis."""
 
 import json
 from collections import Counter

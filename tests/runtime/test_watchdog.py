@@ -1,6 +1,6 @@
-"""A process that sits in a backend's code, where no Python signal handler runs, says where it is and ends.
+"""Test that a process blocked in a backend, where no Python signal handler runs, prints where it is and ends.
 
-It ends whatever else fails: its standard error, the store, what a stranger writes there, its children.
+It must end whatever else fails: its standard error, the store, foreign values in the store, or its children.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The devices of all ranks of a pipeline (`device_double`), each with a host that may wait until its device is idle.
 
-An operation starts when everything is over that it was ordered after. A kernel is over when it has started. A message
-or a collective is over when all its members have started it, and occupies its device until then, as NCCL's kernels do.
-Hosts play in turn: one goes on until it waits for something that is not over. If all of them wait, that is a hang.
+An operation starts when all operations that it was ordered after have ended. A kernel ends as soon as it has started. A
+message or a collective ends when all its members have started it, and occupies its device until then, as NCCL's kernels
+do. Hosts take turns: each continues until it waits for something that has not ended. If all hosts wait, that is a
+deadlock.
 """
 
 from __future__ import annotations

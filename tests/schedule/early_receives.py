@@ -1,8 +1,8 @@
-"""Programs whose receives are posted ahead of their messages: the control for tests of hosts that wait.
+"""Programs that post receives before their messages can arrive, as a negative control for tests of hosts that wait.
 
-Every program that `lower` makes ends although hosts wait for their devices. One with early receives does not: a posted
-receive occupies the device until its message comes, and the sender may need what this host has yet to compute. A test
-that lets hosts wait must show that as a deadlock; if it passes, it shows nothing.
+Every program that `lower` makes completes even if hosts wait for their devices. A program with early receives does not:
+a posted receive occupies the device until its message comes, and the sender may need what this host has yet to compute.
+A test that lets hosts wait must detect this deadlock; otherwise, the test proves nothing.
 """
 
 from __future__ import annotations

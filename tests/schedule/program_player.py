@@ -1,9 +1,9 @@
-"""Plays programs written by `megatron-vp schedule --format programs`, on devices whose hosts may wait for them.
+"""Run programs written by `megatron-vp schedule --format programs`, on devices whose hosts may wait for them.
 
-Independent of the project's own validator: it reads the JSON only and models what CUDA does. A host issues its
-instructions one after the other. A pass and a wait go to the compute stream, which runs them in order. The part of an
-operation that a rank posts starts once the compute stream has done what was issued before the post, and once the
-operation before it on its lane is complete; an operation is complete when all its members' parts have started.
+This is independent of the project's own validator: it reads only the JSON, and models CUDA. A host issues its
+instructions one after the other. Passes and waits go to the compute stream, which runs them in order. The part of an
+operation that a rank posts starts once the compute stream has done everything issued before the post, and once the
+previous operation on its lane is complete. An operation is complete when the parts of all its members have started.
 """
 
 from __future__ import annotations

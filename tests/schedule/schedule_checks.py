@@ -1,4 +1,4 @@
-"""What every schedule must satisfy, written out from the table of passes and not from the package's own graph."""
+"""Check the properties of every schedule, derived from the table of passes and not from the package's own graph."""
 
 from itertools import pairwise
 

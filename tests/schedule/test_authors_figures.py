@@ -1,7 +1,7 @@
-"""Spans and peaks of PipeOffload's schedules, next to those of the generator that its authors published.
+"""Compare the spans and peaks of PipeOffload's schedules with those of its authors' published generator.
 
-One setting for all: F, B and W take one unit of time per chunk, 4p microbatches, copies on one lane; peaks in
-activations of one chunk. `k` is the round trip of a chunk's copies over its F + B + W.
+There is one setting: F, B and W take one unit of time per chunk; 4p microbatches; copies on one lane; peaks in
+activations of one chunk. `k` is the round trip of a chunk's copies divided by its F + B + W.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Programs whose last stage uses the embedded rows, for multi-token prediction."""
+"""Test programs whose last stage uses embedded rows, for multi-token prediction."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a family's record promises, and what it decides: a family that keeps its order, and one with few methods."""
+"""Test the fields of a family's record, with a family that keeps its order and one that has few methods."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""V-Flex: within any limit, no longer than the families it lies between, and no longer for more memory."""
+"""Test V-Flex: it respects any limit, is no longer than neighbouring families, and no longer with more memory."""
 
 import json
 

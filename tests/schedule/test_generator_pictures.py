@@ -1,4 +1,4 @@
-"""Every generator's docstring shows the order that it makes: drawn anew here and compared."""
+"""Test that the picture in every generator's docstring shows the order that the generator makes."""
 
 import inspect
 

@@ -1,4 +1,6 @@
-"""GIS, GIS-H and PO: the building block, and the figures of PipeOffload's authors (arXiv 2503.01328 and their code)."""
+"""Test GIS, GIS-H and PO: the building block, and the figures of PipeOffload's authors (arXiv 2503.01328, and its
+code).
+"""
 
 import pytest
 

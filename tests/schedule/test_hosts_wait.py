@@ -1,4 +1,4 @@
-"""Programs end although hosts wait for their devices, in every iteration and evaluation; early receives would hang."""
+"""Test that programs complete even if hosts wait for their devices, and that early receives would deadlock."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""The ledger of memory: passes that offload activations, defined here, change all that counts memory at once."""
+"""Test the ledger of memory: passes that offload activations, defined here, change all counts of memory at once."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Schedules with copies to the host's memory, against a player of their JSON that knows nothing of the package."""
+"""Test schedules with copies to the host's memory, against a player of their JSON that does not use the package."""
 
 import json
 from itertools import product

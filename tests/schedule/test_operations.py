@@ -1,4 +1,6 @@
-"""A new kind of operation is one class: here a copy to disk. It is proven, timed, lowered, drawn and named."""
+"""Test that a new kind of operation, here a copy to disk, needs only one class to be validated, timed, lowered and
+drawn.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Our makespans against the shortest possible: as committed, and solved again where OR-tools is installed."""
+"""Test our makespans against the shortest possible: stored results, solved again if OR-tools is installed."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A new kind of pass is one entry: defined here, it is read, written, proven, timed, drawn, lowered and refused."""
+"""Test that a new kind of pass needs one entry to be read, written, validated, timed, drawn, lowered and refused."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How long schedules take at the command's default costs: closed forms, published makespans, steady state."""
+"""Test the lengths of schedules at default costs: closed forms, published makespans, steady state."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`megatron-vp schedule`: every format, reading back, and one line for what cannot work."""
+"""Test `megatron-vp schedule`: every format, reading files back, and one-line errors for impossible requests."""
 
 import errno
 import io

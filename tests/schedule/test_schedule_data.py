@@ -1,4 +1,4 @@
-"""Passes, placements, costs and files: what is written reads back, what cannot be is refused with its reason."""
+"""Test passes, placements, costs and files: written data is read back, and invalid data is refused with a reason."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The figures in the documentation are those of the code."""
+"""Test that the figures in the documentation are those of the code."""
 
 import importlib.util
 from pathlib import Path

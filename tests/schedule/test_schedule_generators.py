@@ -1,4 +1,4 @@
-"""Generated schedules: valid for any sizes and costs, and within memory; what they order, and what they refuse."""
+"""Test generated schedules: valid for all sizes and costs, within memory; their order, and their refusals."""
 
 import pytest
 from hypothesis import given, settings

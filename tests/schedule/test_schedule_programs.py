@@ -1,4 +1,4 @@
-"""Lowered programs say what the executor relies on; the validator refuses each way to break schedule or program."""
+"""Test lowered programs for what the executor relies on, and the validator with broken schedules and programs."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A request is complete and checked however it was made, so that it can be the key of a cache."""
+"""Test that a request is complete and checked however it was made, so that it can be the key of a cache."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Costs by stage, rank and link: the same as costs for all where they are alike, and felt where they are not."""
+"""Test costs by stage, rank and link: if they are all equal, as with common costs; if not, they have an effect."""
 
 from collections import defaultdict
 from itertools import pairwise

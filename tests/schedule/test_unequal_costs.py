@@ -1,4 +1,4 @@
-"""Orders for ranks whose work differs: the busiest rank sets the pace, and fill and drain cost one microbatch's way."""
+"""Test orders for unequal ranks: the busiest rank sets the pace, and fill and drain cost one microbatch's way."""
 
 import random
 

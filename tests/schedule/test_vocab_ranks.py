@@ -1,4 +1,4 @@
-"""Schedules in which only some ranks hold vocabulary rows: passes, collectives, files, evaluation, refusals."""
+"""Test schedules in which only some ranks hold vocabulary rows: passes, collectives, files, evaluation, refusals."""
 
 import json
 from collections import Counter

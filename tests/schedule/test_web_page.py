@@ -1,4 +1,4 @@
-"""The page of a schedule for a browser: its data are the timeline's, and a real browser shows and tells them."""
+"""Test the interactive page of a schedule: its data is the timeline's, and a real browser shows it correctly."""
 
 import json
 import re

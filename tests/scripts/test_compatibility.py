@@ -1,4 +1,4 @@
-"""What the compatibility page says of tests is so."""
+"""Test that what the compatibility page says about tests is true."""
 
 import ast
 from pathlib import Path

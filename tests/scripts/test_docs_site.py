@@ -1,4 +1,4 @@
-"""The documentation builds as a site: no link leads nowhere, and nothing on it comes from another host."""
+"""Test the built documentation site: no broken links, and nothing is loaded from other hosts."""
 
 import os
 import re

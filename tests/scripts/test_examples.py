@@ -1,4 +1,4 @@
-"""What the pages show of commands is what the commands print, and the commands that they name exist."""
+"""Test that pages show the real output of commands, and that the commands that they name exist."""
 
 import importlib.util
 import re

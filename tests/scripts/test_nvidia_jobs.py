@@ -1,4 +1,4 @@
-"""NVIDIA's jobs, as the script reads them from a checkout: a made-up one here."""
+"""Test how the script reads NVIDIA's jobs, with an artificial checkout."""
 
 from __future__ import annotations
 

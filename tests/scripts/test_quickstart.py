@@ -1,4 +1,4 @@
-"""The first command that a newcomer runs."""
+"""Test the quick start, the first command that a new user runs."""
 
 from __future__ import annotations
 

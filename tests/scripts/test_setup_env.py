@@ -1,4 +1,4 @@
-"""The set-up script: which Python it takes, what it says without one, and when it has nothing to do."""
+"""Test the set-up script: the Python that it chooses, its message without one, and a second run."""
 
 import importlib.metadata
 import shutil

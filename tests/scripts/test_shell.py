@@ -1,4 +1,4 @@
-"""Every shell script passes shellcheck."""
+"""Test that every shell script passes shellcheck."""
 
 import shutil
 import subprocess

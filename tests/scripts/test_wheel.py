@@ -1,5 +1,6 @@
-"""The wheel alone, in an empty folder: configurations by name, the commands and the training script. What pip does with
-it in a container that has its own PyTorch.
+"""Test the wheel alone, in an empty folder: configurations by name, the commands and the training script.
+
+Also test what pip does with it in a container that has its own PyTorch.
 """
 
 from __future__ import annotations

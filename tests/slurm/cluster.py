@@ -1,4 +1,4 @@
-"""SLURM on this machine, in a folder: one node of eight CPUs and four GPUs, as far as SLURM knows."""
+"""Run SLURM on this machine, in a folder. SLURM sees one node of eight CPUs and four GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster that the tests of this folder submit to."""
+"""The cluster to which the tests of this folder submit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`megatron-vp check` and `megatron-vp sbatch`, without a cluster."""
+"""Test `megatron-vp check` and `megatron-vp sbatch`, without a cluster."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""scripts/slurm on a real SLURM: ranks, requeueing, and what is given up on. Most jobs run a stand-in for training."""
+"""Test scripts/slurm on a real SLURM: ranks, requeueing, and its limits. Most jobs run a stand-in for training."""
 
 import os
 import re

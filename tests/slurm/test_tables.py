@@ -1,4 +1,4 @@
-"""The paper's tables as runs: what is run for each cell, and what the collector makes of the logs."""
+"""Test the paper's tables as runs: the job of each cell, and the results that the collector reads from the logs."""
 
 import csv
 import shlex

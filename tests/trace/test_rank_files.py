@@ -1,4 +1,4 @@
-"""Trace files with known answers: figures, merging, and one line for what is not a trace of one run."""
+"""Test trace files with known results: figures, merging, and one-line errors for files that are not from one run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`megatron-vp report` on runs with known answers, and one line for what cannot be compared."""
+"""Test `megatron-vp report` on runs with known results, and one-line errors for runs that cannot be compared."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code says: registers, spills, occupancy, instructions, widths of accesses."""
+"""Read registers, spills, occupancy, instructions and access widths from the machine code of a compiled kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The candidates of `benchmarks/candidates.py`, in Triton's interpreter and compiled for a GPU that is not there."""
+"""Test the candidates of `benchmarks/candidates.py`, in Triton's interpreter and compiled for an absent GPU."""
 
 from __future__ import annotations
 

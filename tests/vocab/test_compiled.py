@@ -1,4 +1,4 @@
-"""The machine code of the kernels, compiled for GPUs that are not there: counts held by a committed table."""
+"""Test the machine code of the kernels, compiled for absent GPUs, against a stored table of counts."""
 
 from __future__ import annotations
 

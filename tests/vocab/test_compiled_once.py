@@ -1,4 +1,4 @@
-"""What a rehearsal compiles is all that later iterations launch, whatever the number of rows; compiled for 9.0."""
+"""Test that iterations launch only kernels that a rehearsal compiled, for any number of rows; compiled for 9.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of owned embedding rows, all shards in one process."""
+"""Test the exchange of owned embedding rows, with all shards in one process."""
 
 import random
 

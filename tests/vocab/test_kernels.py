@@ -1,4 +1,4 @@
-"""The Triton kernels against fp64: on a GPU as they are, without one in Triton's interpreter."""
+"""Test the Triton kernels against fp64, on a GPU or, without one, in Triton's interpreter."""
 
 from __future__ import annotations
 

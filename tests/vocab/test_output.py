@@ -1,4 +1,4 @@
-"""Passes S and T of all shards of a vocabulary, against autograd in fp64."""
+"""Test passes S and T of all shards of a vocabulary against autograd in fp64."""
 
 import pytest
 import torch

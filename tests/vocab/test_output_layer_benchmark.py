@@ -1,4 +1,4 @@
-"""The benchmark of S and T: what fails in it is a line, and costs no other line."""
+"""Test that a failure in the benchmark of S and T gives one line and leaves all others intact."""
 
 from __future__ import annotations
 

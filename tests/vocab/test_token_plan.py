@@ -1,4 +1,4 @@
-"""The plan of a microbatch's tokens as one kernel, against the sort that PyTorch has: the same bits."""
+"""Test the kernel that plans a microbatch's tokens against PyTorch's sort: the same bits."""
 
 from __future__ import annotations
 

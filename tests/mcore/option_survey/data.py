@@ -1,4 +1,4 @@
-"""Small datasets for the option survey, of token ids below 500, the last of which ends a document."""
+"""Small datasets for the option survey. Token ids are below 500; the largest one ends a document."""
 
 from __future__ import annotations
 

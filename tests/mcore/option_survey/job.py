@@ -1,4 +1,4 @@
-"""What a job of the option survey is, the ways it runs under our schedules, and the options of Megatron's it covers."""
+"""A job of the option survey, its runs under our schedules, and the Megatron options that it covers."""
 
 from __future__ import annotations
 

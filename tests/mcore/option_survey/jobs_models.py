@@ -1,4 +1,4 @@
-"""Jobs of the option survey about models: vocabularies, layers, further heads, experts, hybrid models."""
+"""Jobs of the option survey about models: vocabularies, layers, multi-token prediction, experts, hybrid models."""
 
 from __future__ import annotations
 

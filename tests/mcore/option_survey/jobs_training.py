@@ -1,4 +1,4 @@
-"""Jobs of the option survey about the loop: iterations, batches, evaluation, logging, rates, optimizers, precision."""
+"""Jobs of the option survey about training: iterations, batches, evaluation, logging, rates, optimizers, precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a job of the option survey, in plain Megatron or under a schedule of ours, and read all that it logged."""
+"""Run a job of the option survey, in plain Megatron or under one of our schedules, and read everything it logged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes the CSV files of this folder with PyTorch's own schedules: python -m tests.mcore.schedules.from_pytorch.
+"""Write the CSV files of this folder with PyTorch's own schedules: `python -m tests.mcore.schedules.from_pytorch`.
 
-No process group is needed: a schedule asks its stages for their place in the pipeline only.
+No process group is needed, because a schedule only asks its stages for their place in the pipeline.
 """
 
 from __future__ import annotations
