@@ -37,13 +37,16 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
     if max(size, len(data)) > most:
-        raise UserError(f"cannot read {what} {path}: it has more than {most // MIB} MiB; give the file itself")
+        raise UserError(
+            f"cannot read {what} {path}: it is larger than {most // MIB} MiB, so it is probably another file; check "
+            "the path"
+        )
     if stat.S_ISFIFO(status.st_mode) and not data:
         raise UserError(f"cannot read {what} {path}: it is a pipe without a writer")
     try:
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {what} {path}: it is not text") from error
+        raise UserError(f"cannot read {what} {path}: it is not UTF-8 text") from error
 
 
 @contextmanager

@@ -34,19 +34,17 @@ def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: i
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:
         raise UserError(
-            f"{said} gives rows for {len(rows)} pipeline rank{'s' * (len(rows) != 1)}, and the pipeline has {ranks}: "
+            f"{said} gives rows for {len(rows)} pipeline rank{'s' * (len(rows) != 1)}, but the pipeline has {ranks}: "
             "give one number per rank"
         )
     if min(rows) < 0:
         raise UserError(f"{said} has a negative number of rows: give 0 for a rank without rows")
     if not any(rows):
-        raise UserError(
-            f"{said} gives no rank any rows: at least one rank must hold the vocabulary's {vocab_size} rows"
-        )
+        raise UserError(f"{said} gives no rank any rows: distribute all {vocab_size} rows of the vocabulary")
     if any(each % tensor for each in rows):
         raise UserError(
-            f"{said} cannot be shared equally by the {tensor} tensor ranks of a stage: give multiples of {tensor}"
+            f"{said} cannot be divided equally among the {tensor} tensor ranks of a stage: give multiples of {tensor}"
         )
     if found != vocab_size:
-        change = f"add {vocab_size - found}" if found < vocab_size else f"take {found - vocab_size} away"
-        raise UserError(f"{said} gives {found} rows, and the padded vocabulary has {vocab_size}: {change}")
+        change = f"add {vocab_size - found}" if found < vocab_size else f"remove {found - vocab_size}"
+        raise UserError(f"{said} adds up to {found} rows, but the padded vocabulary has {vocab_size}: {change}")

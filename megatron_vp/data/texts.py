@@ -37,7 +37,7 @@ class TextFiles:
         Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
         if not all(map(os.fspath, inputs)):
-            raise UserError("an input name is empty, perhaps because a variable is unset: name text or .jsonl files")
+            raise UserError("an input path is empty, perhaps because a variable is unset: give text or .jsonl files")
         files: list[Path] = []
         for path in map(Path, inputs):
             if path.is_dir():
@@ -45,7 +45,7 @@ class TextFiles:
                     file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))
                 )
                 if not below:
-                    raise UserError(f"the directory {path} holds no files; name text or .jsonl files")
+                    raise UserError(f"the directory {path} contains no files; give text or .jsonl files")
                 files += below
             elif path.is_file():
                 files.append(path)
@@ -78,7 +78,9 @@ class TextFiles:
         text = record.get(self.json_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise UserError(f"{where}: no text under the key '{self.json_key}' (found: {keys}); see --json-key")
+            raise UserError(
+                f"{where}: no text under the key '{self.json_key}' (found: {keys}); give the key with --json-key"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -84,15 +84,15 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     directory = Path(directory)
     check_tokenizer(directory)
     if not (directory / "tokenizer.json").is_file():
-        raise UserError(f"{directory} holds no tokenizer.json, the only tokenizer format that can be read here")
+        raise UserError(f"{directory} contains no tokenizer.json, the only tokenizer format that this command reads")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = _config(directory).get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json does not name an eos_token from the vocabulary, the token that "
-            "ends each document"
+            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token, which is needed "
+            "to mark the end of each document"
         )
     return tokenizer, end_id
 
@@ -113,9 +113,9 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
             "make one with 'megatron-vp data'"
         )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise UserError(f"{path} holds no tokenizer (no tokenizer.json); make one with 'megatron-vp data'")
+        raise UserError(f"{path} contains no tokenizer (no tokenizer.json); make one with 'megatron-vp data'")
     if not any((path / name).is_file() for name in ("tokenizer_config.json", "config.json")):
-        raise UserError(f"{path} holds no tokenizer_config.json, which says which tokenizer class to load")
+        raise UserError(f"{path} contains no tokenizer_config.json, which names the tokenizer class to load")
     _config(path)
     if (path / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
@@ -123,7 +123,7 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
         try:
             Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # the library raises a bare Exception for any defect of the file
-            raise UserError(f"{path}/tokenizer.json cannot be read: {error}; write it again") from error
+            raise UserError(f"{path}/tokenizer.json cannot be read: {error}; replace the file") from error
 
 
 def _config(directory: Path) -> dict:
@@ -133,9 +133,9 @@ def _config(directory: Path) -> dict:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}; write it again") from error
+        raise UserError(f"{path} is not valid JSON: {error}; correct or replace the file") from error
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; write it again")
+        raise UserError(f"{path} does not contain a JSON object; correct or replace the file")
     return config
 
 

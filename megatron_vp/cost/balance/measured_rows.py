@@ -67,9 +67,9 @@ class MeasuredJob:
                 )
         if self.layers is not None and partition.layers is not None and self.layers != partition.layers:
             raise UserError(
-                f"--vocab-shards measured:{folder} is of a run with the layers {list(partition.layers)}, and "
-                f"{self.layout_option} has others: measure a run of this layout, or leave the layout (of a "
-                "pattern, its bars) out"
+                f"--vocab-shards measured:{folder} is from a run with the layers {list(partition.layers)}, but "
+                f"{self.layout_option} gives {list(self.layers)}: measure a run with this layout, or remove the layout "
+                "(or the pattern's bars)"
             )
 
 
@@ -104,7 +104,7 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
     others = [sum(took for kind, took in each.items() if kind not in ROW_KINDS) for each in pass_seconds]
     holders = [rank for rank, own in enumerate(rows) if own]
     if not sum(of_rows):
-        raise UserError("the measured run has no times of vocabulary passes: measure one with --vocab-parallel")
+        raise UserError("the measured run spent no time in vocabulary passes: measure a run with --vocab-parallel")
     by_row = {rank: of_rows[rank] / rows[rank] for rank in holders}
     mean = fmean(by_row.values())
     usual = fmean(others[rank] / layers_on(partition, rank, len(rows)) for rank in holders)
@@ -117,7 +117,7 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
     limits = [units if most is None else most[rank] // unit for rank in range(len(rows))]
     filled = fill(others, cost, limits, [max(each, 1e-9 * mean) / mean for each in per_row])
     if filled is None:
-        raise UserError("the vocabulary does not fit into the memory of all ranks together: use more ranks")
+        raise UserError("the vocabulary does not fit into the combined memory of all ranks: use more ranks")
     assigned = [unit * count for count in filled]
     assigned[max(rank for rank, count in enumerate(filled) if count)] += vocab % unit
     before = max(own + more for own, more in zip(others, of_rows, strict=True))
@@ -135,16 +135,16 @@ def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -
     assert found.rows is not None
     busiest = max(sum(each.values()) for each in run.seconds)
     spread = f"medians of {run.iterations} iterations, accurate to {100 * run.uncertainty:.2g} %"
-    start = f"the next start with --vocab-shards measured:{folder}: rows {','.join(map(str, found.rows))}; "
+    start = f"the next start with --vocab-shards measured:{folder} would use rows {','.join(map(str, found.rows))}; "
     if found.gain - 1 <= CERTAIN * run.uncertainty:
-        return f"{start}no significant gain ({spread}); measure more iterations, on GPUs of your own"
+        return f"{start}no significant gain ({spread}); measure more iterations, on GPUs that no other job uses"
     line = (
-        f"{start}the busiest rank computes {1e3 * busiest / found.gain:.2f} ms per microbatch instead of "
-        f"{1e3 * busiest:.2f} ({spread})"
+        f"{start}the busiest rank would compute {1e3 * busiest / found.gain:.2f} ms per microbatch instead of "
+        f"{1e3 * busiest:.2f} ms ({spread})"
     )
     if predicted is not None and predicted < 1 - ERROR_BAND["time"]:
         return (
-            f"{line}, but the prediction for GPUs of equal speed has that start {1 / predicted:.2f} times as slow: "
-            "measure again before you use it"
+            f"{line}, but for GPUs of equal speed, the cost model predicts that iterations would take "
+            f"{1 / predicted:.2f} times as long: measure again before you use these rows"
         )
-    return f"{line}: {found.gain:.3f} times as fast"
+    return f"{line}, which is {found.gain:.3f} times as fast"

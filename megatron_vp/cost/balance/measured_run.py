@@ -79,8 +79,8 @@ def read_run(folder: Path) -> MeasuredRun:
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise UserError(
-            f"{folder} holds no rank_*.json: give the folder that a run with --vocab-parallel had as --rank-report or "
-            "--pipeline-trace"
+            f"{folder} contains no rank_*.json: give the folder that was the --rank-report or --pipeline-trace of a "
+            "run with --vocab-parallel"
         )
     if "traceEvents" in read_document(paths[0]):
         return traced_run(folder, read_traces(folder))
@@ -102,8 +102,8 @@ def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
             for kind, passes in wanted.items():
                 if len(each.get(kind, ())) != passes:
                     raise UserError(
-                        f"{path} has {len(each.get(kind, ()))} passes {kind} in an iteration of {passes}: the file is "
-                        "damaged or cut off; trace the run again"
+                        f"{path} has {len(each.get(kind, ()))} {kind} passes in an iteration that runs {passes}: the "
+                        "file is damaged or truncated; trace the run again"
                     )
         sums = tuple(
             {kind: sum(one) / count for kind, one in each.items()} for each, count in zip(times, counts, strict=True)
@@ -128,7 +128,8 @@ def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
         raise UserError(f"{path} has an iteration without microbatches: the file is damaged; measure again") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
-            f"{path} is neither a rank report nor a trace of this version; measure again, into an empty folder"
+            f"{path} is neither a rank report nor a trace that this version can read: measure again, into an empty "
+            "folder"
         ) from None
     return _Rank(path, rank, **own, partition=partition, microbatches=tuple(count for _, count in pairs), times=times)
 
@@ -140,33 +141,34 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         for what in ("run", "schedule", "vocab", "partition"):
             if getattr(first, what) != getattr(other, what):
                 raise UserError(
-                    f"{folder} holds files of different runs (ranks {first.rank} and {other.rank}): measure into an "
-                    "empty folder"
+                    f"{folder} contains files from different runs (ranks {first.rank} and {other.rank}): measure "
+                    "again, into an empty folder"
                 )
     _check_partition(folder, first.partition)
     rows = first.partition.vocab_rows or ()
     if [each.rank for each in ranks] != list(range(len(rows))):
         raise UserError(
-            f"{folder} has the files of ranks {', '.join(str(each.rank) for each in ranks)}, and its run had ranks 0 "
-            f"to {len(rows) - 1}: put those of all ranks into one folder, each once"
+            f"{folder} has files from ranks {', '.join(str(each.rank) for each in ranks)}, but its run had ranks 0 "
+            f"to {len(rows) - 1}: put exactly one file per rank into the folder"
         )
     iterations = min(len(each.times) for each in ranks)
     for each in ranks:
         if len(each.times) > iterations + 1:
             raise UserError(
-                f"{each.path} has {len(each.times)} measured iterations and another rank's file {iterations}: the run "
-                "did not end, or files are missing what others have; measure again"
+                f"{each.path} has {len(each.times)} measured iterations, but another rank's file has {iterations}: the "
+                "run ended early, or a file is incomplete; measure again"
             )
         if each.microbatches[:iterations] != first.microbatches[:iterations]:
             raise UserError(
-                f"{folder}: ranks {first.rank} and {each.rank} counted different microbatches in an iteration; measure "
-                "again, into an empty folder"
+                f"{folder}: ranks {first.rank} and {each.rank} recorded different numbers of microbatches for the same "
+                "iteration; measure again, into an empty folder"
             )
         _check_times(each, rows[each.rank] > 0)
     if iterations < ENOUGH:
         raise UserError(
             f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
-            f"{ENOUGH + 1} or more with --rank-report, or trace them, for example by --pipeline-trace-iterations 3-22"
+            f"at least {ENOUGH + 1} with --rank-report, or trace {ENOUGH}, for example with "
+            "--pipeline-trace-iterations 3-22"
         )
     kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
     seconds = tuple(
@@ -181,10 +183,10 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
 def _check_partition(folder: Path, partition: Partition) -> None:
     rows, sizes = partition.vocab_rows, dict(partition.sizes)
     if rows is None:
-        raise UserError(f"{folder} is from a run without vocabulary shards: measure one with --vocab-parallel")
+        raise UserError(f"{folder} is from a run without vocabulary shards: measure a run with --vocab-parallel")
     vocab, layers = sizes.get(VOCABULARY), sizes.get("num_layers")
     if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
-        raise UserError(f"{folder} does not say which sizes its run had: measure again with this version")
+        raise UserError(f"{folder} does not record valid sizes of its run: measure again with this version")
     if min(rows, default=-1) < 0 or sum(rows) != vocab:
         raise UserError(
             f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the {vocab} of its run: "
@@ -206,14 +208,14 @@ def _check_times(each: _Rank, has_rows: bool) -> None:
         for kind, took in one.items():
             if type(took) not in (int, float) or not 0 <= took < math.inf:
                 raise UserError(
-                    f"{each.path} says that passes {kind} took {took} ms per microbatch: the file is damaged; measure "
+                    f"{each.path} says that {kind} passes took {took} ms per microbatch: the file is damaged; measure "
                     "again"
                 )
         for kinds in needed:
             if not sum(one.get(kind, 0.0) for kind in kinds):
                 raise UserError(
-                    f"{each.path} has an iteration without times of passes {kinds[0]}: the file is damaged; measure "
-                    "again, with --vocab-parallel"
+                    f"{each.path} has an iteration without times of {kinds[0]} passes: the file is damaged; measure "
+                    "again with --vocab-parallel"
                 )
 
 
@@ -226,8 +228,8 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
     for each, took in zip(ranks, by_layer, strict=True):
         if took > IMPLAUSIBLE * usual:
             raise UserError(
-                f"{each.path} has passes {took / usual:.1f} times as long per layer as the other ranks: GPUs do not "
-                "differ that much; check what else ran there, and measure again"
+                f"{each.path} has passes that take {took / usual:.1f} times as long per layer as on the other ranks: "
+                "GPUs do not differ that much; check what else ran on this GPU, and measure again"
             )
 
 

@@ -59,8 +59,8 @@ _PCIE_5 = HostLink(
     out=50 * GIGA,
     back=50 * GIGA,
     memory=256 * GIB,
-    source="estimate: 55.6 GB/s are quoted of one GPU alone on PCIe 5 x16 (nvbandwidth); "
-    "2 TB per node of 8 in the DGX H100, DGX H200 and DGX B200 data sheets (B200: up to 4)",
+    source="bandwidth: estimated, because nvbandwidth reaches 55.6 GB/s with a single GPU on PCIe 5 x16; memory: 2 TB "
+    "per node of 8 GPUs in the data sheets of DGX H100, DGX H200 and DGX B200 (B200: up to 4 TB)",
 )
 
 
@@ -104,13 +104,14 @@ _ALL = (
         link_bandwidth=300 * GIGA,
         network_bandwidth=25 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA A100 Tensor Core GPU data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port a GPU",
+        source="NVIDIA A100 data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port per GPU",
         host=HostLink(
             out=15 * GIGA,
             back=15 * GIGA,
             memory=256 * GIB,
-            source="quoted: 15 GB/s in PipeOffload (arXiv 2503.01328, section 2), two GPUs share a switch; of one GPU "
-            "alone on PCIe 4 x16 24.8 GB/s one way, 24 and 11 both ways (NVIDIA's developer forum); 2 TB per DGX A100",
+            source="bandwidth: PipeOffload (arXiv 2503.01328, section 2) for two GPUs on one switch; a single GPU on "
+            "PCIe 4 x16 reaches 24.8 GB/s in one direction, and 24 and 11 in both at once (NVIDIA's developer forum); "
+            "memory: 2 TB per DGX A100",
         ),
         rates=Rates(
             gemm=254 * TERA,
@@ -118,8 +119,8 @@ _ALL = (
             copy=1.75 * TERA,
             issue=108 * 88 * 1.41 * GIGA,
             gap=0.85e-3,
-            source="the share of its peak that the paper's A100s reach (constants.py); copies at 0.86 of the nominal "
-            "bandwidth; 108 SMs at 1.41 GHz, whose fp32 lanes are half of the 128",
+            source="products: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
+            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, with half of the H100's 128 fp32 lanes",
         ),
     ),
     Hardware(
@@ -131,7 +132,7 @@ _ALL = (
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA H100 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port a GPU",
+        source="NVIDIA H100 data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
@@ -140,9 +141,9 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="large bf16 products: 700 of the 650 to 790 TFLOP/s in public benchmarks; 1280 in fp8; "
-            "public device-to-device copies; 132 SMs x 128 lanes at 1.7 GHz; attention: cuDNN 9 and "
-            "FlashAttention 3, their mean, and FlashAttention 2, all as measured in arXiv 2407.08608",
+            source="large products: public benchmarks, which reach 650 to 790 TFLOP/s in bf16, and 1280 in fp8; "
+            "copies: public device-to-device benchmarks; instructions: 132 SMs x 128 lanes at 1.7 GHz; attention: the "
+            "mean of cuDNN 9 and FlashAttention 3, and FlashAttention 2, all as measured in arXiv 2407.08608",
         ),
     ),
     Hardware(
@@ -154,7 +155,7 @@ _ALL = (
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA H200 Tensor Core GPU data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port a GPU",
+        source="NVIDIA H200 data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
@@ -163,7 +164,7 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="products, attention and issue rate of the H100; copies at 0.9 of the nominal bandwidth, as its own",
+            source="as the H100, whose copies also reach 0.9 of the nominal bandwidth",
         ),
     ),
     Hardware(
@@ -175,7 +176,7 @@ _ALL = (
         link_bandwidth=900 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways); one 400 Gb/s port a GPU",
+        source="one eighth of NVIDIA's DGX B200 data sheet (NVLink 1.8 TB/s both ways); one 400 Gb/s port per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=1590 * TERA,
@@ -183,8 +184,8 @@ _ALL = (
             copy=6.0 * TERA,
             issue=148 * 128 * 1.7 * GIGA,
             attention=(0.44, 0.35),
-            source="assumed: the H100's shares of its nominal bf16 and fp8 rates; public copies on the device of just "
-            "over 6 TB/s; 148 SMs x 128 lanes at 1.7 GHz",
+            source="products: assumed to reach the same shares of the nominal bf16 and fp8 rates as on the H100; "
+            "copies: public benchmarks of just over 6 TB/s; instructions: 148 SMs x 128 lanes at 1.7 GHz",
             any_layout_fp8=True,
         ),
         needs_one_queue=False,
@@ -210,12 +211,12 @@ _ALL = (
         link_bandwidth=2 * GIGA,
         network_bandwidth=0.1 * GIGA,
         gpus_per_node=64,
-        source="an order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs a cycle); measure your own",
+        source="order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs per cycle); measure your own",
         host=HostLink(
             out=5 * GIGA,
             back=5 * GIGA,
             memory=4 * GIB,
-            source="a copy inside the same memory reads and writes; it is of the same size again",
+            source="half of the memory bandwidth, because a copy reads and writes the same memory; size: assumed",
         ),
         is_gpu=False,
         needs_one_queue=False,

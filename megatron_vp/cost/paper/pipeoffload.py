@@ -188,8 +188,9 @@ def to_text(predictions: Iterable[CellPrediction]) -> str:
     known = published()
     found = {each.cell: each for each in predictions}
     lines = [
-        "Figure 15 of PipeOffload: predicted MFU in percent and GiB of activations, each followed by the published",
-        "-: not published; oom: published as not fitting",
+        "Figure 15 of PipeOffload: predicted MFU in percent and activations in GiB, each followed by the published "
+        "value",
+        "-: not published; oom: the published run did not fit",
     ]
     for model, sizes in MODELS.items():
         lines += ["", f"{model}, {sizes.gpus} A100, {sizes.microbatches} microbatches, {sizes.chunks} chunks per rank"]

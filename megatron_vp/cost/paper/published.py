@@ -111,10 +111,12 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
                 raise UserError(f"{source}, line {number}: column {column} is missing") from None
             except ValueError:
                 raise UserError(
-                    f"{source}, line {number}: {column} {row[column]!r} is not of type {kind.__name__}"
+                    f"{source}, line {number}: {column} {row[column]!r} is not a valid {kind.__name__}"
                 ) from None
             if kind is float and found is not None and not 0 < found <= LARGEST:
-                raise UserError(f"{source}, line {number}: {column} {found} is not above 0 and at most {LARGEST}")
+                raise UserError(
+                    f"{source}, line {number}: {column} is {found}; give a number above 0 and at most {LARGEST}"
+                )
             return found
 
         cell = Cell(
@@ -130,7 +132,7 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
             raise UserError(f"{source}, line {number}: {cell} occurs twice; keep one of the two")
         found[cell] = Measurement(value("mfu_percent", float), value("peak_memory_gb", float))
     if not found:
-        raise UserError(f"{source} holds no cells; its first line names table, gpus, seq_length, method, vocab_k, ...")
+        raise UserError(f"{source} contains no cells; its first line must be table,gpus,seq_length,method,vocab_k,...")
     return found
 
 

@@ -19,12 +19,12 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     If there are published values, an error in percent follows each figure, and a summary follows the tables. With a
     setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
     """
-    lines = ["MFU in percent and peak memory in GiB, both predicted; ! does not fit into the device"]
+    lines = ["predicted MFU in percent and peak memory in GiB; !: does not fit into the device's memory"]
     if setting is not None:
-        lines.append(f"this project on {setting}; MFU of {setting.hardware.peak_flops / 1e12:.0f} TFLOP/s, 16 bits")
+        lines.append(f"this project on {setting}; 100 % MFU: {setting.hardware.peak_flops / 1e12:.0f} TFLOP/s, 16 bits")
     compared = any(row.published for row in rows)
     if compared:
-        lines.append("each followed by its error against the published value in percent; oom: published as not fitting")
+        lines.append("errors relative to the published values follow, in percent; oom: the published run did not fit")
     for (table, gpus, sequence), setup in groupby(rows, key=lambda row: row.cell.setup):
         lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *_block(list(setup), compared)]
     if setting is None:
@@ -62,7 +62,7 @@ def _entry(value: str, error: float | None, row: Row, compared: bool) -> str:
 
 def table_3() -> list[str]:
     """Lines with the throughput of the split output layer, predicted and published."""
-    lines = ["Table 3: throughput of the output layer split over p ranks, percent of linear, vocabulary 256k"]
+    lines = ["Table 3: throughput of the split output layer in percent of linear scaling, vocabulary 256k"]
     lines.append(f"{'':11}{'sequence':>10}{'GPUs':>6}{'predicted':>11}{'published':>11}{'points':>8}")
     for (sequence, layer, gpus), published in scaling_factors().items():
         if layer == "input":
@@ -78,17 +78,19 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     apart = {row.cell for row in others}
     lines = [_line("all published cells", rows)]
     if others:
-        lines.append(_line("without those that fit another layout", [row for row in rows if row.cell not in apart]))
+        lines.append(
+            _line("without cells that match another layout better", [row for row in rows if row.cell not in apart])
+        )
         for row in others:
             assert row.predicted.layers is not None
             last = row.predicted.layers[-1]
-            lines.append(f"  {row.cell}: with {last} layers on the last stage MFU error {row.mfu_error:+.1f} percent")
+            lines.append(f"  {row.cell}: MFU error {row.mfu_error:+.1f} percent with {last} layers on the last stage")
     for setup, group in groupby(rows, key=lambda row: row.cell.setup):
         cells = list(group)
         if any(row.published for row in cells):
             lines.append(_line("  table {}, {} GPUs, sequence {}".format(*setup), cells))
     wrong = [row.cell for row in rows if row.published and not row.fit_as_published]
-    lines += [f"  fits in one and not in the other: {cell}" for cell in wrong]
+    lines += [f"  prediction and publication disagree on whether this cell fits: {cell}" for cell in wrong]
     return lines
 
 

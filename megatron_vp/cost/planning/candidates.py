@@ -66,13 +66,13 @@ def candidates(
     pipeline ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:
-        raise UserError("one pipeline stage leaves nothing to plan; set --pipeline-model-parallel-size to 2 or more")
+        raise UserError("a job with one pipeline stage needs no plan; set --pipeline-model-parallel-size to 2 or more")
     if job.pipeline > job.model.layers:
         raise UserError(f"no schedule can run this job: {too_few_layers(job, job.pipeline)}")
     if job.pipeline > LARGEST:
         raise UserError(
-            f"a plan tries every schedule, which takes too long for {job.pipeline} pipeline ranks: "
-            f"give at most {LARGEST}, or ask megatron-vp simulate for one schedule at a time (--pipeline-schedule NAME)"
+            f"{job.pipeline} pipeline ranks are too many for a plan, which tries every schedule: give at most "
+            f"{LARGEST}, or simulate one schedule at a time with megatron-vp simulate --pipeline-schedule NAME"
         )
     found = []
     planned = [name for name, record in FAMILIES.items() if record.planned]

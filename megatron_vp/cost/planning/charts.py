@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LOSSES = {
-    "work": ("work of the mean rank", "#59A14F"),
-    "imbalance": ("busiest rank above the mean", "#E15759"),
+    "work": ("mean work of the ranks", "#59A14F"),
+    "imbalance": ("excess of the busiest rank", "#E15759"),
     "bubble": ("bubble", "#BAB0AC"),
     "communication": ("communication", "#4C78A8"),
     "step": ("after the passes", "#B07AA1"),
@@ -76,7 +76,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
     memory.grid(axis="y", color="#E4E4E4", linewidth=0.6, zorder=0)
     memory.set_axisbelow(True)
     _limit(memory, limit)
-    memory.set_xlabel("GiB, one dot per rank; dotted: what a rank may take")
+    memory.set_xlabel("GiB, one dot per rank; dotted line: memory limit")
     return _png(figure)
 
 
@@ -104,7 +104,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     memory.set_yticks(rows, [""] * len(rows))
     memory.set_ylim(times.get_ylim())
     _limit(memory, limit)
-    memory.set_xlabel("GiB at the peak; dotted: what a rank may take")
+    memory.set_xlabel("peak memory in GiB; dotted line: memory limit")
     return _png(figure)
 
 
@@ -156,7 +156,7 @@ def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
     if limit / GIB < most:
         _limit(axes, limit)
     axes.set_xlim(0, most)
-    axes.set_xlabel("GiB that the fullest rank needs; dotted: what a rank may use; filled: activations in host memory")
+    axes.set_xlabel("GiB on the fullest rank; dotted line: memory limit; filled: activations in host memory")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
@@ -212,7 +212,7 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     if limit / GIB < most:
         _limit(axes, limit)
     axes.set_xlim(0, most)
-    axes.set_xlabel("GiB that the fullest rank needs; dotted: what a rank may use")
+    axes.set_xlabel("GiB on the fullest rank; dotted line: memory limit")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 

@@ -87,9 +87,9 @@ def with_chosen_offload(
     if not fitting:
         least = min((base, *found), key=lambda each: each.peak_memory)
         raise UserError(
-            f"--offload-chunks auto finds no number of chunks with which this job fits {room / GIB:.4g} GiB: the least "
-            f"is {least.peak_memory / GIB:.1f} GiB with {least.candidate.plan.offload_chunks}; use another "
-            "--pipeline-schedule, more ranks, or megatron-vp plan --offload"
+            f"--offload-chunks auto finds no number of chunks with which this job fits into {room / GIB:.4g} GiB per "
+            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.candidate.plan.offload_chunks} chunks "
+            "offloaded; use another --pipeline-schedule or more ranks, or try megatron-vp plan --offload"
         )
     return min(fitting, key=lambda each: each.iteration_seconds).candidate.plan
 

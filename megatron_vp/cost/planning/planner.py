@@ -154,8 +154,9 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     least = min(offered, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
     raise UserError(
-        f"nothing fits {limit / 2**30:.4g} GiB: the least is {least.peak_memory / 2**30:.1f} GiB with {plan.schedule}, "
-        f"{least.candidate.method}; use more pipeline or tensor ranks, recomputation, or larger GPUs"
+        f"no plan fits into {limit / 2**30:.4g} GiB per rank: the smallest, {plan.schedule} with "
+        f"{least.candidate.method}, needs {least.peak_memory / 2**30:.1f} GiB; use more pipeline or tensor ranks, "
+        "recomputation, or larger GPUs"
     )
 
 

@@ -86,8 +86,10 @@ def check_host_memory(prediction: Prediction) -> None:
     if asked <= room:
         return
     fits = next((chunks for chunks in range(plan.offload_chunks - 1, 0, -1) if needed(chunks) <= room), 0)
-    least = f"--offload-chunks {fits} fits" if fits else "not even one chunk per rank fits: leave --offload-chunks out"
+    least = (
+        f"use --offload-chunks {fits}" if fits else "not even one chunk per rank fits, so leave --offload-chunks out"
+    )
     raise UserError(
-        f"--offload-chunks {plan.offload_chunks} takes {asked / GIB:.0f} GiB of a node's memory, and activations may "
-        f"take {room / GIB:.0f} of {hardware.host.memory * hardware.gpus_per_node / GIB:.0f} GiB; {least}"
+        f"--offload-chunks {plan.offload_chunks} needs {asked / GIB:.0f} GiB of host memory per node, but activations "
+        f"may use only {room / GIB:.0f} of its {hardware.host.memory * hardware.gpus_per_node / GIB:.0f} GiB: {least}"
     )

@@ -32,8 +32,8 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
     microbatches = room * GIB / _largest_microbatch(job, plan, hardware)
     if microbatches * request.chunks < 1:
         raise UserError(
-            f"--activation-limit {limit} is too small: the activations of one chunk take "
-            f"{room / microbatches / request.chunks:.3g} GiB; give at least that"
+            f"--activation-limit {limit} is too small: one chunk's activations alone take "
+            f"{room / microbatches / request.chunks:.3g} GiB; give at least that much"
         )
     shape = fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape
     return replace(plan, shape=shape, activation_limit=text)

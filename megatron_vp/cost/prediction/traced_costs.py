@@ -21,8 +21,8 @@ def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     ours = plan.request(job, microbatches=1).schedule()
     if (first.schedule, first.vocab, first.placement) != (ours.name, ours.vocab, ours.placement.stage_of):
         raise UserError(
-            f"{folder} is a run of {_words(first.schedule, first.vocab, first.placement)}, not of "
-            f"{_words(ours.name, ours.vocab, ours.placement.stage_of)}; simulate what was run"
+            f"{folder} is the trace of {_words(first.schedule, first.vocab, first.placement)}, but this job runs "
+            f"{_words(ours.name, ours.vocab, ours.placement.stage_of)}: simulate the job that was traced"
         )
     return mean_costs(traces).scaled(1e-3)
 

@@ -186,8 +186,8 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
     for number, row in enumerate(_read(runs, "h100.csv"), 2):
         if row["model"] not in sizes:
             raise UserError(
-                f"{runs or 'h100.csv'}, line {number}: the sizes of this model are unknown: {row['model']!r}; add it "
-                "to a copy of the package's cost/public/data/models.csv, and give that with --models"
+                f"{runs or 'h100.csv'}, line {number}: the sizes of model {row['model']!r} are unknown; add it to a "
+                "copy of the package's cost/public/data/models.csv, and pass the copy as --models"
             )
         found.append(PublicRow(row, sizes[row["model"]]))
     return found
@@ -200,8 +200,8 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
     needed = _columns(packaged)
     missing = [column for column in needed if rows and rows[0].get(column) is None]
     if missing or not rows:
-        lacks = f"column {missing[0]} is missing" if missing else "it holds no rows"
-        raise UserError(f"{path or own}: {lacks}; its first line names {', '.join(needed[:4])}, ... as in {own}")
+        lacks = f"column {missing[0]} is missing" if missing else "the file has no rows"
+        raise UserError(f"{path or own}: {lacks}; its first line must name {', '.join(needed[:4])}, ... as in {own}")
     return rows
 
 

@@ -29,7 +29,7 @@ def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
         )
     if len(found) != layers:
         raise UserError(
-            f"moe_layer_freq names {len(found)} layers, and the model has {layers}: give one number for each"
+            f"moe_layer_freq lists {len(found)} layers, but the model has {layers}: give one number per layer"
         )
     return tuple(map(bool, found))
 

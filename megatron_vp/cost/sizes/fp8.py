@@ -73,7 +73,8 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
         raise UserError(f"no fp8 rates are known for --hardware {hardware.name}; use one of {known}")
     if job.fp8 is Fp8Recipe.MXFP8 and not rates.any_layout_fp8:
         raise UserError(
-            f"--fp8-recipe mxfp8 needs tensor cores that scale blocks of 32, as B200 has; not {hardware.name}"
+            f"--fp8-recipe mxfp8 does not run on {hardware.name}, whose tensor cores cannot scale blocks of 32 "
+            "elements: use another recipe, or --hardware b200"
         )
 
 

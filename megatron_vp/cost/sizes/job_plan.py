@@ -73,7 +73,7 @@ def uncounted(config: JobConfig) -> list[str]:
     if values.get("attention_backend") == "unfused":
         found.append("--attention-backend")
     if not str(values.get("window_attn_skip_freq") or 0).isdigit():
-        found.append("--window-attn-skip-freq (a list of layers: counted without windows)")
+        found.append("--window-attn-skip-freq (a list of layers; all are counted without a window)")
     if values.get("recompute_granularity") == "selective":
         unknown = sorted(recompute_modules(values).difference(COUNTED_MODULES))
         if unknown:
@@ -81,12 +81,12 @@ def uncounted(config: JobConfig) -> list[str]:
     pattern = pattern_in(values)
     if values.get("mtp_num_layers") or (pattern is not None and pattern.heads):
         option = "--mtp-num-layers" if pattern is None else "--hybrid-layer-pattern"
-        found.append(f"{option} (of each head the projection before its layers, and its logits in memory)")
+        found.append(f"{option} (each head's projection before its layers, and the memory of its logits)")
     if pattern is None:
         return found
     letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]
     if letters:
-        found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: taken for attention *)")
+        found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: counted as attention *)")
     return found
 
 
@@ -102,12 +102,12 @@ def plan_of(config: JobConfig) -> Plan:
         chosen = megatrons_own(chunks)
     if chosen.own_method is not None:
         if not split:
-            raise UserError(f"--pipeline-schedule {chosen.name} is a way to split the vocabulary: add --vocab-parallel")
+            raise UserError(f"--pipeline-schedule {chosen.name} splits the vocabulary: add --vocab-parallel")
         vocab = chosen.own_method
         algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
         if vocab.is_sharded and algorithm != vocab:
             raise UserError(
-                f"--pipeline-schedule {chosen.name} has the passes of {vocab}, and --vocab-parallel-algorithm is "
+                f"--pipeline-schedule {chosen.name} runs the passes of {vocab}, but --vocab-parallel-algorithm is "
                 f"{algorithm}: use --vocab-parallel-algorithm {vocab}"
             )
     elif split:
@@ -134,8 +134,8 @@ def layers_given(config: JobConfig) -> tuple[int, ...] | None:
     for name in _LAYOUT_OPTIONS:
         if config.values.get(name) is not None:
             raise UserError(
-                f"{option_of(name)} does not go with --hybrid-layer-pattern: leave it out, and cut the pattern by bars "
-                "(*-|*-), one segment per stage"
+                f"{option_of(name)} cannot be combined with --hybrid-layer-pattern: remove it, and divide the pattern "
+                "with bars (*-|*-) into one segment per stage"
             )
     return pattern.layers
 
@@ -239,7 +239,10 @@ def _chunks(config: JobConfig) -> int | None:
         stages, rest = divmod(job.model.layers, each)
         chunks, uneven = divmod(stages, job.pipeline)
         if rest or uneven:
-            raise UserError(f"--num-layers-per-virtual-pipeline-stage {each} does not divide the layers of a rank")
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {each} does not divide {job.model.layers} layers into "
+                f"equally many stages for each of {job.pipeline} pipeline ranks; choose a number that does"
+            )
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
@@ -247,5 +250,5 @@ def _chunks(config: JobConfig) -> int | None:
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")
-        raise UserError(f"--pipeline-schedule {chosen.name} needs several chunks: use it with {needed} 2")
+        raise UserError(f"--pipeline-schedule {chosen.name} needs at least two chunks per rank: add {needed} 2")
     return None if chunks == 1 else chunks

@@ -52,16 +52,18 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     padded = given("padded_vocab_size")
     if padded and padded < given("vocab_size", 0):
         raise UserError(
-            f"padded_vocab_size {padded} is smaller than vocab_size {given('vocab_size')}: give at least that, or "
-            "leave it out"
+            f"padded_vocab_size {padded} is smaller than vocab_size {given('vocab_size')}: give at least vocab_size, "
+            "or leave padded_vocab_size out"
         )
     if given("bf16") and given("fp16"):
-        raise UserError("bf16 and fp16 are both on: a model uses only one of them; leave one out (false in a file)")
+        raise UserError(
+            "bf16 and fp16 are both on, but a model can use only one of them: leave one out, or set it to false"
+        )
     experts, pattern = given("num_experts", 0), pattern_in(arguments)
     if pattern is not None and "E" not in pattern.letters:
         experts = 0
     elif pattern is not None and not experts:
-        raise UserError("--hybrid-layer-pattern has experts (E): give --num-experts")
+        raise UserError("--hybrid-layer-pattern has experts (E), but their number is missing: add --num-experts")
     dense_ffn = given("ffn_hidden_size", ffn)
     layers = size("num_layers") if pattern is None else len(pattern.letters)
     letters = _letters(given, layers, bool(experts)) if pattern is None else pattern.letters
@@ -104,12 +106,14 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     data = max(1, holders // (tensor * context)) if ranks is None else ranks // replica
     if not data or (ranks or replica) % replica:
         raise UserError(
-            f"{ranks} ranks cannot hold replicas of {replica}: {pipeline} pipeline x {tensor * context} others"
+            f"{ranks} ranks cannot be divided into replicas of {replica} ranks ({pipeline} pipeline x {tensor} tensor "
+            f"x {context} context): use a multiple of {replica}"
         )
     batch = given("global_batch_size", micro_batch * data)
     if batch % (micro_batch * data):
         raise UserError(
-            f"global_batch_size {batch} is not a multiple of {data} replicas x micro_batch_size {micro_batch}"
+            f"global_batch_size {batch} is not a multiple of {data} replicas x micro_batch_size {micro_batch}: give a "
+            f"multiple of {micro_batch * data}"
         )
     return Job(
         model,
@@ -284,12 +288,14 @@ def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Reci
     if not given("first_last_layers_bf16"):
         return Fp8Recipe(asked), 0, 0
     if asked == Fp8Recipe.DELAYED:
-        raise UserError("first_last_layers_bf16 does not go with fp8_recipe delayed, the default; use another recipe")
+        raise UserError(
+            "first_last_layers_bf16 cannot be combined with fp8_recipe delayed, the default; use another recipe"
+        )
     ends = []
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         count, most = given(name, 1), layers // pipeline
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
-            raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the layers of a rank")
+            raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the layers per rank")
         ends.append(count)
     at_start, at_end = ends
     return Fp8Recipe(asked), at_start, at_end

@@ -17,8 +17,8 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
         raise UserError(
-            f"{job.model.layers} layers cannot be split equally over {stages} stages; choose a divisor, or a layout of "
-            "your own"
+            f"{job.model.layers} layers cannot be split equally over {stages} stages; use a number of stages that "
+            "divides the layers, or give a layout"
         )
     return (each,) * stages
 

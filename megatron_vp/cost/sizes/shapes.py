@@ -143,15 +143,18 @@ class ModelShape:
             if self.hidden % self.heads:
                 raise UserError(
                     f"hidden size {self.hidden} is not a multiple of {self.heads} attention heads; set the head size "
-                    "yourself"
+                    "with --kv-channels"
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.kv_groups:
-            raise UserError(f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values")
+            raise UserError(
+                f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values equally; use a "
+                "divisor of the number of heads"
+            )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise UserError(
-                f"a token goes through {self.experts_per_token} of {self.experts} experts; give a number from 1 to "
-                f"{self.experts}"
+                f"a token cannot go through {self.experts_per_token} of {self.experts} experts; give a number from 1 "
+                f"to {self.experts}"
             )
         assert not self.pattern or len(self.pattern) == self.layers
 
@@ -289,12 +292,16 @@ class Job:
                 f"ffn size {model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}; choose one that does"
             )
         if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
-            raise UserError(f"sequence length {self.sequence} cannot be cut into {self.context} x {t} equal parts")
+            raise UserError(
+                f"sequence length {self.sequence} cannot be divided equally among {self.context} context x "
+                f"{t if self.sequence_parallel else 1} tensor ranks; use a multiple of their product"
+            )
         holders = self.expert * self.expert_tensor
         if self.expert > 1 and (self.gpus_per_stage % holders or not model.experts or model.experts % self.expert):
             raise UserError(
-                f"expert parallel size {self.expert} must divide {model.experts} experts, and times expert tensor "
-                f"parallel size {self.expert_tensor} the {self.gpus_per_stage} ranks of a pipeline stage"
+                f"expert parallel size {self.expert} must divide the {model.experts} experts, and its product with "
+                f"expert tensor parallel size {self.expert_tensor} must divide the {self.gpus_per_stage} ranks of a "
+                "pipeline stage"
             )
 
     @property
@@ -412,7 +419,7 @@ class Plan:
         check_stage_rows(self.vocab_rows, job.model.vocab, job.pipeline, job.tensor)
         if not self.vocab.is_sharded:
             raise UserError(
-                f"vocabulary rows by rank go with vocab-1 and vocab-2, not with {self.vocab}: leave them out"
+                f"vocabulary rows per rank need the method vocab-1 or vocab-2, not {self.vocab}: leave the rows out"
             )
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 

@@ -14,13 +14,13 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
         found.append(
-            "attention takes half of FlashAttention 2's time and half of cuDNN 9's, as runs with delayed scaling used "
-            "either; --attention-backend flash or fused decides"
+            "attention takes the mean of FlashAttention 2's and cuDNN 9's times, because published runs with delayed "
+            "scaling used either; --attention-backend flash or fused decides"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
         kind = "flex" if is_flexible(job, hardware) else "alltoall"
         found.append(
-            f"tokens travel to their experts by --moe-token-dispatcher-type {kind}, as published recipes set it; "
-            "Megatron's default, allgather, moves more and is not counted"
+            f"--moe-token-dispatcher-type is {kind}, as in published recipes; the prediction does not cover Megatron's "
+            "default, allgather, which moves more data"
         )
     return found
