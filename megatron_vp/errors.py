@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _LONGEST = 300
-"""Text of unknown origin is cut to this many characters before it is logged."""
+"""Text of unknown origin is truncated to this many characters before it is logged."""
 _PATIENCE_SECONDS = 5.0
 _STORAGE_FAILS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EFBIG),
@@ -50,7 +50,7 @@ class Reasons:
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Record a UserError that is raised inside the block, and continue. Any other exception propagates, unless a
-        reason was recorded before, because the exception may be a consequence of it.
+        reason was recorded before: the exception may then be a consequence of that reason.
         """
         try:
             yield
@@ -111,10 +111,10 @@ def say(line: str) -> None:
 
 
 def at_last(speak: Callable[[], None]) -> bool:
-    """Call `speak` before the process exits, for a few seconds at most; return whether everything was written.
+    """Call `speak` just before the process exits; return whether all output was written within a few seconds.
 
-    `speak` runs in a thread that is abandoned after a few seconds, because a pipe that is not being read blocks its
-    writer.
+    `speak` runs in a thread, which is abandoned after a few seconds because writing to a pipe blocks if nobody reads
+    it.
     """
     written: list[bool] = []
 
@@ -127,7 +127,7 @@ def at_last(speak: Callable[[], None]) -> bool:
         speaking = threading.Thread(target=words, daemon=True)
         try:
             speaking.start()
-        except RuntimeError:  # no thread can be started: rather risk blocking than print nothing
+        except RuntimeError:  # no thread can be started: risk blocking rather than print nothing
             words()
         else:
             speaking.join(_PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Reads and writes files: never waits for a pipe without a writer, and writes files completely or not at all."""
+"""Reads files without waiting for pipes that have no writer, and writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def removed_when_told_to_end(folder: Path) -> Iterator[None]:
     """Remove `folder` if SIGTERM or SIGHUP ends the process inside this block, for example at a job's time limit.
 
     A thread removes it, because Python runs signal handlers only after the main thread has returned from compiled code.
-    A signal that is ignored or already has a handler is not touched. If this is not the main thread, nothing happens.
+    Signals that are ignored or already have a handler keep their behaviour. Outside the main thread, this has no
+    effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -130,6 +131,6 @@ def write_report(path: Path, text: str, what: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error, but only once; add the rank if there is one, and ignore failures."""
+    """Print a line on standard error the first time it is given, after the rank if there is one; ignore failures."""
     rank = os.environ.get("RANK")
     say(line if rank is None else f"rank {rank}: {line}")

@@ -21,15 +21,15 @@ SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Rows of a full shard when `vocab_size` rows are cut into `count` shards; the last may be shorter or empty."""
+    """Rows of a full shard if `vocab_size` rows are cut into `count` shards, the last of which may be shorter or empty."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Raise UserError unless `rows`, given per pipeline rank for all its tensor ranks together, splits `vocab_size`
-    rows.
+    """Raise UserError unless `rows`, one number per pipeline rank, adds up to `vocab_size`, and the `tensor` ranks of a
+    stage can share each number equally.
     """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:

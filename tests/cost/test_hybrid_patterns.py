@@ -179,12 +179,12 @@ def test_bars_are_the_users_layout():
     config, job, plan = read("*-*-/*-/*-", "--vocab-parallel")
     assert settings_of(config, replace(plan, layers=(1, 3)), job)["hybrid_layer_pattern"] == "*|-*-/*-/*-"
     (said,) = uncounted(config)
-    assert said.startswith("--hybrid-layer-pattern (of each head the projection")
+    assert said.startswith("--hybrid-layer-pattern (each head's projection")
 
 
 def test_letters_that_are_not_known_are_named():
     config, job, _ = read("M-M-*-*-GD".replace("D", "G"))
-    assert uncounted(config) == ["--hybrid-layer-pattern (M, G: taken for attention *)"]
+    assert uncounted(config) == ["--hybrid-layer-pattern (M, G: counted as attention *)"]
     assert job.model.layers == 10 and uncounted(read("*-*-")[0]) == []
 
 

@@ -250,7 +250,7 @@ def test_a_gain_that_the_prediction_denies_is_not_promised(tmp_path):
     run = read_run(reports(tmp_path, sizes=SIZES))
     assert next_start(tmp_path, run, 0.99).endswith("times as fast")
     line = next_start(tmp_path, run, 0.625)
-    assert line.endswith("has that start 1.60 times as slow: measure again before you use it")
+    assert line.endswith("iterations would take 1.60 times as long: measure again before you use these rows")
     assert "times as fast" not in line
 
 

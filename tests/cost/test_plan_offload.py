@@ -167,5 +167,7 @@ def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
     chosen = with_chosen_offload(auto, PLAN, JOB, WIDE, limit)
     fitting = [each for each in offloaded_evaluations(base, JOB, WIDE, limit) if each.fits(limit)]
     assert chosen == min(fitting, key=lambda each: each.iteration_seconds).candidate.plan and chosen.offload_chunks
-    with pytest.raises(UserError, match=r"auto finds no number of chunks with which this job fits .*: the least is "):
+    with pytest.raises(
+        UserError, match=r"auto finds no number of chunks with which this job fits into .*: it needs at least "
+    ):
         with_chosen_offload(auto, PLAN, JOB, WIDE, 0.5 * all_away.peak_memory)

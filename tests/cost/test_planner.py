@@ -112,7 +112,7 @@ def test_the_best_is_the_fastest_that_fits():
     method = min(evaluations, key=lambda each: each.peak_memory).candidate.method
     for order in (evaluations, evaluations[::-1]):
         with pytest.raises(
-            UserError, match=rf"nothing fits .*: the least is {least / GIB:.1f} GiB with 1f1b, {method};"
+            UserError, match=rf"no plan fits .*: the smallest, 1f1b with {method}, needs {least / GIB:.1f} GiB;"
         ):
             choose(order, least - 1)
 

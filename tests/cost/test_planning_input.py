@@ -138,7 +138,7 @@ def test_a_plan_that_nothing_fits_is_one_line(small):
     error = found.exception
     # A slow machine also says how far it is.
     assert isinstance(error, UserError) and all(line.startswith("predicting: ") for line in found.stderr.splitlines())
-    assert str(error).startswith("nothing fits 2 GiB: the least is ") and "\n" not in str(error)
+    assert str(error).startswith("no plan fits into 2 GiB per rank: the smallest, ") and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(

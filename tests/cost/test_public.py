@@ -74,7 +74,7 @@ def test_errors_are_counted_by_group_and_refused_runs_are_named():
     assert groups["all"].mean == pytest.approx(sum(errors) / len(errors)) and groups["all"].worst == max(errors)
     row = few()[0]
     refused = predicted(type(row)(dict(row.columns, pp="7"), row.model))
-    assert refused.error is None and "16 ranks cannot hold replicas of 7" in refused.refusal
+    assert refused.error is None and "16 ranks cannot be divided into replicas of 7 ranks" in refused.refusal
     assert errors_by_group([refused]) == []
 
 

@@ -76,7 +76,7 @@ def test_text_shows_what_does_not_fit_and_the_summary():
 
 def test_a_cell_that_fits_against_its_publication_is_named():
     rows = rows_of((Cell(6, 32, 4096, "baseline", 256), 20.0, 70.0, Measurement(None, None)))
-    assert "fits in one and not in the other: table 6, 32 GPUs, sequence 4096, baseline, 256k" in to_text(rows)
+    assert "disagree on whether this cell fits: table 6, 32 GPUs, sequence 4096, baseline, 256k" in to_text(rows)
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):

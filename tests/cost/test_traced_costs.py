@@ -73,5 +73,5 @@ def test_the_command_takes_them(folder, tmp_path):
     ("pipeline", "plan"), [(6, PLAN), (3, Plan(vocab=VocabMethod.VOCAB_1)), (3, Plan("zb-h1", VocabMethod.VOCAB_2))]
 )
 def test_the_trace_of_another_run_is_refused(folder, pipeline, plan):
-    with pytest.raises(UserError, match="simulate what was run"):
+    with pytest.raises(UserError, match="simulate the job that was traced"):
         traced_costs(folder, job(4, pipeline), plan)

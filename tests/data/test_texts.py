@@ -64,7 +64,7 @@ def test_bad_inputs_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no file or directory .*nowhere\.txt"):
         TextFiles.find([tmp_path / "nowhere.txt"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty holds no files"):
+    with pytest.raises(UserError, match="empty contains no files"):
         TextFiles.find([tmp_path / "empty"])
 
 

@@ -1,8 +1,8 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
-A layer cannot be divided, but rows can: they fill up the ranks that have fewer layers (`water_filling`). This is done
-    for several layouts. The most promising ones are simulated with the real schedule, and the fastest is kept. All GPUs
-    are assumed to be equally fast here; `measured_rows.py` uses the measured speed of each GPU.
+A layer cannot be divided, but rows can, so ranks with fewer layers get more rows (`water_filling`). Rows are assigned
+for several layouts, the most promising of these are simulated with the real schedule, and the fastest is kept. All GPUs
+are assumed to be equally fast here; `measured_rows.py` uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
-"""Even shards are kept if they are predicted to take longer than the best by at most this share."""
+"""Even shards are kept if they are predicted to be slower than the best shards by at most this share."""
 
 UNITS = (128, 64, 8)
-"""Units in which rows may be assigned. The largest of these is used with which an even shard has at least FINE_ENOUGH
+"""Units in which rows may be assigned. The largest unit is used with which an even shard has at least FINE_ENOUGH
 units. GEMMs are fastest if shards are multiples of 128 rows. 16-bit logits start at aligned addresses if shards are
 multiples of 64 rows, or of 8 rows if they are small.
 """
@@ -52,8 +52,8 @@ class Shards:
     """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
 
     layers: None if all stages have equally many.
-    rows: counting all tensor ranks of a pipeline rank; None for even shards, whose layers are those that training
-        assigns without a layout.
+    rows: None for even shards, for which `layers` are the layers that training assigns without a layout. Otherwise they
+        count all tensor ranks of a pipeline rank.
     gain: predicted speed-up over even shards, with the same layers if the user gave them, otherwise with the layers
         that training assigns.
     """
@@ -84,9 +84,9 @@ def balanced(
         layout_given: whether the user gave the plan's layers, so that only rows are assigned.
 
     The result is deterministic, so that all ranks of a job compute the same one. Even shards are kept if they fit and
-    are predicted to be within EVEN_BAND of the best, and if the method or the vocabulary allows no others. On CPU
-    cores, whose times are known only to an order of magnitude, they are kept whenever all stages have equally many
-    layers. Raises UserError if the layers cannot be distributed over the stages.
+    are predicted to be within EVEN_BAND of the best, or if the method or the vocabulary allows no others. On CPU cores,
+    whose times are known only to an order of magnitude, they are also kept if all stages have equally many layers.
+    Raises UserError if the layers cannot be distributed over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
@@ -97,8 +97,8 @@ def balanced(
         return Shards(None, None)
     outcome = cache(search.outcome)
     first = outcome(even)
-    # Even shards that fit are kept unless something takes fewer seconds than this. For most candidates, and often for
-    # all, their work already shows that they cannot; those are not simulated.
+    # Even shards that fit are kept unless another plan takes fewer seconds than this. Lower bounds rule out most plans,
+    # and often all of them, without a simulation.
     needed = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
     if search.least_of_all() > needed:
         return Shards(even.layers, None)
@@ -121,9 +121,9 @@ def most_rows(
 ) -> tuple[int, ...] | None:
     """The most rows with which each pipeline rank stays within `memory_limit` bytes, counting all its tensor ranks.
 
-    None on CPU cores, if the vocabulary can be cut in only one way, and if it does not fit with any shards; in these
-    cases the caller ignores the limit, as `balanced` does. Raises UserError if the layers cannot be distributed over
-    the stages.
+    Returns None on CPU cores, if the vocabulary can be cut in only one way, and if it does not fit into memory with any
+    shards. In these cases, the caller ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
+    distributed over the stages.
     """
     if not hardware.is_gpu:
         return None
@@ -161,7 +161,7 @@ class _Outcome:
 
 
 class _Search:
-    """Finds and predicts the candidates of one job, and holds what they share."""
+    """Finds and predicts the candidates of one job, and caches figures that several candidates need."""
 
     def __init__(
         self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
@@ -204,7 +204,7 @@ class _Search:
     def least_of_all(self) -> float:
         """Lower bound on the seconds of any layout with any rows.
 
-        All work is divided equally among the ranks, and rows are in shards of the size that takes the least time per
+        The bound divides all work equally among the ranks, and assumes shards of the size that takes the least time per
         row.
         """
         layers = layers_of(self.job, self.even, self.placement)
@@ -235,7 +235,7 @@ class _Search:
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """The plan with rows assigned to the holders, and its sort key; None if the rows do not fit into the holders'
+        """Assign rows to the holders, and return the plan and its sort key; None if the rows do not fit into their
         memory.
 
         The key is the busiest rank's work in thousandths of the mean, then the work of all ranks.
@@ -276,7 +276,9 @@ class _Search:
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """The most units that each rank can hold within the memory limit; memory is linear in rows."""
+        """The most units that each rank can hold within the memory limit, interpolated because memory is linear in
+        rows.
+        """
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -303,7 +305,7 @@ class _Search:
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on 1F1B with the best possible layers and rows and equally fast ranks.
+    """Lower bound in seconds on the passes of 1F1B on equally fast ranks, with the best possible layers and rows.
 
     Each microbatch takes the time of at least max(ceil(L / p), (L + v) / p) layers, where v is the number of layers
     that take as long as the whole vocabulary on one rank. Filling and draining the pipeline takes p - 1 mean stages.

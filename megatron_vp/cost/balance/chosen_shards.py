@@ -42,7 +42,7 @@ def with_shards(
     constants: Constants = CALIBRATED,
     memory_limit: float | None = None,
 ) -> Plan:
-    """A configuration's `plan` with the layers and rows that training uses.
+    """Return a configuration's `plan` with the layers and rows that training would use.
 
     If the user gave a layout, rows are assigned for it; otherwise layers and rows are assigned together. Raises
     UserError.
@@ -55,7 +55,7 @@ def with_shards(
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
         if uncounted(config):
-            return plan  # training also keeps even shards if the cost model does not know all sizes
+            return plan  # training, too, keeps even shards if the cost model does not cover the job
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 
@@ -68,7 +68,7 @@ def with_shards(
 
 
 def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
-    """The properties that a run must share with this job to count as its measurement."""
+    """The properties that a measured run must have in common with this job."""
     layers = None if layers_given(config) is None else plan.layers
     sizes = job.pipeline, job.tensor, job.model.vocab
     method = plan.vocab.value
@@ -76,7 +76,7 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the layers and rows that a run recorded, if it recorded them."""
+    """Return `plan` with the rows that a run recorded, and with its layers if it recorded them."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 

@@ -1,7 +1,6 @@
 """Candidate layouts of layers for uneven vocabulary shards.
 
-Holders are the ranks with vocabulary rows. They have fewer layers than the others, which leaves them time for their
-rows.
+Holders are the ranks with vocabulary rows. Each has fewer layers than the other ranks, to leave time for its rows.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def _layers_of_others(
 ) -> int | None:
     """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    The holders share the remaining layers as evenly as possible, and the rows according to the time that they then have
-    left.
+    The holders share the remaining layers as evenly as possible, and then the rows so that all finish together.
     """
     units = len(cost) - 1
     best = None

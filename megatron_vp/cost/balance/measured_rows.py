@@ -21,7 +21,7 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.trace.partition import VOCABULARY, Partition
 
 CERTAIN = 2.0
-"""A gain of fewer standard deviations than this is not significant."""
+"""A gain of less than this many standard deviations is not significant."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class MeasuredJob:
     """The properties of a job that must match the measured run.
 
     ranks, tensor: pipeline and tensor ranks.
-    vocab: the padded vocabulary; None: not known yet.
-    schedule, method: their names.
+    vocab: size of the padded vocabulary; None: not known yet.
+    schedule, method: names of the schedule and of the vocabulary method.
     arguments: the job's arguments by long name; sizes that are None or missing are not known yet.
     layers: layers of every virtual stage, if the user gave a layout by `layout_option`.
     """
@@ -92,9 +92,9 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
 
     `gain` is the busiest rank's time per microbatch before, divided by its time after. A row is assumed to take as long
-    as the rank's rows took on average. For a rank that had no rows, the time of a row is estimated from the time of its
-    layers, compared with that of the ranks that had some. Raises UserError if the run's vocabulary passes took no time,
-    or if the rows do not fit into memory.
+    as the rank's rows took on average. For a rank without rows, the time per row is estimated from how fast it computed
+    its layers, compared with the ranks that had rows. Raises UserError if the run's vocabulary passes took no time, or
+    if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None

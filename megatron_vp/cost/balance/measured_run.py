@@ -1,7 +1,7 @@
-"""Reads the pass times that a run measured from its rank reports or traces, and refuses anything doubtful.
+"""Reads a run's pass times from its rank reports or traces, and refuses files that may be wrong.
 
-A report that is damaged, belongs to another run or covers too few iterations would put rows on the wrong ranks, and
-nothing later would show it.
+A report that is damaged, belongs to another run or covers too few iterations would put rows on the wrong ranks, and no
+later check would detect that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Passes whose time grows with the rows of their rank."""
 
 ENOUGH = 5
-"""The fewest iterations that a measurement needs; the first one of a report is warm-up and does not count."""
+"""The fewest iterations that a measurement needs, not counting the first iteration of a report, which is warm-up."""
 
 OF_MEDIAN = 1.25 * 1.4826
 """Converts the median absolute deviation of n normal samples into sqrt(n) times their median's standard deviation."""
 
 IMPLAUSIBLE = 4.0
-"""A rank that is this many times slower per layer than the others is considered a damaged measurement."""
+"""A measurement is refused if a rank takes more than this many times the median time per layer."""
 
 Seconds = Mapping[str, float]
 """A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
@@ -234,7 +234,7 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The relative number of a rank's layers; 1 for every rank without a layout, and if ranks have several chunks."""
+    """The divisor that makes ranks' times comparable: a rank's layers, or 1 without a layout or with several chunks."""
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0

@@ -23,8 +23,7 @@ _LONGEST_MOVE = 8
 """At most this many neighbouring ends of stages are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A cut replaces another one only if its figure is below this share of the other's, so that rounding errors do not
-count.
+"""A cut replaces another one only if it reduces the objective below this share, so that rounding errors do not count.
 """
 
 
@@ -52,9 +51,9 @@ def even_cut(
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letter.
 
-    With one chunk per rank, no cut has a lower maximum. With several chunks, the result is good but not always the
-    best: the ends of stages are moved as long as that helps. Among cuts with the same maximum, moves that make the
-    ranks' work more even are preferred. The result depends only on the arguments.
+    With one chunk per rank, the maximum is the lowest possible. With several chunks, it may not be, because the ends of
+    stages are only moved as long as a move helps. Among cuts with the same maximum, moves that make the ranks' work
+    more even are preferred. The result depends only on the arguments.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -140,7 +139,7 @@ class _Cuts:
         return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
 
     def _below_by_all(self, level: float) -> list[int] | None:
-        """Like `_below`, but exhaustive: the set of all possible ends of each stage is kept as the bits of a number."""
+        """Like `_below`, but exhaustive: the bits of a number represent all possible ends of a stage."""
         possible = [1]
         for stage, least in enumerate(self.least):
             ends = 0
@@ -198,7 +197,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The level up to which ranks are filled if `work` is distributed as evenly as their `extra` work allows."""
+    """The highest load of any rank that gets part of `work`, if `work` is distributed as evenly as `extra` allows."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count
@@ -222,7 +221,7 @@ def unit_length(pattern: str) -> int:
 
 
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
-    """Candidate cuts for uneven shards, as `layer_choices` finds candidates for whole layers.
+    """Candidate cuts for uneven shards, as `layer_choices` lists them for models without a pattern.
 
     The first group is the most even cut, and any rank may hold rows. The next two groups have k holders of rows, for k
     = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats, cuts between

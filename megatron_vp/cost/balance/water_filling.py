@@ -16,13 +16,13 @@ def fill(
     """Units for every rank that minimise the largest `work[r] + slowness[r] * cost[units[r]]`; None if they do not fit.
 
     Args:
-        work: work of every rank before it takes any units.
+        work: work of every rank without any units.
         cost: cost of 0, 1, 2, ... units, which starts at 0 and never falls. The last entry is for all units.
-        most: the most units that each rank can take.
+        most: the most units that each rank can hold.
         slowness: how much longer each rank takes for the same units; by default all are equal.
 
     First, each rank is filled to just below the final level. Each remaining unit goes to the least loaded rank, or to
-    the lowest of several such ranks. The result depends only on the arguments.
+    the one with the lowest number among several. The result depends only on the arguments.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

@@ -19,7 +19,7 @@ class Constants:
     layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward moves
         twice as many.
     score_bytes: bytes per logit that S and T of vocab-1 move together.
-    gap: fixed seconds per pass: kernel launches and the hand-over between passes.
+    gap: fixed seconds per pass, for kernel launches and the transition to the next pass.
     speed_spread: relative standard deviation of the time that ranks take for the same work.
     idle_boost: speed-up of passes on a mostly idle rank, whose clock is not throttled.
     network: share of one GPU's network bandwidth that messages and collectives between nodes reach.
@@ -91,11 +91,13 @@ _COMPARED = {
 
 
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
-    """The comparison for one kind of job; None if no published run of that kind states enough of its configuration."""
+    """The comparison for one kind of job; None if no published run of this kind gives enough of its configuration."""
     return _COMPARED.get((hardware, fp8, experts))
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote for a kind of job without one: the worst of the dense kinds, or of those with experts."""
+    """The comparison to quote for a kind of job that has none: the kind with the largest mean error, among those with
+    experts or among the dense ones.
+    """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

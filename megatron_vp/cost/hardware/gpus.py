@@ -22,9 +22,9 @@ class Rates:
     any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, so that none is transposed, and support
         scale blocks of 32 elements (mxfp8).
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
-        and heads of 128, counting only the causal half; None: those of the paper's code.
+        and heads of 128, counting only the causal half; None: use the shares of the paper's code.
     flash_attention_2: the same shares for FlashAttention 2, if it is slower.
-    gap: fixed seconds per pass; 0: those of the paper's code.
+    gap: fixed seconds per pass; 0: use the gap of the paper's code.
     """
 
     gemm: float
@@ -40,10 +40,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy; this project has measured none
-    of it.
+    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy, from cited sources; this project
+    has not measured it.
 
-    out, back: bytes/s of a copy of pinned memory to the host and from it, in one direction at a time, as copies of
+    out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time, because copies of
         activations take turns.
     memory: bytes of the node's memory per GPU.
     source: where the figures come from.

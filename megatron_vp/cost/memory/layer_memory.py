@@ -18,7 +18,7 @@ WORKING_SET = 24.5
 """For the paper's layers: extra bytes per token and hidden unit in the backward of one layer."""
 
 SPLIT_BACKWARD = 34
-"""Additional bytes with a split backward, because one more layer waits for its W."""
+"""Further bytes of this kind with a split backward, because one more layer waits for its W."""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
@@ -35,7 +35,7 @@ class LayerMemory:
     waiting: kept from B to W, if the backward is split.
     forward, backward: temporary bytes in the pass, in addition to what is kept. With full recomputation, the backward
         holds all of the layer's activations.
-    once: a buffer that the rank allocates once.
+    once: a buffer that a rank allocates once for all its layers.
     """
 
     kept: float

@@ -1,4 +1,4 @@
-"""Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators, fragments.
+"""Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators and fragmentation.
 
 The figures are estimates from the source code of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On
 a device, compare them with the memory in use minus `torch.cuda.memory_reserved()`.

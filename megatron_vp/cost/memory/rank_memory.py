@@ -35,8 +35,8 @@ SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 2
-"""Bytes per logit in split output layers. The paper's code holds fp32 for the loss, which stays until B, and 16 bits
-for the product. This project's code holds 16 bits per microbatch from S to T.
+"""Bytes per logit in split output layers. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
+for the product. This project's code keeps 16-bit logits of each microbatch from S to T.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -45,7 +45,7 @@ WORKSPACES = 0.1 * GIB
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at its peak, by what they hold. `outside` is what PyTorch's allocator does not count."""
+    """Bytes on one rank at its peak, by content. PyTorch's allocator does not count `outside`."""
 
     parameters: float
     gradients: float
@@ -62,7 +62,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Memory that the device must have."""
+        """Bytes that the device must have."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class MemoryModel:
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
 
-        For every chunk, there are as many slots as microbatches that are on the host at once.
+        Each chunk has one host buffer for every microbatch whose activations are on the host at the same time.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}

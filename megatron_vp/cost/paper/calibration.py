@@ -1,8 +1,8 @@
 """Fits the constants to published values, and tests them on setups that the fit has not seen.
 
-The fit minimises the squares of relative errors: of the cells' MFU, of the pass times on 8 GPUs, and of Table 3's
-factors (in points). Along its critical path, the time of a cell is a sum of durations, so a fit has to simulate every
-schedule only once per round.
+The fit minimises the squares of three kinds of errors: relative errors of the cells' MFU, relative errors of the pass
+times on 8 GPUs, and errors of Table 3's factors in points. The time of a cell is the sum of the durations along its
+critical path, so each round has to simulate every schedule only once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is 52 for the whole layer, plus a
-rescaling.
+"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is the 52 of a whole output layer, plus
+8 for a rescaling.
 """
 
 SPREAD = Constants(
@@ -63,15 +63,16 @@ PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
 """Weight of an error in a pass time, and in one of Table 3's factors, relative to an error in a cell."""
 
 WORST = 0.1
-"""Larger errors count only as much as this one, so that a run with another layout does not distort the fit."""
+"""Larger errors count only as much as this one, so that a cell with an unexpected layout does not distort the fit."""
 
 ROUNDS = 3
-"""Number of rounds. Each one simulates the schedules again, because another path may have become critical."""
+"""Number of rounds. Each round simulates the schedules again, because other paths may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 
 Part = tuple[int, ...]
-"""The beginning of a setup, which selects cells: (table, GPUs, sequence length), or (table, GPUs) for any length.
+"""A selection of cells by the beginning of their setup: (table, GPUs, sequence length), or (table, GPUs) for any
+length.
 """
 
 
@@ -84,7 +85,7 @@ class PathTime:
 
     @classmethod
     def of(cls, cell: Cell, constants: Constants) -> PathTime:
-        """Time along the critical path under `constants`."""
+        """Find the critical path of `cell` under `constants`."""
         simulator = simulator_of(cell)
         return cls(cell, tuple(simulator.critical_path(_costs(cell, constants))))
 
@@ -134,7 +135,7 @@ def pass_errors(constants: Constants) -> dict[str, list[float]]:
 
 
 def factor_errors(constants: Constants) -> list[float]:
-    """Errors of Table 3's factors of the output layer, as fractions of linear scaling."""
+    """Errors of the output layer's factors in Table 3, as fractions of linear scaling."""
     return [
         (scaling_factor(Cell(5, gpus, sequence, "baseline", 256), VocabMethod(layer[7:]), constants) - published) / 100
         for (sequence, layer, gpus), published in scaling_factors().items()
@@ -181,7 +182,7 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 class LeftOut:
     """Errors on the cells that a fit left out.
 
-    cells: their number.
+    cells: number of cells.
     mfu, memory: mean and largest absolute error in percent.
     """
 
@@ -196,8 +197,8 @@ def leave_out(
 ) -> list[LeftOut]:
     """Predict every part of the cells with constants fitted to the other parts.
 
-    Pass times and Table 3 stay in the fit. `redis` on more than 8 GPUs does not count in the errors, because its layout
-    is unknown, and an error may come from that.
+    Pass times and Table 3 stay in the fit. Cells with `redis` on more than 8 GPUs do not count in the errors, because
+    their layout is unknown and may itself cause an error.
     """
     found = []
     for part in parts:

@@ -24,12 +24,12 @@ _COLUMNS = ("cell", "arguments")
 
 
 def cell_name(cell: Cell) -> str:
-    """A cell's name, which is also that of its folder: `table5-8-2048-vocab-1-32k`."""
+    """The name of a cell and of its folder, such as `table5-8-2048-vocab-1-32k`."""
     return f"table{cell.table}-{cell.gpus}-{cell.sequence}-{cell.method}-{cell.vocab_k}k"
 
 
 def cell_arguments(cell: Cell) -> list[str]:
-    """The arguments of `pretrain_gpt_vp.py` for a cell, in the repository."""
+    """The arguments of `pretrain_gpt_vp.py` for a cell, with paths relative to the repository."""
     job = jobs()[cell]
     plan = plan_of(cell)
     overlays = [f"configs/{MODELS[cell.table][cell.gpus]}.yaml", "configs/data/timing.yaml"]

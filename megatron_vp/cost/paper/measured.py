@@ -11,7 +11,7 @@ from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.files import MIB, read_text
 
 WARM_UP = 3
-"""The number of first iterations that do not count, because they compile, allocate and time their kernels."""
+"""The number of iterations at the start that do not count, because kernels are still being compiled and tuned."""
 
 # Megatron's log lines: the last rank prints times, every rank its memory in MiB.
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
@@ -24,7 +24,7 @@ class Run:
     """A finished run: seconds per iteration (median without the first ones), and peak memory of the fullest rank in
     GiB.
 
-    Both are None if the run ran out of memory; memory is None if no device counts it.
+    Both are None if the run ran out of memory; memory is also None if no log reports it.
     """
 
     seconds: float | None

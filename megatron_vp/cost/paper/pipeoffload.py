@@ -1,7 +1,7 @@
 """Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's orders of passes.
 
-As published, memory is that of activations only: the largest number of layers whose activations a rank holds at once,
-times the bytes of one layer. The ledger of the rank's own order of passes gives this number.
+As in the published figure, memory includes only activations: the largest number of layers whose activations a rank
+holds at once, times the bytes of one layer. This number is counted in the rank's own order of passes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
 """The figure's methods, in its order. PO-H offloads half of the chunks, rounded up; PO-F offloads all."""
 
 VOCABULARY = 50_304
-"""An assumption, because the vocabulary was not published. The first and the last rank hold the vocabulary layers, and
-one layer less than the others.
+"""Size of the vocabulary: an assumption, because it was not published. The first and the last rank hold the vocabulary
+layers, and one transformer layer fewer than the other ranks.
 """
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: the rest of 34 if norms and
-GELU are recomputed and there is no dropout, plus 0.7 for all small tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: what remains of 34 without
+dropout and with norms and GELU recomputed, plus 0.7 for all small tensors.
 """
 
 COMPUTED_AGAIN = 12
@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Model:
-    """One of the figure's models, its number of GPUs (all pipeline ranks), and chunks per rank."""
+    """One of the figure's models, with its number of GPUs, which are all pipeline ranks, and of chunks per rank."""
 
     layers: int
     heads: int
@@ -88,7 +88,7 @@ class Cell(NamedTuple):
     def plan(self) -> Plan:
         """The run's plan: one layer per stage, and none on the first and the last stage.
 
-        1F1B has a single chunk per rank, with the layers that a rank's chunks have in the other plans.
+        1F1B has a single chunk per rank, with all layers that the rank's chunks have in the other plans.
         """
         sizes = MODELS[self.model]
         chunks = sizes.chunks
@@ -107,7 +107,7 @@ class Cell(NamedTuple):
 
 
 KEYS_AND_VALUES = 8
-"""Query groups of the model."""
+"""Number of query groups in both models."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """The most layer activations (layers x microbatches) that a rank holds at once; `layers`: those of every stage."""
+    """The most layer activations (layers x microbatches) that a rank holds at once; `layers`: layers of every stage."""
     most = 0
     for rank, order in enumerate(schedule.ranks):
         level = 0
@@ -150,7 +150,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
     """The cost model's prediction for a cell.
 
     With offloading, one layer and the tensors that its backward recomputes are added, because the published figures
-    include room to reload a layer. Published figures without offloading do not.
+    with offloading include a buffer for reloading a layer.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
@@ -164,7 +164,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
     """Yield the predictions of `cells`, in the order in which they finish."""
-    # The largest come first, so that no process is left alone with a large one at the end.
+    # The largest cells come first, so that no process is still busy with one when all others have finished.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):

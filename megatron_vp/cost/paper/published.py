@@ -23,8 +23,8 @@ LARGEST = 10_000
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One run of the paper: `gpus` in one pipeline, sequences of `sequence` tokens, a vocabulary of `vocab_k` thousand
-    tokens.
+    """One run of the paper: a pipeline of `gpus` ranks, sequences of `sequence` tokens, and a vocabulary of `vocab_k`
+    thousand tokens.
     """
 
     table: int
@@ -52,7 +52,7 @@ class Measurement:
 
 @cache
 def jobs() -> dict[Cell, Job]:
-    """Every cell of both tables and its job."""
+    """Return all cells of both tables with their jobs."""
     found = {}
     for row in packaged("models.csv"):
         table, gpus = int(row["table"]), int(row["gpus"])

@@ -1,4 +1,4 @@
-"""Predicts the runs of the paper's tables, as the authors ran them or in another setting."""
+"""Predicts the runs of the paper's tables, as the authors ran them or with this project on other hardware."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ A100 = replace(HARDWARE["a100"], rates=None)
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of
-table 6 is not published. The authors' scripts use 312 TFLOP/s, the A100's nominal peak, with which the output layer
+table 6 is not published. With 312 TFLOP/s, the A100's nominal peak, which the authors' scripts use, the output layer
 takes as long as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""The passes of all cells of a model and method are ordered by the costs at this vocabulary and sequence length. The
-orders are at most 0.3 percent slower than those for each cell's own costs.
+"""All cells of a model and method use the order of passes that was found for the costs at this vocabulary and sequence
+length. That order is at most 0.3 percent slower than an order for the cell's own costs.
 """
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""Equal costs, for which V-Half's baseline is ordered, like its building block. An order for the real costs, including
-those of the whole output layer, would delay W while rank 0 holds the most activations, and take up to 16 percent more
-memory than published.
+"""Equal costs, for which the passes of V-Half's baseline are ordered, as in its published building block. The real
+costs include a whole output layer; an order for these would delay W while rank 0 holds the most activations, and so
+take up to 16 percent more memory than published.
 """
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting for the tables' cells that replaces the authors' code on A100s.
+    """Hardware and precision for running the tables' cells with this project instead of the authors' code on A100s.
 
-    In it, this project trains on `hardware`, in bf16 with gradients in fp32. If `fp8` names a recipe, the layers'
-    products are in fp8.
+    Training is in bf16 with gradients in fp32. If `fp8` names a recipe, the layers' matrix products are in fp8.
     """
 
     hardware: Hardware
@@ -120,7 +119,7 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:
-    """MFU in percent of `peak_flops`, as the paper counts it, with both halves of attention."""
+    """MFU in percent of `peak_flops`, counted as in the paper, which does not halve attention for causality."""
     return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
 
 
@@ -148,7 +147,7 @@ def predict_cells(
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest come first, so that no process is left alone with a large one at the end.
+    # The largest groups come first, so that no process is still busy with one when all others have finished.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):
@@ -160,7 +159,7 @@ def _predict_group(cells: list[Cell], setting: Setting | None) -> list[CellPredi
 
 
 def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
-    """Layouts of a `redis` cell with one layer more or less on the last stage than the rule's."""
+    """Layouts of a `redis` cell with one layer more or less on the last stage than `redistributed_layers` gives."""
     layers = redistributed_layers(jobs()[cell])
     found = []
     for last in (layers[-1] - 1, layers[-1] + 1):
@@ -171,6 +170,6 @@ def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
 
 
 def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants = FITTED) -> float:
-    """A factor of Table 3: the whole output layer's time over p times that of S and T, in percent of linear scaling."""
+    """A factor of Table 3: the time of the whole output layer divided by p times the time of S and T, in percent."""
     times = PassTimes(jobs()[cell], A100, constants)
     return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))

@@ -27,9 +27,9 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with a layout that does not follow the rule.
+    """Whether a cell may have been run with another layout than `redistributed_layers` returns.
 
-    `redis` layouts are published only for 8 GPUs.
+    The paper publishes the layouts of `redis` only for 8 GPUs.
     """
     return cell.method == "redis" and cell.gpus > 8
 
@@ -79,7 +79,7 @@ class Errors:
 
 
 def make_rows(predictions: Iterable[CellPrediction], published: Mapping[Cell, Measurement]) -> list[Row]:
-    """Rows in the order of the tables."""
+    """Join predictions and published values into rows, in the order of the tables."""
     rows = [Row(prediction, published.get(prediction.cell)) for prediction in predictions]
     return sorted(rows, key=lambda row: _order(row.cell))
 
@@ -95,8 +95,8 @@ def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | N
 
 
 def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """`redis` cells of unpublished layout with an MFU error above `worse_than` percent, predicted with the layout that
-    fits best.
+    """Predict each `redis` cell whose layout is unknown and whose MFU error exceeds `worse_than` percent with the
+    layout that matches the published MFU best.
     """
     found = []
     for row in rows:

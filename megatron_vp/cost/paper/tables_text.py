@@ -17,7 +17,7 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     """Format all tables as text.
 
     If there are published values, an error in percent follows each figure, and a summary follows the tables. With a
-    setting, rows are predictions for this project; table 3, which describes the authors' code, is left out.
+    `setting`, the rows are predictions for this project, and Table 3, which describes the authors' code, is left out.
     """
     lines = ["predicted MFU in percent and peak memory in GiB; !: does not fit into the device's memory"]
     if setting is not None:
@@ -61,7 +61,7 @@ def _entry(value: str, error: float | None, row: Row, compared: bool) -> str:
 
 
 def table_3() -> list[str]:
-    """Lines with the throughput of the split output layer, predicted and published."""
+    """Format the predicted and published throughput of the split output layer, one line per factor of Table 3."""
     lines = ["Table 3: throughput of the split output layer in percent of linear scaling, vocabulary 256k"]
     lines.append(f"{'':11}{'sequence':>10}{'GPUs':>6}{'predicted':>11}{'published':>11}{'points':>8}")
     for (sequence, layer, gpus), published in scaling_factors().items():

@@ -1,4 +1,4 @@
-"""Lists the candidates for a job: every schedule with every vocabulary method, on layers that suit it."""
+"""Lists the candidate plans for a job: every schedule with every vocabulary method, each with a suitable layout."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
-"""Methods with whole vocabulary layers on the first and last stage. The other layers are spread evenly, or moved to
-balance the ranks.
+"""Methods without vocabulary parallelism. `plain` spreads the transformer layers evenly over the stages;
+`redistributed` moves some away from the ranks with vocabulary layers.
 """
 
 MOST_BALANCED = 16
-"""`plan` balances shards for up to this many pipeline ranks, because that takes a few simulations for each candidate.
+"""`plan` balances shards for up to this many pipeline ranks, because balancing takes a few simulations per candidate.
 `simulate` always balances them.
 """
 
 LARGEST = 128
-"""The most pipeline ranks for which candidates are predicted. That takes half a minute on two cores, and over four
-times as long for twice as many ranks.
+"""Largest number of pipeline ranks for which `plan` predicts candidates. With this number, `plan` takes half a minute
+on two cores; with twice as many, it would take over four times as long.
 """
 
 
@@ -59,11 +59,11 @@ def candidates(
     chunks: int = 2,
     names: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """Every schedule of `names` with each of its vocabulary methods, on the most even layout that its layers allow.
+    """List every schedule of `names` with each of its vocabulary methods, with layers spread as evenly as possible.
 
-    By default, `names` has all schedules that `plan` considers. `chunks` is the number of chunks of `interleaved`, and
-    of other families that allow any number. Raises UserError for a job without a pipeline, with more than LARGEST
-    pipeline ranks, or with fewer layers than pipeline ranks.
+    By default, `names` has all schedules that `plan` considers. `chunks` applies to `interleaved` and to other families
+    that allow any number of chunks. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
+    ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:
         raise UserError("a job with one pipeline stage needs no plan; set --pipeline-model-parallel-size to 2 or more")
@@ -95,10 +95,10 @@ def candidates(
 def balanced_layers(
     job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> tuple[int, ...]:
-    """Layers of every virtual stage that minimise the busiest rank's work, including vocabulary layers.
+    """Find the layers of each virtual stage that minimise the busiest rank's work, including whole vocabulary layers.
 
-    For a hybrid model these are letters of its pattern: see `pattern_cuts.even_cut`. Raises UserError if there are
-    fewer layers than stages between the first and the last.
+    For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
+    there are fewer layers than stages between the first and the last.
     """
     times = PassTimes(job, hardware, constants)
     if job.model.pattern:
@@ -133,7 +133,7 @@ def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants
 
 
 def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
-    """Seconds of whole vocabulary layers and of multi-token prediction by rank, in all passes of a microbatch."""
+    """Seconds per microbatch that each rank spends in whole vocabulary layers and in multi-token prediction."""
     work = [0.0] * placement.ranks
     work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
     work[placement.first_rank] += sum(times.whole_embedding())
@@ -152,5 +152,5 @@ def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constan
 
 
 def too_few_layers(job: Job, stages: int) -> str:
-    """Explain that a job has too few layers to run."""
+    """Return the message for a job with fewer layers than virtual stages."""
     return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"

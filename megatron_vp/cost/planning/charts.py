@@ -36,7 +36,8 @@ PARTS = {
 
 
 def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """A PNG with one row per candidate, fastest first: how its iteration's time is spent, and every rank's memory.
+    """Draw a PNG with one row per candidate, fastest first: the parts of its iteration time, and the memory of each
+    rank.
 
     The row of `chosen` is marked, as are candidates that do not fit.
     """
@@ -81,7 +82,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
 
 
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """A PNG with one row per rank: computing and waiting time, and memory by content."""
+    """Draw a PNG with one row per rank: computing and waiting time, and memory by content."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
         0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
@@ -109,9 +110,9 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """A PNG that plots time over memory of every run.
+    """Draw a PNG that plots iteration time over memory for every run.
 
-    Colours show the schedule, and filled markers show that chunks are offloaded. A line joins the runs such that no
+    Colours show the schedule, and filled markers show that chunks are offloaded. A line joins the runs for which no
     other run is both faster and smaller.
     """
     from matplotlib.figure import Figure
@@ -165,7 +166,9 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """A PNG that plots time over memory of every simulated run, coloured by pipeline ranks, with the frontier."""
+    """Draw a PNG that plots iteration time over memory for every simulated run, coloured by pipeline size, and the
+    frontier.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")

@@ -18,11 +18,12 @@ from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
-"""Largest planned ratio of a rank's copy time to its pass time; above it, copies would set the pace."""
+"""Largest planned ratio of a rank's copy time to its pass time. With a higher ratio, passes would have to wait for
+copies.
+"""
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
-"""Schedule families for which a plan tries offloading: all but flexible ones, including those designed for offloading.
-"""
+"""Schedule families with which a plan tries offloading: all except flexible ones."""
 
 
 def offloaded_evaluations(
@@ -30,9 +31,9 @@ def offloaded_evaluations(
 ) -> list[Evaluation]:
     """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
 
-    These are half and all of its chunks, then one more and one fewer than the best so far. Plans are left out if their
-    copies would take more than MOST_LOAD of a rank's time, if they need more host memory than a node has, or if they
-    offload no chunk.
+    The numbers tried are half and all of the chunks, then one more and one fewer than the best so far. Plans are left
+    out if their copies would take more than MOST_LOAD of a rank's time, if they need more host memory than a node has,
+    or if they offload no chunk.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
@@ -71,10 +72,11 @@ def with_chosen_offload(
     limit: float | None = None,
     constants: Constants = CALIBRATED,
 ) -> Plan:
-    """A configuration's `plan` with the number of offloaded chunks that `--offload-chunks auto` stands for.
+    """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
-    This is the number of the fastest run that fits `limit` bytes per rank (None: the device's memory), or 0 if the plan
-    fits without offloading. Other values leave `plan` unchanged. Raises UserError if nothing fits.
+    The number with which the plan is fastest within `limit` bytes per rank (None: the device's memory) is chosen, or 0
+    if the plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing
+    fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -88,14 +90,16 @@ def with_chosen_offload(
         least = min((base, *found), key=lambda each: each.peak_memory)
         raise UserError(
             f"--offload-chunks auto finds no number of chunks with which this job fits into {room / GIB:.4g} GiB per "
-            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.candidate.plan.offload_chunks} chunks "
-            "offloaded; use another --pipeline-schedule or more ranks, or try megatron-vp plan --offload"
+            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.candidate.plan.offload_chunks} "
+            "chunks offloaded; use another --pipeline-schedule or more ranks, or try megatron-vp plan --offload"
         )
     return min(fitting, key=lambda each: each.iteration_seconds).candidate.plan
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """The largest ratio of copy time to pass time of any rank, if each rank offloads its largest `chunks` chunks."""
+    """The largest ratio of copy time to pass time of any rank, if each rank offloads the `chunks` chunks that take
+    longest to copy.
+    """
     single = plan.request(job, microbatches=1).schedule()
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
@@ -107,7 +111,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
 
 
 def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The fastest run of every schedule and method; these are the runs that may offload."""
+    """Return the fastest run of every schedule and method, for which a plan then tries offloading."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
         candidate: Candidate = each.candidate
@@ -118,7 +122,7 @@ def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The runs such that no other run is both faster and smaller, fastest first."""
+    """Return the runs for which no other run is both faster and smaller, fastest first."""
     found: list[Evaluation] = []
     for each in sorted(evaluations, key=lambda one: (one.iteration_seconds, one.peak_memory)):
         if not found or each.peak_memory < found[-1].peak_memory:

@@ -42,11 +42,12 @@ def plan(
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot.
 
-    Within `limit` bytes per rank, balanced shards are added if they gain anything (`balance.balanced`), and flexible
-    schedules are fitted to the memory (`flexible`). `offload` adds other schedules, and runs of all schedules with
-    chunks in host memory (`offloading`). One worker process per core makes the predictions. `chunks` is the number of
-    chunks of `interleaved`. `progress` is called with the number of finished candidates and the total; balanced and
-    even shards count as one. Raises UserError as `candidates` does.
+    If balanced shards are faster within `limit` bytes per rank, a candidate is evaluated again with them
+    (`balance.balanced`). Flexible schedules are fitted to the same limit (`flexible`). With `offload`, more schedules
+    are tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process per core
+    makes the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the number of
+    finished candidates and the total; a candidate and its balanced version count as one. Raises UserError as
+    `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
@@ -86,7 +87,7 @@ def _offloaded(
     constants: Constants,
     progress: Callable[[int, int], None],
 ) -> list[Evaluation]:
-    """The fastest run of each schedule and method, with chunks offloaded to the host's memory."""
+    """Evaluate the fastest run of each schedule and method again, with chunks offloaded to host memory."""
     bases = bases_of(evaluations)
     running = [pool.submit(offloaded_evaluations, base, job, hardware, limit, constants) for base in bases]
     for done, _ in enumerate(as_completed(running)):
@@ -120,7 +121,7 @@ _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommendation: `chosen`, one of `tied`, and the run with which it is compared."""
+    """The recommended run (`chosen`, one of `tied`), and the run with which it is compared."""
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
@@ -139,9 +140,9 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """Choose what to run from evaluations sorted fastest first.
 
-    Candidates that fit and are slower than the fastest by no more than `band` tie; see `ties.tie_of`. Among these, it
-    prefers runs whose free memory exceeds the stated error of predicted memory, and then the simplest (`simplicity`).
-    Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
+    Candidates that fit and are slower than the fastest by no more than the share `band` tie; see `ties.tie_of`. Among
+    these, runs whose free memory exceeds the stated error of predicted memory are preferred, and then the simplest run
+    (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]

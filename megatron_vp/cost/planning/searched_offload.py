@@ -1,4 +1,4 @@
-"""Activations in the host's memory in a search over parallel sizes: for which sizes, and for which of their runs."""
+"""Chooses the parallel sizes and the runs for which a search also tries to offload activations to host memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 SIZES = 4
-"""How many parallel sizes have runs offloaded, plus the job's own: some 50 simulations each, or fewer."""
+"""The number of parallel sizes, in addition to the job's own, for which a search tries offloading. Each takes up to
+about 50 simulations.
+"""
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """The variants that could be on the frontier of time and memory if no activation stayed on the device, the fastest
-    first. If these are more than SIZES, evenly spaced ones of them.
+    """Choose the variants that could be on the frontier of time and memory if activations took no device memory,
+    fastest first. If there are more than SIZES, evenly spaced ones are kept.
 
-    least: bounds of runs without activations, each with its variant.
+    least: lower bounds of runs without the memory of activations, each with its variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):
@@ -34,7 +36,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 
 
 def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
-    """For each schedule whose copies can hide behind its passes, the candidate with the least bound on time."""
+    """For each schedule whose passes can hide the copies, return the candidate with the lowest bound on time."""
     best: dict[str, tuple[Bound, int, Candidate]] = {}
     for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
         try:
@@ -50,8 +52,8 @@ def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks:
 def offloaded_runs(
     base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """`base` without offload, and with the numbers of chunks of `offloaded_evaluations`; empty if the job cannot run
-    it.
+    """Evaluate `base` without offloading and with the numbers of chunks that `offloaded_evaluations` tries; return an
+    empty list if the job cannot run it.
     """
     try:
         found = evaluate(base, job, hardware, constants)

@@ -26,9 +26,9 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     """The tie for `job`: the mean error of published runs of its kind, but at least the error on the paper's setups.
 
     Runs of one job share most of their error, so the ratio of two runs is predicted better than either of them. In the
-    paper's tables, the ratio is off by 0.7 percent on average and 2.8 percent at worst. There are too few published
-    pairs of one job in two layouts for a separate figure. Their ratios are off by as much as the mean error of their
-    kind (docs/evidence/public_runs.md), so that error is used.
+    paper's tables, the ratio is off by 0.7 percent on average and 2.8 percent at worst. Too few jobs were published in
+    two layouts for a separate figure. The ratios of those few are off by as much as the mean error of their kind
+    (docs/evidence/public_runs.md), so that error is used.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

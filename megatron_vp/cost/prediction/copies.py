@@ -19,10 +19,10 @@ HOST_SHARE = 0.8
 class RankCopies:
     """The copies of one rank, in seconds and bytes.
 
-    chunks: the offloaded chunks; fewer than requested if a microbatch would have to return before it has left.
+    chunks: the offloaded chunks; fewer than requested if activations would be needed before they are copied out.
     host: peak bytes in host memory.
     bytes: bytes copied per microbatch in one direction.
-    load: copy time over computing time.
+    load: ratio of copy time to computing time.
     wait_out, wait_back, wait_in_queue: seconds per iteration; see `Timeline.copy_waits`.
     """
 
@@ -56,9 +56,9 @@ def host_room(hardware: Hardware) -> float:
 
 
 def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
-    """Host memory of the fullest node in bytes, given that of each pipeline rank (`host`).
+    """Bytes of host memory on the fullest node, given the bytes of each pipeline rank (`host`).
 
-    The ranks of a stage are neighbours.
+    The ranks of a stage have consecutive numbers.
     """
     each, size = job.gpus_per_stage, hardware.gpus_per_node
     if each % size == 0:

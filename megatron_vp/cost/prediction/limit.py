@@ -22,7 +22,8 @@ GIB = 2**30
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
     """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches of a whole rank or in GiB.
 
-    `costs`: the costs by which passes are ordered; None: those of `order_costs`. Raises UserError as `fitted` does.
+    `costs`: the costs for which passes are ordered; None: the costs from `order_costs`. Raises UserError as `fitted`
+    does.
     """
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()

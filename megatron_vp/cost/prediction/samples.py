@@ -12,20 +12,19 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
-"""The number of microbatches x ranks that is simulated, and the least number of microbatches per rank. Extrapolated
-times are then right within 0.3 percent, or within 4 percent for `v-min`, whose order depends on the number of
-microbatches.
+"""The number of microbatches times ranks that is simulated, and the fewest microbatches per rank. Extrapolated times
+are then accurate to 0.3 percent, or to 4 percent for `v-min`, whose order depends on the number of microbatches.
 """
 
 MANY, SAMPLED_OF_MANY = 16, 3
 """With more than MANY ranks, fewer microbatches per rank are simulated, to save time."""
 
 STEADY = (0.4, 0.75)
-"""The part of the makespan that is surely between warm-up and cool-down."""
+"""Start and end of the steady state as shares of the makespan, well after warm-up and before cool-down."""
 
 
 def sampled(job: Job) -> Job:
-    """The job with just enough microbatches to show all phases of its schedule; `extended` adds the others."""
+    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the others."""
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
@@ -33,8 +32,8 @@ def sampled(job: Job) -> Job:
 def extended(timeline: Timeline, microbatches: int) -> float:
     """Extrapolate the makespan to more `microbatches` than were simulated.
 
-    Each additional one takes the busiest rank's steady-state time per microbatch. That time is averaged over rounds of
-    p microbatches, because `interleaved` works in such rounds.
+    Each additional microbatch takes the busiest rank's steady-state time per microbatch. This time is averaged over
+    rounds of p microbatches, because `interleaved` works in such rounds.
     """
     simulated = timeline.schedule.microbatches
     if microbatches == simulated:
@@ -45,7 +44,7 @@ def extended(timeline: Timeline, microbatches: int) -> float:
 
 
 def _steady_seconds(timeline: Timeline) -> float:
-    """Steady-state seconds per microbatch: the mean over forwards and backwards of all chunks."""
+    """Steady-state seconds per microbatch on the busiest rank: the mean over forwards and backwards of all chunks."""
     schedule, busiest = timeline.schedule, timeline.busy.index(max(timeline.busy))
     ends: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for step, (_, end) in zip(schedule.ranks[busiest], timeline.spans[busiest], strict=True):

@@ -21,7 +21,9 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run and its prediction: tokens/s per GPU and bytes of the fullest rank; None if it is refused."""
+    """A published run with its predicted tokens/s per GPU and bytes on the fullest rank, or the reason why it is
+    refused.
+    """
 
     row: PublicRow
     tokens_per_second: float | None = None
@@ -55,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GroupError:
-    """Errors of the judged runs of a group: mean and largest of the absolute ones, and the mean with its sign."""
+    """Relative errors of a group's judged runs: mean and largest absolute value, and mean with sign (`bias`)."""
 
     group: str
     runs: int
@@ -71,7 +73,7 @@ def layout(row: PublicRow) -> str:
 
 
 def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
-    """Predict a run on its GPUs or on `hardware`, simulating some of its microbatches (`samples`)."""
+    """Predict a run on its own GPUs, or on `hardware` if given, by simulating some of its microbatches (`samples`)."""
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)

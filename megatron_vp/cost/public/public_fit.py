@@ -1,7 +1,7 @@
 """Fits the H100's constants to published runs, and computes the errors on runs that a fit left out.
 
-Errors are linear in small changes of the constants' logarithms. Each constant is therefore changed a little once, and
-all fits are solved from these slopes (one Gauss-Newton step).
+Errors are almost linear in small changes of the constants' logarithms. Each constant is therefore changed slightly
+once, and all fits are computed from the resulting slopes (one Gauss-Newton step).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOVED = 0.02
 """Relative change of each constant used to compute the slopes."""
 
 SPREAD, NOISE = 0.05, 0.06
-"""Prior uncertainty of a constant, and the error of a run that no constant explains, both as logarithms."""
+"""Prior uncertainty of a constant, and the part of a run's error that no constant explains, both as logarithms."""
 
 NINETY = 1.645
 """Half-width of a 90 percent interval in standard errors."""
@@ -31,8 +31,8 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A fitted constant of the H100: functions for its value, and for the hardware with the constant scaled by a
-    factor.
+    """A constant of the H100 that is fitted. `value` reads it from the hardware; `times` returns the hardware with the
+    constant multiplied by a factor.
     """
 
     name: str
@@ -78,8 +78,8 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""The constants that matter most. Bandwidths include the share of them that is reached, because only the product
-matters.
+"""The constants that affect predictions most. Scaling a bandwidth also stands for scaling the share of it that is
+reached, because times depend only on the product.
 """
 
 
@@ -101,7 +101,7 @@ class PublicFit:
     intervals: the intervals of all constants.
     present: errors by group with the present constants.
     fitted: errors by group with constants fitted to all runs.
-    left_out: errors by group, each family of runs predicted with constants fitted to all other families.
+    left_out: errors by group if each family of runs is predicted with constants fitted to all other families.
     """
 
     runs: int

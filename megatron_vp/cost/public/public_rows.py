@@ -1,4 +1,4 @@
-"""Reads published runs from a file, as options of a job and as tokens/s per GPU.
+"""Reads published runs from a file, and converts each into Megatron options and tokens/s per GPU.
 
 `data/h100.csv` holds published throughputs with their configurations, and `data/models.csv` the sizes of the models.
 Both contain facts from public pages, with a source for each row. docs/evidence/public_runs.md describes the columns.
@@ -27,7 +27,8 @@ _STATES = {
     # optim.dtype in nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest setting keeps 2 bytes more.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options of the precision-aware optimizer for runs with states below fp32, by a text in their `where` column.
+"""Options of the precision-aware optimizer for runs with optimizer states below fp32, by text in the run's `where`
+column.
 """
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
@@ -51,7 +52,7 @@ class PublicRow:
 
     @property
     def group(self) -> str:
-        """The group in which the run's error counts: dense_bf16, dense_fp8 or moe; A100s have separate groups."""
+        """The group to which the run's error belongs: dense_bf16, dense_fp8 or moe; A100s have separate groups."""
         return self["group"] + ("_a100" if self["gpu"] == "a100" else "")
 
     @property
@@ -92,7 +93,7 @@ class PublicRow:
         return 6 * (layers * weights + vocab * hidden) + attention
 
     def flags(self) -> list[str]:
-        """The run as Megatron options."""
+        """The Megatron options that describe the run."""
         return [*self._model_flags(), *self._run_flags(), *self._precision_flags()]
 
     def _model_flags(self) -> list[str]:
@@ -206,5 +207,5 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
 
 
 def _columns(packaged: str) -> list[str]:
-    """The required columns, which are those of the package's own file."""
+    """The required columns: all columns of the package's own file except free text."""
     return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]

@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """The weight matrices of one shape on a rank: number of `copies`, and `tokens` of a microbatch for each copy."""
+    """Weight matrices of the same shape on one rank; each of the `copies` multiplies `tokens` of a microbatch."""
 
     inputs: int
     outputs: int
@@ -104,7 +104,9 @@ def model_flops(job: Job) -> float:
 
 
 def paper_flops(job: Job) -> float:
-    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, with both halves of attention."""
+    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, without halving attention for
+    causality.
+    """
     return _flops(job, 1.0)
 
 

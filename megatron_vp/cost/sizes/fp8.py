@@ -24,8 +24,8 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element to quantise a tensor for two products: `read` in 16 bits, then written in `rows` and in
-    `columns`.
+    """Bytes per element to quantise a tensor for two products: read in 16 bits, written in rows, and written in
+    columns.
     """
 
     read: float

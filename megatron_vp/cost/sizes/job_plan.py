@@ -61,8 +61,8 @@ COUNTED_MODULES = ("mlp", "moe", "moe_act")
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """Flags of this job that change time or memory but that the cost model ignores, and parts of a hybrid model's
-    pattern for which it counts other parts.
+    """List the job's options that change time or memory but that the cost model ignores, and the letters of a hybrid
+    model's pattern that it counts as another layer.
     """
     values = config.values
     found = [
@@ -246,7 +246,7 @@ def _chunks(config: JobConfig) -> int | None:
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # As in Megatron. Stages that do not match the ranks are refused later, with the layers.
+        # Megatron does the same. A layout that does not match the ranks is refused later.
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

@@ -1,4 +1,4 @@
-"""Converts Megatron's arguments, by their long names with underscores, to the sizes from which costs are computed."""
+"""Converts Megatron's arguments, named as in its parsed namespace, to the sizes from which costs are computed."""
 
 from __future__ import annotations
 
@@ -160,9 +160,9 @@ experts do not use it.
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Recipes set delayed scaling until early 2025. During that period, attention on H100 moved from FlashAttention 2 to
-    cuDNN 9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other jobs use today's
-    kernels.
+    Published recipes used delayed scaling until early 2025. During that period, attention on H100 moved from
+    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other
+    jobs use today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -181,7 +181,7 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""The values with which Megatron replaces these names when it parses its arguments."""
+"""The names in `_BYTES` by the dtypes with which Megatron replaces them when it parses its arguments."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:
@@ -195,9 +195,9 @@ def _bytes_of(given: Callable[..., Any], name: str) -> int:
 def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
     """The states of the precision-aware optimizer; None if the job does not use it.
 
-    They are both moments and, for a 16-bit parameter, the rest of its fp32 copy as Transformer Engine keeps it (for
-    bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron itself keeps fp32 parameters and
-    widens gradients for them.
+    The states are both moments and, for a 16-bit parameter, the rest of its fp32 copy as Transformer Engine keeps it
+    (for bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron itself keeps fp32 parameters
+    and widens gradients for them.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -231,7 +231,9 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Share of the layers that have windows: all, or all but every n-th. A list of layers counts as no windows."""
+    """Share of the layers that have windows: all, or all but every n-th. If the option lists layers, windows are
+    ignored.
+    """
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0
@@ -239,7 +241,7 @@ def _windowed(given: Callable[..., Any]) -> float:
 
 
 def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parts of a layer that selective recomputation computes again, given as a list or a single name."""
+    """The parts of a layer that selective recomputation recomputes; the argument may be a list or a single name."""
     given = arguments.get("recompute_modules")
     if given is None:
         return frozenset({"core_attn"})  # Megatron's default

@@ -34,7 +34,7 @@ class LayerType(StrEnum):
 
     @property
     def share(self) -> float:
-        """Share of a whole layer's norms, dropouts, sums over tensor ranks and other work besides matrix products."""
+        """Share of a whole layer's work outside matrix products, such as norms, dropouts and sums over tensor ranks."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
@@ -82,7 +82,7 @@ def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
 
 
 def type_of(letter: str) -> LayerType:
-    """The type as which a letter of a pattern is counted.
+    """The layer type as which the cost model counts a letter of a pattern.
 
     Mamba (M), gated delta net (G) and latent attention (D, +) are counted as plain attention, because the cost model
     does not know their costs.
@@ -91,7 +91,7 @@ def type_of(letter: str) -> LayerType:
 
 
 UNKNOWN_LETTERS = "MGD+"
-"""Letters of a pattern that are counted as attention, although they are other layers."""
+"""Letters of a pattern that are counted as attention, although they stand for other layers."""
 
 Counts = Mapping[LayerType, int]
 """The number of layers of each type."""

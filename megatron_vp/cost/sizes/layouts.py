@@ -34,7 +34,7 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
     """Layers of every virtual stage, given the layers of every rank.
 
-    If a rank's chunks cannot share its layers equally, some of them get one more. Which chunk is the first to get it
+    If a rank's chunks cannot share its layers equally, some of them get one more. The first chunk that gets one more
     changes from rank to rank.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
@@ -46,7 +46,8 @@ def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
 
 
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
-    """The paper's `redis`, as layers per virtual stage: fewer layers on the rank with the output layer.
+    """Layers per virtual stage in the paper's method `redis`, which puts fewer layers on the rank with the output
+    layer.
 
     That rank gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers with as many FLOPs as
     the output layer. This rule gives all four published layouts for eight GPUs. The other stages share the remaining

@@ -91,7 +91,7 @@ class ModelShape:
     """Sizes of a GPT-like model.
 
     ffn: width of an MLP, or of one expert.
-    kv_groups: pairs of keys and values; 0: one pair for each head.
+    kv_groups: number of query groups, each with its own keys and values; 0: one group per head.
     head_size: of queries and keys; 0: hidden / heads.
     gated: whether an MLP has three matrices.
     experts, experts_per_token: MLPs of a layer with experts, and how many of them a token goes through.
@@ -106,7 +106,7 @@ class ModelShape:
     expert_biases: whether clamped experts have biases.
 
     Raises UserError for sizes below one, for a number of groups that does not divide the heads, and for more experts
-    per token than there are.
+    per token than a layer has.
     """
 
     layers: int
@@ -208,7 +208,8 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: a replica's step processes `microbatches` of `micro_batch` sequences of `sequence` tokens.
+    """A training job. In each step, a replica processes `microbatches` microbatches of `micro_batch` sequences with
+    `sequence` tokens.
 
     pipeline, tensor, context, data, expert: parallel sizes; the experts are distributed over `expert` ranks of a stage.
     wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16; otherwise in the model's
@@ -216,9 +217,9 @@ class Job:
     element_bytes: bytes of an element of parameters and activations.
     fp8: recipe of the transformer layers' products, except in `bf16_at_start` layers at the start of the model and
         `bf16_at_end` layers at its end.
-    cross_entropy: implementation for whole output layers; split ones have their own.
+    cross_entropy: implementation for whole output layers; split output layers use this project's.
     exact_shards: whether vocabulary shards are cut unrounded, as in the authors' code.
-    layers: the implementation of layers whose activations are counted.
+    layers: the implementation of the transformer layers, which determines what activations they keep.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.
     attention_dropout: whether attention drops scores.
     wide_softmax: whether Megatron's own attention computes its softmax in fp32.
@@ -230,7 +231,7 @@ class Job:
     fp8_parameters: whether the weights of the layers' products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
-    kept_bytes: bytes per token and hidden unit that one of the paper's layers keeps, if known; 0: they are counted.
+    kept_bytes: bytes per token and hidden unit that one of the paper's layers keeps; 0: computed from the sizes.
     attention: the attention kernels.
     dispatcher: how tokens reach their experts.
     states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.
@@ -411,8 +412,8 @@ class Plan:
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
-        An even cut counts as full shards on all ranks, although the last ones may be shorter. Raises UserError for rows
-        that do not fit the job, and for assigned rows if the method needs even shards.
+        Even shards count as full on all ranks, although the last ones may be shorter. Raises UserError for rows that do
+        not fit the job, and for assigned rows if the method needs even shards.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline

@@ -21,8 +21,8 @@ FlashAttention 3 on H100, for 512 to 16384 keys, put it at 200 to 500.
 """
 
 NARROW = 0.4
-"""Share of the rate that very narrow heads lose; heads of 64 lose half of it. Published rates for heads of 64 are 0.77
-to 0.84 of those for heads of 128.
+"""Share of the rate that is lost with very narrow heads; heads of 64 lose half of this share. Published rates for heads
+of 64 are 0.77 to 0.84 of those for heads of 128.
 """
 
 TILE = 128
@@ -49,10 +49,10 @@ class AttentionTimes(NamedTuple):
 def attention_times(
     job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
 ) -> AttentionTimes:
-    """Times of a layer of this type on one rank of `job`, without the products before and after attention."""
+    """Times of the attention in a layer of this type on one rank of `job`, without the products before and after it."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # All scores are computed, written and read. On CPU cores, all implementations of layers count the same.
+        # All scores are computed, written and read. On CPU cores, all layer implementations are modelled alike.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved

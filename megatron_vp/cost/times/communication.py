@@ -17,8 +17,8 @@ LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Share of the sums over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the last piece have
-no product to overlap with.
+"""Share of the time of sums over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the last
+piece have no product to overlap with.
 """
 
 BUCKET = 40e6
@@ -41,8 +41,8 @@ assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
 class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
-    `nodes` is always the number of nodes on which a collective's members are. Between nodes, each node has the network
-    bandwidth of one GPU, however many members it has.
+    In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes,
+    each node has the network bandwidth of one GPU, however many members it has.
     """
 
     job: Job
@@ -82,7 +82,7 @@ class CommunicationModel:
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
         """Seconds of an all-reduce of `count` bytes over `ranks`.
 
-        Inside one node, it is a ring of ranks. Across nodes, it is a ring of nodes, each of which sums the bytes of its
+        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, and each node sums the bytes of its
         own ranks at the same time.
         """
         if ranks == 1:
@@ -103,19 +103,19 @@ class CommunicationModel:
 
     @property
     def tensor_sum(self) -> float:
-        """Seconds to sum hidden states over a stage's tensor ranks, or with sequence parallelism to scatter and gather
-        them.
+        """Seconds to sum hidden states over a stage's tensor ranks; with sequence parallelism, to reduce-scatter and
+        all-gather them.
         """
         took = self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor))
         return took * EXPOSED_SUM if self.job.tensor_overlap else took
 
     @property
     def pipeline_nodes(self) -> int:
-        """The number of nodes of the pipeline ranks."""
+        """The number of nodes that the pipeline ranks occupy."""
         return self.nodes_of(range(self.job.pipeline))
 
     def nodes_of(self, ranks: Sequence[int]) -> int:
-        """The number of nodes of these pipeline ranks."""
+        """The number of nodes that these pipeline ranks occupy."""
         return len({self.node(rank) for rank in ranks})
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
@@ -129,7 +129,8 @@ class CommunicationModel:
         return took
 
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
-        """Seconds of every collective of a microbatch over the pipeline ranks, including the part of the tensor ranks.
+        """Seconds of every collective of a microbatch over the pipeline ranks, including the sums and gathers over
+        tensor ranks.
 
         `members`: the pipeline ranks that take part; empty: all. Each embedding row travels once, in the pipeline of
         the tensor rank that holds it.
@@ -169,7 +170,8 @@ class CommunicationModel:
             return self.tensor_sum if mlp else 0.0
         own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, self.tensor_sum if mlp.shared else 0.0
         if job.expert_tensor > 1:
-            # The tokens of a rank's experts are gathered from the experts' tensor ranks, and the results scattered.
+            # The tokens of a rank's experts are all-gathered over the experts' tensor ranks, and the results
+            # reduce-scattered.
             took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
         if job.expert == 1:
             return took
@@ -224,11 +226,11 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Seconds per iteration to reduce gradients over the replicas and gather parameters, as far as they are not
-        hidden.
+        """Seconds per iteration of reducing gradients over the replicas and gathering parameters that no pass hides.
 
         `backward` seconds can hide the reduction, and `forward` seconds the gathering. All replicas hold the `shared`
-        parameters; `job.expert_replicas` hold the same `experts` parameters. `narrow` parameters are gathered in fp8.
+        parameters; each of the `experts` parameters is on `job.expert_replicas` ranks. `narrow` parameters are gathered
+        in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts

@@ -20,11 +20,12 @@ Chosen by hand: public jobs on H100 put it at 15 to 30 microseconds.
 
 COPIES, SORTED = 8, 4
 """How often all-to-all reads or writes the experts' tokens in 16 bits: to sort them by rank and back, with kernels that
-gather short rows, and in the exchange itself. If a rank has several experts, sorting by expert and back comes on top.
+gather short rows, and in the exchange itself. SORTED is added if a rank has several experts, for sorting by expert and
+back.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""The same for the flexible dispatcher: to sort tokens by expert and back, and for the copies that it sends once per
+"""The same for the flexible dispatcher: to sort tokens by expert and back, and for the tokens that it sends once per
 rank.
 """
 
@@ -52,7 +53,9 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens; a job that names none uses it for experts on several nodes."""
+    """Whether the flexible dispatcher moves the tokens; without an option, it is assumed if experts are on several
+    nodes.
+    """
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE

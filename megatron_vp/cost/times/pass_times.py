@@ -1,4 +1,4 @@
-"""Time of each pass on one rank: matrix products at the rate of the tensor cores, everything else at the memory's."""
+"""Time of each pass on one rank: tensor cores limit matrix products, and memory bandwidth limits everything else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WHOLE_SCORES = {
     CrossEntropy.NATIVE: (22, 10),
     CrossEntropy.TE: (6, 4),
 }
-"""Bytes per logit that each implementation moves in the forward and in the backward. Compiled: widen and find the
-maximum 6, exponentiate and sum 8, divide 8; backward: scale and narrow 10. Transformer Engine, in 16 bits: read 2, read
-and write 4; backward: scale 4.
+"""Bytes per logit that each implementation moves in the forward and in the backward. NATIVE: widen and find the maximum
+6, exponentiate and sum 8, divide 8; backward: scale and narrow 10. TE, in 16 bits: read 2, read and write 4; backward:
+scale 4.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
@@ -39,14 +39,14 @@ both.
 """
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes moved per element of an embedding's dense gradient. As the published times of IB show, a shard's gradient is
-filled with zeros and then added to the accumulated one. For a whole embedding, the V-Half baselines show only the
-filling.
+"""Bytes moved per element of an embedding's dense gradient. A shard's gradient is filled with zeros and then added to
+the accumulated gradient, according to the published times of IB. A whole embedding's gradient is only filled, according
+to the V-Half baselines.
 """
 
 FUSED_HIDDEN = 22
 """Bytes per token and hidden unit in a fused layer's forward. Each of its two blocks moves 4 for a norm, and 7 for a
-sum with the residual and its copy. A dropout mask comes on top.
+sum with the residual and its copy. Dropout masks are counted separately.
 """
 
 OWN_SHARE = 0.4
@@ -56,8 +56,7 @@ SHARED_HIDDEN = 50
 """Bytes per token and hidden unit that S and T move for X and for its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""Additional bytes of vocab-2, per token and hidden unit, and per logit, to scale a gradient that was computed
-unscaled.
+"""Additional bytes of vocab-2, per token and hidden unit and per logit, for scaling a gradient after it was computed.
 """
 
 
@@ -96,7 +95,7 @@ class PassTimes:
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
     def fp8_gemm_time(self, matrix: Matrix) -> float:
-        """The same as `gemm_time`, but with fp8 operands and a result in 16 bits."""
+        """Seconds as in `gemm_time`, but with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
         assert self.hardware.rates is not None  # see `refuse_fp8`
         arithmetic = matrix.flops / self.hardware.rates.fp8_gemm
@@ -150,7 +149,9 @@ class PassTimes:
         return Split(forward, backward + again, weight)
 
     def _mlps_again(self, kind: LayerType, others: float) -> float:
-        """Seconds that the backward spends recomputing a layer's MLPs; their launches and exchanges take `others`."""
+        """Seconds that the backward spends recomputing a layer's MLPs; `others`: seconds of their launches and
+        exchanges.
+        """
         job, model, t = self.job, self.job.model, self.job.tensor
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
         if again is MlpRecompute.NONE or mlp is None:
@@ -165,20 +166,20 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether layers are counted as Transformer Engine's: the job uses these, and their attention rates on this
-        hardware are known.
+        """Whether layers are modelled as Transformer Engine's: the job uses them, and the hardware's attention rates
+        are known.
         """
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
     @property
     def fused_local(self) -> bool:
-        """Whether layers are Megatron's own on a GPU. On CPU cores, all implementations of layers count the same."""
+        """Whether layers are Megatron's own on a GPU. On CPU cores, all layer implementations are modelled alike."""
         return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
     def accumulated(self) -> int:
-        """Bytes that a weight gradient moves when its product adds to the accumulated one: a read and a write."""
+        """Bytes per element to add a weight gradient to the accumulated one: a read and a write."""
         return 8 if self.job.wide_gradients else 2 * self.job.element_bytes
 
     @property
@@ -190,8 +191,8 @@ class PassTimes:
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its products; the backward moves twice as many.
 
-        Fused layers, and Megatron's local ones with the same fusions, are counted (`FUSED_HIDDEN`); the paper's use the
-        fitted value.
+        For fused layers, and for Megatron's local layers with the same fusions, the bytes are counted (`FUSED_HIDDEN`).
+        For the paper's layers, they are fitted.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
@@ -231,9 +232,10 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """This project's vocabulary passes on the hardware; None if the paper's code is counted instead.
+        """The model of this project's vocabulary kernels; None if the hardware has no rates, so the paper's code is
+        modelled.
 
-        `rows`: vocabulary rows of the rank's shard; here and below, None means those of an even shard.
+        `rows`: vocabulary rows of the rank's shard; here and below, None means an even shard.
         """
         job, rates = self.job, self.hardware.rates
         if rates is None:
@@ -283,12 +285,14 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage for the exchange; the paper's times of IF and IB include them."""
+        """Extra seconds of F and B on the first stage to reorder exchanged rows; 0 for the paper's IF and IB, which
+        include it.
+        """
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of embedding work inside V, without those in which V waits for the exchange."""
+        """Seconds of the embedding's forward and backward inside V, without the time that V waits for exchanges."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),

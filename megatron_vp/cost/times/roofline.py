@@ -23,12 +23,12 @@ class Line:
     passes: ShardPasses
 
     def s_over_gemms(self, method: VocabMethod) -> float:
-        """Time of S relative to that of its GEMMs: one in vocab-1, two in vocab-2."""
+        """Time of S relative to its GEMMs, of which vocab-1 has one and vocab-2 has two."""
         products = 2 if method is VocabMethod.VOCAB_2 else 1
         return self.passes.output(method)[0] / (products * self.passes.gemm())
 
     def t_over_gemms(self, method: VocabMethod) -> float:
-        """Time of T relative to that of its GEMMs: two in vocab-1, one in vocab-2."""
+        """Time of T relative to its GEMMs, of which vocab-1 has two and vocab-2 has one."""
         early = self.passes.gemm() if method is VocabMethod.VOCAB_1 else 0.0
         return self.passes.output(method)[1] / (self.passes.weight_gemm() + early)
 
@@ -39,7 +39,7 @@ def lines(
     hidden: Sequence[int] = HIDDEN,
     gpus: Sequence[str] = GPUS,
 ) -> Iterator[Line]:
-    """Yield every shape on every one of the `gpus`, which must have rates."""
+    """Yield every shape on each of the `gpus`, which must have rates."""
     for n in tokens:
         for columns in rows:
             for h in hidden:

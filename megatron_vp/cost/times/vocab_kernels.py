@@ -27,14 +27,14 @@ LONGEST_ROW = 32_768
 """Length in logits of the longest row that a kernel can hold and thus reads only once; longer rows are read twice."""
 
 WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
-"""Most instructions per logit in the softmax, for rows of up to LONGEST_ROW logits and for longer rows."""
+"""Largest number of instructions per logit in the softmax, for rows of up to LONGEST_ROW logits and for longer rows."""
 
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions per element to rescale E W, and to weight the rows of X in T."""
 
 ADD_LAUNCHES = 4
-"""Kernels of IB: two of PyTorch that find the rows of the owned tokens, and two of this project that add them up. The
-second stream has already sorted the tokens.
+"""Number of kernels in IB: two of PyTorch, which find the rows of the owned tokens, and two of this project, which add
+them up. The tokens have already been sorted on the second stream.
 """
 
 
@@ -52,7 +52,7 @@ class Kernel:
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest."""
+        """The resource that limits the kernel."""
         return max({"memory": self.memory, "issue": self.issue, "launch": LAUNCH}.items(), key=lambda one: one[1])[0]
 
 
@@ -123,5 +123,5 @@ class ShardPasses:
         return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
-        """Seconds in which the first stage scatters received rows into token order, or gathers them from it."""
+        """Seconds that the first stage needs to scatter received rows into token order, or to gather them from it."""
         return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy
