@@ -21,7 +21,7 @@ SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Rows of a full shard if `vocab_size` rows are cut into `count` shards, the last of which may be shorter or empty."""
+    """Rows of a full shard if `vocab_size` rows are cut into `count` shards; the last may be shorter or empty."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)
