@@ -194,10 +194,10 @@ def test_letters_that_are_not_known_are_named():
         ("*-x", [], "'x' is not a layer"),
         ("*-D", [], "does not mix attention"),
         ("|", [], "has no layer"),
-        ("*E", [], r"has experts \(E\): give --num-experts"),
+        ("*E", [], r"has experts \(E\), but their number is missing: add --num-experts"),
         ("*-/*/-", [], "must be the same"),
-        ("*-*-", ["--pipeline-model-parallel-layout", "Et|tL"], "does not go with --hybrid-layer-pattern"),
-        ("*-*-", ["--num-virtual-stages-per-pipeline-rank", "2"], "does not go with --hybrid-layer-pattern"),
+        ("*-*-", ["--pipeline-model-parallel-layout", "Et|tL"], "cannot be combined with --hybrid-layer-pattern"),
+        ("*-*-", ["--num-virtual-stages-per-pipeline-rank", "2"], "cannot be combined with --hybrid-layer-pattern"),
     ],
 )
 def test_patterns_that_megatron_refuses_are_one_line(pattern, flags, line):

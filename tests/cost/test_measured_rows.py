@@ -59,7 +59,7 @@ def test_a_rank_without_rows_is_as_fast_with_rows_as_with_layers():
 def test_rows_stay_within_memory():
     found = refilled(EVEN, [seconds(1, VOCAB // 4)] * 4, most=[16384, VOCAB, VOCAB, VOCAB])
     assert found.rows[0] == 16384
-    with pytest.raises(UserError, match="does not fit into the memory"):
+    with pytest.raises(UserError, match="does not fit into the combined memory"):
         refilled(EVEN, [seconds(1, VOCAB // 4)] * 4, most=[128] * 4)
 
 
@@ -145,22 +145,22 @@ DAMAGED = {
     "empty": (lambda f: (f / "rank_1.json").write_text("{}"), "rank_1.json is neither a rank report nor a trace"),
     "not a number": (
         lambda f: times(f, 1, lambda t: t.update(F=math.nan)),
-        "rank_1.json says that passes F took nan ms",
+        "rank_1.json says that F passes took nan ms",
     ),
-    "infinite": (lambda f: times(f, 3, lambda t: t.update(S=math.inf)), "rank_3.json says that passes S took inf ms"),
-    "negative": (lambda f: times(f, 0, lambda t: t.update(F=-4.0)), "rank_0.json says that passes F took -0.8 ms"),
+    "infinite": (lambda f: times(f, 3, lambda t: t.update(S=math.inf)), "rank_3.json says that S passes took inf ms"),
+    "negative": (lambda f: times(f, 0, lambda t: t.update(F=-4.0)), "rank_0.json says that F passes took -0.8 ms"),
     "text": (lambda f: times(f, 0, lambda t: t.update(B="8")), "rank_0.json is neither a rank report nor a trace"),
     "no forwards": (
         lambda f: times(f, 0, lambda t: t.pop("F")),
-        "rank_0.json has an iteration without times of passes F",
+        "rank_0.json has an iteration without times of F passes",
     ),
     "no time": (
         lambda f: times(f, 0, lambda t: t.update(T=0.0)),
-        "rank_0.json has an iteration without times of passes T",
+        "rank_0.json has an iteration without times of T passes",
     ),
     "no vocabulary passes": (
         lambda f: [times(f, r, lambda t: [t.pop("S"), t.pop("T")]) for r in range(4)],
-        "an iteration without times of passes S",
+        "an iteration without times of S passes",
     ),
     "no microbatches": (
         lambda f: change(f, 1, microbatches_by_iteration=[0] * 7),
@@ -170,30 +170,36 @@ DAMAGED = {
     "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "do not add up to the 131072 of its run"),
     "negative rows": (lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]), "do not add up to the 131072 of its run"),
     "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "layers 3,3,3,2, which do not add up to the 12 of its run"),
-    "without sizes": (lambda f: of_both(f, sizes={}), "does not say which sizes its run had"),
+    "without sizes": (lambda f: of_both(f, sizes={}), "does not record valid sizes of its run"),
     "without rows": (lambda f: of_both(f, vocab_rows=None), "is from a run without vocabulary shards"),
-    "much slower": (lambda f: times(f, 1, lambda t: t.update(B=1e5)), "rank_1.json has passes [0-9.]+ times as long"),
+    "much slower": (
+        lambda f: times(f, 1, lambda t: t.update(B=1e5)),
+        "rank_1.json has passes that take [0-9.]+ times as long",
+    ),
 }
 MIXED = {
-    "runs": (lambda f: change(f, 2, run="another"), "files of different runs .ranks 0 and 2."),
-    "schedules": (lambda f: change(f, 1, schedule="v-half"), "files of different runs .ranks 0 and 1."),
-    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "files of different runs .ranks 0 and 3."),
-    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "files of different runs .ranks 0 and 1."),
+    "runs": (lambda f: change(f, 2, run="another"), "files from different runs .ranks 0 and 2."),
+    "schedules": (lambda f: change(f, 1, schedule="v-half"), "files from different runs .ranks 0 and 1."),
+    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "files from different runs .ranks 0 and 3."),
+    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "files from different runs .ranks 0 and 1."),
     "microbatches": (
         lambda f: change(f, 2, microbatches_by_iteration=[4] * 7),
-        "ranks 0 and 2 counted different microb",
+        "ranks 0 and 2 recorded different numbers of microb",
     ),
     "one rank twice": (
         lambda f: change(f, 3, pipeline_rank=2),
-        "files of ranks 0, 1, 2, 2, and its run had ranks 0 to 3",
+        "files from ranks 0, 1, 2, 2, but its run had ranks 0 to 3",
     ),
     "a rank is missing": (
         lambda f: (f / "rank_3.json").unlink(),
-        "files of ranks 0, 1, 2, and its run had ranks 0 to 3",
+        "files from ranks 0, 1, 2, but its run had ranks 0 to 3",
     ),
-    "another length": (lambda f: fewer(f, 1, 3), "rank_0.json has 6 measured iterations and another rank's file 2"),
+    "another length": (
+        lambda f: fewer(f, 1, 3),
+        "rank_0.json has 6 measured iterations, but another rank's file has 2",
+    ),
     "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, but at least 5 are needed"),
-    "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"holds no rank_\*.json"),
+    "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"contains no rank_\*.json"),
 }
 FOREIGN = {
     "schedule": (lambda f: of_both(f, schedule="v-half"), "--pipeline-schedule v-half, but this job has 1f1b"),

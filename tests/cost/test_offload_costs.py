@@ -191,7 +191,7 @@ def test_the_command_says_what_copies_take(small):
     assert "one hardware queue" in shared and "one hardware queue" not in text
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.7, "--offload-chunks 1 fits"), (0.1, "leave --offload-chunks out")])
+@pytest.mark.parametrize(("share", "said"), [(0.7, "use --offload-chunks 1"), (0.1, "leave --offload-chunks out")])
 def test_too_little_host_memory_is_refused_with_what_fits(small, monkeypatch, share, said):
     words = [small, *WIDE, "--offload-chunks"]
     found = json.loads(run("simulate", *words, 2, "--format", "json").stdout)["plan"]["copies"]

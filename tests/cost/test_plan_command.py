@@ -103,10 +103,10 @@ def test_simulate_takes_the_shards_that_training_takes(small, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--vocab-shards", "100096,0,0"], "gives rows for 3 pipeline ranks, and the pipeline has 4"),
+        (["--vocab-shards", "100096,0,0"], "gives rows for 3 pipeline ranks, but the pipeline has 4"),
         (["--vocab-shards", "100000,0,0,0"], "the padded vocabulary has 100096: add 96"),
         (["--vocab-shards", "most"], "cannot be parsed"),
-        (["--vocab-shards", "measured:nowhere"], "nowhere holds no rank_*.json"),
+        (["--vocab-shards", "measured:nowhere"], "nowhere contains no rank_*.json"),
         (["--vocab-shards", "100096,0,0,0", "--pipeline-schedule", "interlaced"], "use --vocab-shards even"),
     ],
 )
@@ -183,13 +183,13 @@ def test_what_a_job_leaves_open_is_said(small):
     words = [*sixteen.split(), "--pipeline-model-parallel-size", "1", "--fp8-format", "hybrid"]
     document = json.loads(run("simulate", small, *words, "--format", "json").stdout)
     attention, experts = document["assumed"]
-    assert "FlashAttention 2's time" in attention and "--moe-token-dispatcher-type flex" in experts
+    assert "FlashAttention 2's and cuDNN 9's times" in attention and "--moe-token-dispatcher-type is flex" in experts
     assert f"assumed, because the job does not say it: {attention}; {experts}" in run("simulate", small, *words).stdout
     words += ["--attention-backend", "fused", "--moe-token-dispatcher-type", "alltoall", "--format", "json"]
     assert json.loads(run("simulate", small, *words).stdout)["assumed"] == []
     near = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--nodes", "1", "--format", "json"]
     (alone,) = json.loads(run("simulate", small, *near).stdout)["assumed"]
-    assert "--moe-token-dispatcher-type alltoall" in alone
+    assert "--moe-token-dispatcher-type is alltoall" in alone
 
 
 def test_nothing_is_passed_over_that_the_cost_model_reads(small):

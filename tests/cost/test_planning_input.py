@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
     [
         (["--hardware", "h10"], "h100"),
         (["--pipeline-model-parallel-size", "16"], "8 layers"),
-        (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot hold replicas of 3"),
+        (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot be divided into replicas of 3"),
         (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is not a multiple of"),
         (["--num-attention-heads", "15"], "15 attention heads"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is not a whole number of at least 1"),
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--lr", "nan"], "--lr nan is not a finite number"),
         (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
         (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
-        (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide the layers of a rank"),
-        (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide the layers of a rank"),
+        (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide"),
+        (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide"),
         (
             ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"],
             "must be one of vocab-1, vocab-2, not 'vocab-3'",

@@ -97,8 +97,8 @@ def test_the_command_prints_runs_and_groups_of_any_file(tmp_path):
     "change, expected",
     [
         (lambda text: text.replace(",gpus,", ",gpu_count,"), "column gpus is missing"),
-        (lambda text: text.splitlines()[0], "it holds no rows"),
-        (lambda text: text.replace("llama2_13b", "llama9"), "the sizes of this model are unknown: 'llama9'"),
+        (lambda text: text.splitlines()[0], "the file has no rows"),
+        (lambda text: text.replace("llama2_13b", "llama9"), "the sizes of model 'llama9' are unknown"),
     ],
 )
 def test_a_file_that_lacks_something_is_refused(tmp_path, change, expected):

@@ -106,16 +106,19 @@ def test_picture_is_a_png():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no cells"),
+        ("", "contains no cells"),
         ("table,gpus\n5,8\n", "column seq_length is missing"),
-        (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is not of type float"),
+        (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is not a valid float"),
         (HEADER + "5,8,2048,baseline,32,1\n", "column peak_memory_gb is missing"),
         (HEADER + "5,9,2048,baseline,32,1,1\n", "no cell table 5, 9 GPUs"),
         (HEADER + "6,16,2048,vocab-2,32,1,1\n", "no cell table 6"),
         (HEADER + 2 * "5,8,2048,baseline,32,1,1\n", "line 3: table 5, 8 GPUs, .* occurs twice"),
-        (HEADER + "5,8,2048,baseline,32,0,1\n", "mfu_percent 0.0 is not above 0"),
-        (HEADER + "5,8,2048,baseline,32,nan,1\n", "mfu_percent nan is not above 0"),
-        (HEADER + "5,8,2048,baseline,32,50,1e300\n", "peak_memory_gb 1e.300 is not above 0 and at most 10000"),
+        (HEADER + "5,8,2048,baseline,32,0,1\n", "mfu_percent is 0.0; give a number above 0"),
+        (HEADER + "5,8,2048,baseline,32,nan,1\n", "mfu_percent is nan; give a number above 0"),
+        (
+            HEADER + "5,8,2048,baseline,32,50,1e300\n",
+            "peak_memory_gb is 1e.300; give a number above 0 and at most 10000",
+        ),
     ],
 )
 def test_a_malformed_published_file_is_one_line(tmp_path, capsys, text, words):

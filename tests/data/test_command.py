@@ -52,7 +52,7 @@ def test_bad_input_is_a_user_error(run, tmp_path):
         (("--vocab-size", 280, "--name", ""), "--name '' is not a plain file name"),
         (("--vocab-size", 280, "--name", ".."), "--name '..' is not a plain file name"),
         (("--vocab-size", 280, "--name", "n" * 300), "File name too long; make room, or choose another place"),
-        (("", "--vocab-size", 280), "an input name is empty"),
+        (("", "--vocab-size", 280), "an input path is empty"),
     ],
 )
 def test_options_that_cannot_work_leave_nothing_behind(run, tmp_path, options, line):

@@ -35,14 +35,14 @@ def check(flags, **settings):
         ("--vocab-shards 32,32", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
         ("--vocab-parallel --vocab-shards equal", "--vocab-shards: equal cannot be parsed: use balanced, even"),
         ("--vocab-parallel --vocab-shards measured:", "--vocab-shards: measured: names no folder"),
-        ("--vocab-parallel --vocab-shards 64", "gives rows for 1 pipeline rank, and the pipeline has 2"),
+        ("--vocab-parallel --vocab-shards 64", "gives rows for 1 pipeline rank, but the pipeline has 2"),
         ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
         (
             "--vocab-parallel --vocab-shards 0,0",
-            "gives no rank any rows: at least one rank must hold the vocabulary's 64 rows",
+            "gives no rank any rows: distribute all 64 rows of the vocabulary",
         ),
-        ("--vocab-parallel --vocab-shards 32,24", "gives 56 rows, and the padded vocabulary has 64: add 8"),
-        ("--vocab-parallel --vocab-shards 64,64", "and the padded vocabulary has 64: take 64 away"),
+        ("--vocab-parallel --vocab-shards 32,24", "adds up to 56 rows, but the padded vocabulary has 64: add 8"),
+        ("--vocab-parallel --vocab-shards 64,64", "but the padded vocabulary has 64: remove 64"),
         (
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks do the vocabulary",

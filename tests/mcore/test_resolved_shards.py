@@ -177,7 +177,7 @@ def test_measured_rows_leave_a_slow_rank(tmp_path):
             {},
             "with the layers [2, 2, 2, 1], and --pipeline-model-p",
         ),
-        ({}, None, "holds no rank_*.json"),
+        ({}, None, "contains no rank_*.json"),
     ],
 )
 def test_a_measurement_of_another_job_is_refused(tmp_path, job, run, said):

@@ -152,12 +152,12 @@ def test_in_the_even_cut_every_rank_is_a_holder():
 @pytest.mark.parametrize(
     ("rows", "tensor", "line"),
     [
-        ((8, 8), 1, "gives rows for 2 pipeline ranks, and the pipeline has 3: give one number per rank"),
+        ((8, 8), 1, "gives rows for 2 pipeline ranks, but the pipeline has 3: give one number per rank"),
         ((24, 8, -8), 1, "has a negative number of rows: give 0 for a rank without rows"),
-        ((0, 0, 0), 1, "gives no rank any rows: at least one rank must hold the vocabulary's 24 rows"),
-        ((8, 11, 5), 2, "cannot be shared equally by the 2 tensor ranks of a stage: give multiples of 2"),
-        ((8, 8, 7), 1, "gives 23 rows, and the padded vocabulary has 24: add 1"),
-        ((8, 8, 18), 2, "gives 34 rows, and the padded vocabulary has 24: take 10 away"),
+        ((0, 0, 0), 1, "gives no rank any rows: distribute all 24 rows of the vocabulary"),
+        ((8, 11, 5), 2, "cannot be divided equally among the 2 tensor ranks of a stage: give multiples of 2"),
+        ((8, 8, 7), 1, "adds up to 23 rows, but the padded vocabulary has 24: add 1"),
+        ((8, 8, 18), 2, "adds up to 34 rows, but the padded vocabulary has 24: remove 10"),
     ],
 )
 def test_rows_that_are_no_cut_are_refused(rows, tensor, line):
