@@ -68,8 +68,8 @@ def test_the_order_is_made_for_every_ranks_own_costs_at_equal_speed():
 
 def test_rows_that_are_no_cut_are_refused():
     for rows, words in (
-        ((65536, 65536), "gives rows for 2 pipeline ranks, and the pipeline has 4"),
-        ((65536, 65536, 128, 0), "gives 131200 rows, and the padded vocabulary has 131072: take 128 away"),
+        ((65536, 65536), "gives rows for 2 pipeline ranks, but the pipeline has 4"),
+        ((65536, 65536, 128, 0), "adds up to 131200 rows, but the padded vocabulary has 131072: remove 128"),
         ((65536 * 2, 128, -128, 0), "negative number of rows"),
     ):
         with pytest.raises(UserError, match=words):

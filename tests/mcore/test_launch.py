@@ -138,7 +138,7 @@ REFUSED = [
         {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
         "--pipeline-schedule zb-h1 has one chunk per rank",
     ),
-    ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs at least two chunks"),
+    ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs several chunks"),
     (
         {
             **TWO_STAGES,
