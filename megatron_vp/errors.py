@@ -113,8 +113,8 @@ def say(line: str) -> None:
 def at_last(speak: Callable[[], None]) -> bool:
     """Call `speak` just before the process exits; return whether all output was written within a few seconds.
 
-    `speak` runs in a thread, which is abandoned after a few seconds because writing to a pipe blocks if nobody reads
-    it.
+    `speak` runs in a thread, which is abandoned after a few seconds because a pipe that is not being read blocks its
+    writer.
     """
     written: list[bool] = []
 
