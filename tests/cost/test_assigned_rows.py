@@ -1,4 +1,4 @@
-"""Vocabulary shards of any size in the cost model: times and memory follow each rank's rows."""
+"""Test vocabulary shards of any size in the cost model: times and memory follow each rank's rows."""
 
 from dataclasses import replace
 

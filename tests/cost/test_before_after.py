@@ -1,4 +1,4 @@
-"""The picture and the table at the top of the README are those of the present cost model."""
+"""Test that the picture and the table at the top of the README match the current cost model."""
 
 import importlib.util
 import sys

@@ -1,11 +1,11 @@
-"""Several ranks on one GPU, for correctness: NCCL refuses to share a device, so messages go through pinned host memory.
+"""Several ranks on one GPU, for tests: messages go through pinned host memory, because NCCL cannot share a GPU.
 
-Streams, events, kernels and the order of everything are those of a real run. A group has a stream, which an operation
-makes wait for the current one. There it copies its tensors to the host, a thread of the group passes them on over gloo,
-and the stream waits for a number in host memory that the thread writes, before it copies back. From its post until its
-peers have got there an operation therefore keeps the device busy, as NCCL's kernel does: a host that waits for its
-device waits for the peers. The host that issues the operation waits for nothing. On CPU, where there are no streams,
-the thread that waits for the operation is held up.
+Streams, events, kernels and all orders are those of a real run. Each group has a stream, and an operation makes this
+stream wait for the current stream. The stream then copies the operation's tensors to the host, where a thread of the
+group sends them over gloo. Before it copies the results back, the stream waits until the thread has written a number to
+host memory. An operation therefore occupies the device from its post until all its peers have joined, as NCCL's kernel
+does, and a host that waits for its device also waits for the peers. The host that issues an operation does not wait. On
+CPU, which has no streams, the thread that waits for the operation is blocked instead.
 """
 
 from __future__ import annotations

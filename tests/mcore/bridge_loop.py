@@ -1,9 +1,9 @@
-"""Megatron-Bridge's own training loop on CPU ranks, with stand-ins for what it imports and nothing here needs.
+"""Megatron-Bridge's own training loop on CPU ranks, with stand-ins for imports that nothing here needs.
 
-Nothing is stood in for while a model is built or trained, but what follows: Bridge insists on CUDA while it
-initialises, and warms fusions up that no layer here uses.
+While a model is built or trained, only two parts are replaced: Bridge's initialisation, which requires CUDA, and the
+warm-up of fusions that no layer here uses.
 
-Where it is not installed, a folder of its own on PYTHONPATH will do, made by
+If Megatron-Bridge is not installed, a separate folder on PYTHONPATH is enough, which this command creates:
 
     pip install --no-deps --target FOLDER megatron-bridge==0.6.2 einops datasets pandas pyarrow dill multiprocess \\
         nvidia-modelopt==0.47.0 scipy pulp==3.3.2 orloge

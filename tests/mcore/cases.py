@@ -1,7 +1,7 @@
-"""What is tested together with our schedules, as data: a case is a line here and a row of the page of compatibility.
+"""The features that are tested together with our schedules: a case is a line here and a row of the compatibility page.
 
-`test_combinations.py` runs every case against plain Megatron on the same ranks with the same options;
-`scripts/compatibility.py` makes the tables of the compatibility page from it.
+`test_combinations.py` runs every case against plain Megatron on the same ranks with the same options.
+`scripts/compatibility.py` generates the tables of the compatibility page from the cases.
 """
 
 from __future__ import annotations

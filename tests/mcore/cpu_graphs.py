@@ -1,8 +1,9 @@
-"""CUDA graphs on the CPU: what is captured is computed again at a replay, in memory that all graphs of a pool share.
+"""CUDA graphs on the CPU: a replay recomputes what was captured, in memory that all graphs of a pool share.
 
-As on a device, a replay runs no Python of a layer. It computes what was captured, operation by operation, and puts
-every result where it lay at the capture. Memory that nothing holds any more at some point of a capture serves what is
-captured later; a replay fills it with NaN at that point, so that no one reads it by luck.
+As on a device, a replay runs none of a layer's Python code. It recomputes the captured operations one by one, and
+writes every result to its address at the capture. Memory that is freed during a capture may be reused by later
+operations of the capture. At that point, a replay fills the memory with NaN, so that no operation can read an old value
+by luck.
 """
 
 from __future__ import annotations

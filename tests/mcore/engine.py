@@ -1,7 +1,7 @@
-"""Transformer Engine's own Python on the CPU, over a stand-in for what it compiles (`engine_kernels`).
+"""Transformer Engine's own Python code on the CPU, with a stand-in for its compiled modules (`engine_kernels`).
 
-Its layers, their autograd functions, their queues of weight gradients, its attention and its optimizer are the ones of
-its wheel, unmodified. Only its compiled modules need a device. `scripts/setup_transformer_engine.sh` gets the wheel.
+Its layers, their autograd functions, their queues of weight gradients, its attention and its optimizer come from its
+wheel, unmodified. Only its compiled modules need a device. `scripts/setup_transformer_engine.sh` downloads the wheel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transformer Engine's fp8 tensors with a scale per block on the CPU: `blockwise` (1 or 128 by 128), `mxfp8` (by 32).
 
-What is quantised, when, and by which quantizer is decided by its Python, which is not replaced. Rounding is to the
-nearest. A scale is a power of two: the largest with which no number of its block leaves the format.
+Transformer Engine's own Python code decides what is quantised, when, and by which quantizer. Rounding is to the
+nearest. A scale is the largest power of two with which all numbers of the block fit the format.
 """
 
 from __future__ import annotations

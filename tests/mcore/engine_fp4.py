@@ -1,11 +1,11 @@
-"""Transformer Engine's tensors in NVFP4 on the CPU: pairs of 4-bit numbers in bytes, a scale in fp8 for every 16.
+"""Transformer Engine's NVFP4 tensors on the CPU: two 4-bit numbers per byte, with an fp8 scale for every 16 numbers.
 
-What is quantised, when, and by which quantizer is decided by its Python, which is not replaced. Of weights a block of
-16 by 16 has one scale. What weight gradients read is turned by the Hadamard matrix of its quantizer first.
+Transformer Engine's own Python code decides what is quantised, when, and by which quantizer. Weights have one scale per
+block of 16 by 16. Operands of weight gradients are first multiplied by the Hadamard matrix of their quantizer.
 
-One thing is not as on a device: gradients are rounded to the nearest number, not up or down by a random draw. Draws
-come from the device's generator in the order of the passes, so they differ between schedules as those of dropout do.
-Without them everything else can be compared bit by bit.
+There is one difference to a device: gradients are rounded to the nearest number, not up or down at random. On a device,
+the random numbers are drawn in the order of the passes, so they differ between schedules, as with dropout. Without
+them, everything else can be compared bit by bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transformer Engine's quantised tensors on the CPU: one scale per tensor, in PyTorch's own fp8 dtypes.
 
-What is quantised, when, and with which scale is decided by its Python, which is not replaced. Here a tensor is scaled,
-rounded and transposed, and read back for a product. Rounding is to the nearest, as on a device; a device multiplies fp8
-operands exactly and sums in at least fp32, so reading them back into fp32 first loses nothing.
+Transformer Engine's own Python code decides what is quantised, when, and with which scale. This module scales, rounds
+and transposes tensors, and converts them to fp32 for a product. Rounding is to the nearest, as on a device. A device
+multiplies fp8 operands exactly and sums in at least fp32, so the conversion to fp32 loses nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What Transformer Engine compiles, in a few lines of PyTorch each: the part of the module `transformer_engine_torch`
-that its linear layers, norms, attention and optimizer call. Whatever else is called raises.
+"""Replacements in PyTorch for the compiled parts of Transformer Engine that tests need.
 
-Signatures, results and their dtypes are those of its sources (`csrc/extensions`, 2.8 to 2.20). As on a device, 16-bit
-operands are multiplied and summed in fp32 and rounded once. Quantised operands are in `engine_fp8`.
+These are the parts of `transformer_engine_torch` that its linear layers, norms, attention and optimizer call. Calls of
+any other part raise an error. Signatures, results and their dtypes are those of Transformer Engine's sources
+(`csrc/extensions`, 2.8 to 2.20). As on a device, 16-bit operands are multiplied and summed in fp32 and rounded once.
+Quantised operands are in `engine_fp8`.
 """
 
 from __future__ import annotations

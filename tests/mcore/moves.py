@@ -1,7 +1,7 @@
-"""Where checkpoints are moved, as data: a move is a line here and a row of the page of compatibility.
+"""The layouts between which checkpoints are moved: a move is a line here and a row of the compatibility page.
 
-`test_checkpoints.py` trains in one layout, in another and again in the first, through checkpoints;
-`scripts/compatibility.py` makes the tables of the compatibility page from it.
+`test_checkpoints.py` trains in one layout, in another and again in the first, with checkpoints in between.
+`scripts/compatibility.py` generates the tables of the compatibility page from the moves.
 """
 
 from __future__ import annotations

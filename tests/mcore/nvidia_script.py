@@ -1,8 +1,8 @@
-"""NVIDIA's own training scripts, unmodified, from a checkout of Megatron-LM that the environment names.
+"""Run NVIDIA's own training scripts, unmodified, from the checkout of Megatron-LM that MEGATRON_LM names.
 
     MEGATRON_LM=~/Megatron-LM .venv/bin/python -m pytest -q tests/mcore/test_nvidia_scripts.py
 
-The scripts are those of the checkout; `megatron` is the one that is installed.
+The scripts come from the checkout; `megatron` is the installed package.
 """
 
 from __future__ import annotations

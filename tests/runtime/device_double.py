@@ -1,15 +1,15 @@
-"""A device that computes nothing and forgives nothing: it keeps account of what is ordered after what.
+"""A device that computes nothing, but checks the order of all operations on its memory.
 
-Inside `Device.active` the real runtime runs on fake CUDA tensors, which have shapes and storages but no data. Streams
-and events are vector clocks (Mattern, 1988; one component a stream): an operation may follow another only if its
-stream's clock has passed the other's stamp, whatever order the host issued them in. Checked are
+Inside `Device.active`, the real runtime runs on fake CUDA tensors, which have shapes and storages but no data. Streams
+and events are vector clocks (Mattern, 1988) with one component per stream. An operation may follow another only if the
+clock of its stream has passed the other's stamp, whatever the order in which the host issued them. The device checks
 
 - every read and write of a storage, against the writes, and for writes the reads, of other streams;
 - every release of a storage, against its uses by streams other than the one it was allocated on, because the caching
   allocator hands the memory to that stream's next allocation at once;
 - every operation for which the host would wait for the device.
 
-With a `World` (`tests.runtime.world`) the devices of all ranks run at once, and a host may wait for its device.
+With a `World` (`tests.runtime.world`), the devices of all ranks run at once, and a host may wait for its device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runtime on real processes over gloo, against one process with autograd, in fp64."""
+"""Test the runtime on real processes over gloo against autograd in one process, in fp64."""
 
 import gc
 import weakref

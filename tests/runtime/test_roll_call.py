@@ -112,7 +112,9 @@ def test_a_rank_that_loses_its_connection_names_the_cause(lost):
 def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
     results = ends((LATE,) * 3, ("stopped", ACTIVATION, GRADIENT), lost="at once", told=7, left=0)
     assert results[2] == (1, f"{LOST}; no word from rank 0\n")
-    assert results[1] == (143, results[1][1]) and results[1][1].endswith("when it received SIGTERM; no word from rank 0\n")
+    assert results[1] == (143, results[1][1]) and results[1][1].endswith(
+        "when it received SIGTERM; no word from rank 0\n"
+    )
 
 
 def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():

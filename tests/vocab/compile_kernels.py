@@ -1,12 +1,12 @@
-"""Compile every kernel as our wrappers launch it, for GPUs that are not there, and count its machine code.
+"""Compile every kernel, as our wrappers launch it, for GPUs that this machine lacks, and count its machine code.
 
     python -m tests.vocab.compile_kernels [--capabilities 80,90,100] [--all | --few | --capped] [--write | --variants]
 
-The wrappers run on tensors without data, and a launch ends with the machine code. One line of CSV per kernel: for
-which Triton, capability, dtype, width of the row and label smoothing; warps per program, registers and spilt bytes per
-thread, bytes of shared memory, warps per multiprocessor, instructions in the code, instructions executed per element
-of a row (of the softmax alone), and the widest load and store in bits. `--write` puts the lines of this version of
-Triton into tests/vocab/data/kernel_counts.csv, with which tests compare.
+The wrappers run on tensors without data, and a launch stops once the machine code exists. Every kernel gives one line
+of CSV. Its key is the version of Triton, capability, dtype, width of the row and label smoothing. Its values are warps
+per program, registers and spilt bytes per thread, bytes of shared memory, warps per multiprocessor, instructions in the
+code, instructions executed per element of a row (only for the softmax), and the widest load and store in bits.
+`--write` stores the lines of this version of Triton in tests/vocab/data/kernel_counts.csv, which tests read.
 """
 
 from __future__ import annotations
