@@ -41,10 +41,10 @@ multiples of 64 rows, or of 8 rows if they are small.
 FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
-"""Smallest shard, as a share of an even one: fewer rows are not worth the fixed time of their passes."""
+"""Smallest shard, as a share of an even shard. Fewer rows would not be worth the fixed time of their passes."""
 
 TIE = 0.002
-"""Candidates whose times differ by less than this share tie; the one with the most free memory is chosen."""
+"""Candidates whose times differ by less than this share tie; of these, the one with the most free memory is chosen."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Shards:
     """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
 
     layers: None if all stages have equally many.
-    rows: None for even shards, for which `layers` are the layers that training assigns without a layout. Otherwise they
-        count all tensor ranks of a pipeline rank.
-    gain: predicted speed-up over even shards, with the same layers if the user gave them, otherwise with the layers
-        that training assigns.
+    rows: counting all tensor ranks of a pipeline rank. None: even shards; `layers` are then the layers that training
+        assigns without a layout.
+    gain: predicted speed-up over even shards on the user's layers, or on the layers that training assigns without a
+        layout.
     """
 
     layers: tuple[int, ...] | None
@@ -119,7 +119,7 @@ def balanced(
 def most_rows(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> tuple[int, ...] | None:
-    """The most rows with which each pipeline rank stays within `memory_limit` bytes, counting all its tensor ranks.
+    """Find how many rows fit into `memory_limit` bytes per rank on each pipeline rank, counting all its tensor ranks.
 
     Returns None on CPU cores, if the vocabulary can be cut in only one way, and if it does not fit into memory with any
     shards. In these cases, the caller ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
@@ -135,7 +135,7 @@ def most_rows(
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the passes with any layers and rows that `balanced` may choose.
+    """Lower bound in seconds on the time of the passes, for any layers and rows that `balanced` may choose.
 
     The bound is infinite if `balanced` always keeps even shards. Raises UserError if the layers cannot be distributed
     over the stages.
@@ -179,7 +179,7 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def outcome(self, plan: Plan) -> _Outcome:
-        """Predict the iteration's seconds and whether the plan fits."""
+        """Predict the iteration time, the memory, and whether the plan fits."""
         simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
         found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
         seconds = iteration_seconds(found, self.job)
@@ -187,8 +187,8 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound on `outcome`'s seconds for any order of passes: the busiest rank's work and the time after the
-        passes.
+        """Lower bound on the iteration's seconds for any order of passes: the busiest rank's work plus the time after
+        the passes.
         """
         costs = stage_costs(self.job, plan, self.single, self.hardware, self.constants)
         stages = list(map(sum, zip(costs.F, costs.B, costs.W, strict=True)))
@@ -238,7 +238,7 @@ class _Search:
         """Assign rows to the holders, and return the plan and its sort key; None if the rows do not fit into their
         memory.
 
-        The key is the busiest rank's work in thousandths of the mean, then the work of all ranks.
+        The key is the busiest rank's work, rounded to thousandths of the mean, and then the work of all ranks.
         """
         stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]

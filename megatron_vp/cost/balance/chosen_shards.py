@@ -45,7 +45,7 @@ def with_shards(
     """Return a configuration's `plan` with the layers and rows that training would use.
 
     If the user gave a layout, rows are assigned for it; otherwise layers and rows are assigned together. Raises
-    UserError.
+    UserError if the value of `--vocab-shards` cannot work.
     """
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:

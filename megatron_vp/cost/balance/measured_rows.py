@@ -74,7 +74,7 @@ class MeasuredJob:
 
 
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
-    """Compute `--vocab-shards measured:FOLDER` for `job`: rows from the run's pass times, and the run's layers.
+    """Compute the shards that `--vocab-shards measured:FOLDER` means for `job`, with the layers of the measured run.
 
     `room` returns how many rows each pipeline rank has memory for with the run's partition, or None if that is not
     known. Raises UserError for a run of another job, and whenever `read_run` or `refilled` does.
@@ -91,10 +91,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         pass_seconds: pass times of every pipeline rank; see `Seconds`.
         most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
 
-    `gain` is the busiest rank's time per microbatch before, divided by its time after. A row is assumed to take as long
-    as the rank's rows took on average. For a rank without rows, the time per row is estimated from how fast it computed
-    its layers, compared with the ranks that had rows. Raises UserError if the run's vocabulary passes took no time, or
-    if the rows do not fit into memory.
+    The returned `gain` is the ratio of the busiest rank's times per microbatch with the old and with the new rows. A
+    row is assumed to take as long as the rank's rows took on average. For a rank without rows, the time per row is
+    estimated from how fast it computed its layers, compared with the ranks that had rows. Raises UserError if the run's
+    vocabulary passes took no time, or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None

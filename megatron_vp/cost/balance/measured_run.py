@@ -38,9 +38,9 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measurements of a run: seconds of every pipeline rank (medians over the iterations), and properties of its job.
+    """Measurements of a run: seconds of every pipeline rank (medians over the iterations), and properties of the job.
 
-    uncertainty: relative standard deviation of a rank's time per microbatch, for the least certain rank.
+    uncertainty: relative standard deviation of a rank's time per microbatch, the largest of all ranks.
     """
 
     seconds: tuple[Seconds, ...]
@@ -73,8 +73,8 @@ class _Rank:
 def read_run(folder: Path) -> MeasuredRun:
     """Read the pass times that a run wrote to `folder` with --rank-report or --pipeline-trace.
 
-    Raises UserError for a folder without such files, with files of only some ranks, of several runs, of a run without
-    rows or of too few iterations, and for files with impossible values.
+    Raises UserError if there are no such files, if files of some ranks are missing, if the files come from several
+    runs, from a run without vocabulary shards or from too few iterations, or if values are impossible.
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:

@@ -1,7 +1,7 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut gives every virtual stage a number of letters, in the order of the stages. Letters are finer than whole
-transformer layers, and their work differs.
+A cut gives every virtual stage a number of letters, in the order of the stages. Cuts between letters are finer than
+cuts between transformer layers, and letters differ in their work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALVINGS = 50
 """Number of bisection steps to find the busiest rank's work."""
 
 _LONGEST_MOVE = 8
-"""At most this many neighbouring ends of stages are moved together."""
+"""Largest number of neighbouring stage boundaries that are moved together."""
 
 _BETTER = 1 - 1e-9
 """A cut replaces another one only if it reduces the objective below this share, so that rounding errors do not count.
@@ -51,9 +51,9 @@ def even_cut(
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letter.
 
-    With one chunk per rank, the maximum is the lowest possible. With several chunks, it may not be, because the ends of
-    stages are only moved as long as a move helps. Among cuts with the same maximum, moves that make the ranks' work
-    more even are preferred. The result depends only on the arguments.
+    With one chunk per rank, the maximum is the lowest possible. With several chunks, it may not be, because stage
+    boundaries are moved only as long as a single move helps. Among cuts with the same maximum, moves that make the
+    ranks' work more even are preferred. The result depends only on the arguments.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -161,7 +161,7 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Move ends of stages by a letter, one or several neighbouring ones together, as long as that helps."""
+        """Move one or several neighbouring stage boundaries by a letter, as long as that helps."""
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends
@@ -225,7 +225,7 @@ def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float
 
     The first group is the most even cut, and any rank may hold rows. The next two groups have k holders of rows, for k
     = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats, cuts between
-    whole repetitions are added, so that no model is cut worse than by whole layers.
+    whole repetitions are added, so that the result is never worse than with whole transformer layers.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

@@ -21,8 +21,8 @@ def fill(
         most: the most units that each rank can hold.
         slowness: how much longer each rank takes for the same units; by default all are equal.
 
-    First, each rank is filled to just below the final level. Each remaining unit goes to the least loaded rank, or to
-    the one with the lowest number among several. The result depends only on the arguments.
+    First, each rank is filled to just below the final level. Each remaining unit goes to the least loaded rank; among
+    equally loaded ranks, to the first. The result depends only on the arguments.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

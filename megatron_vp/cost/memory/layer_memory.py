@@ -1,6 +1,7 @@
 """Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
 
-All figures are bytes on one rank. docs/evidence/predictions.md compares them with the counts of a replay.
+All figures are bytes on one rank. docs/evidence/predictions.md compares them with the bytes that a replay of the real
+program counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ WORKING_SET = 24.5
 """For the paper's layers: extra bytes per token and hidden unit in the backward of one layer."""
 
 SPLIT_BACKWARD = 34
-"""Further bytes of this kind with a split backward, because one more layer waits for its W."""
+"""For the paper's layers: further bytes per token and hidden unit if the backward is split, because one more layer
+waits for its W.
+"""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
@@ -48,8 +51,8 @@ class LayerMemory:
 def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes that one layer keeps from F to B.
 
-    They are 34 per token and hidden unit for a plain GPT in 16 bits with dropout and fused attention (Korthikanti et
-    al., 2022, equation 2 without the attention scores).
+    A plain GPT layer in 16 bits with dropout and fused attention keeps 34 bytes per token and hidden unit (Korthikanti
+    et al., 2022, equation 2 without the attention scores).
     """
     if job.recompute is Recompute.FULL:
         return job.tokens * job.element_bytes * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
@@ -121,7 +124,8 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         scores = _scores(job)
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
-        # A product's gathered input; in the backward also the gradient of the whole input, and the rank's part of it.
+        # A product gathers its input. The backward also holds the gradient of the whole input, and the rank's part of
+        # that gradient.
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
@@ -151,10 +155,10 @@ class PassMemory:
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """The temporary bytes of a stage with these `letters` of the model's pattern, if the model has one.
+    """The temporary bytes in a stage's passes; `letters`: its part of the model's pattern, if there is one.
 
-    While the last attention layer runs its forward, later letters have not kept anything yet. The largest MLP
-    determines the temporary bytes of the backward, or attention does in a stage without MLPs.
+    While the last attention layer runs its forward, later letters have not kept anything yet. In the backward, the
+    largest MLP determines the temporary bytes, or attention if the stage has no MLPs.
     """
     if not job.model.pattern:
         layer = layer_memory(job, split)
@@ -193,8 +197,8 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
     between: list[float] = []
     inside: list[float] = []
     if kind.attends:
-        # The inputs of the norm and of the projection after it, and the dropout mask; queries, the result, keys, values
-        # and the result's log-sum-exp.
+        # Between: the inputs of the norm and of the projection after it, and the dropout mask. Inside: queries, the
+        # result, keys, values and the result's log-sum-exp.
         keys, values = max(model.keys // t, model.head_size), max(model.values // t, model.value_size)
         between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
         inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
@@ -205,7 +209,7 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # The same three tensors; the first product's result and the second one's input.
+        # Between: the same three tensors. Inside: the first product's result and the second product's input.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:

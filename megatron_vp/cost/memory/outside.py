@@ -72,7 +72,7 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
-    """Memory of a pipeline rank outside its tensors, `moving` bytes of which are allocated and freed repeatedly."""
+    """Memory of a pipeline rank outside its tensors; `moving`: bytes that its tensors allocate and free repeatedly."""
     fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):
@@ -112,7 +112,7 @@ def _ring(ranks: int, channels: int) -> float:
 
 
 def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
-    """Bytes of the Megatron groups that a rank uses.
+    """Bytes of the communicators of Megatron's groups on a rank.
 
     The groups are all ranks (for barriers), the model replica (for the gradient norm), and one per kind of parallelism.
     If Megatron's own schedule runs, activations travel in its pipeline group.

@@ -242,7 +242,7 @@ class MemoryModel:
                     if whole and stage == 0:
                         if sum(during) > most:
                             peak, most = during, sum(during)
-                        # The embedding's dense gradient comes last in its backward.
+                        # The first stage's backward computes the embedding's dense gradient last.
                         during = after + left * self._embedding_s_backward(waiting[stage]), scores + dense
                 case PassKind.W:
                     during = held, scores + shared + has_output * dense
@@ -255,7 +255,7 @@ class MemoryModel:
         return peak
 
     def shared(self, rank: int) -> list[float]:
-        """Bytes of a rank's share of split vocabulary layers while each pass of its order runs."""
+        """Bytes that split vocabulary layers take on a rank during each pass of its order."""
         placement, order, rows = self.schedule.placement, self.schedule.ranks[rank], self._rows(rank)
         if self.schedule.vocab is VocabMethod.NONE or not (rows or rank in (placement.first_rank, placement.last_rank)):
             return [0.0] * len(order)
@@ -305,8 +305,8 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """The change in memory when a split backward reaches the embedding: only one of the paper's layers still waits
-        for W.
+        """The change in memory when a split backward reaches the embedding; by then, only one of the paper's layers
+        waits for W.
         """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 

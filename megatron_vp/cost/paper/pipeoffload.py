@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Model:
-    """One of the figure's models, with its number of GPUs, which are all pipeline ranks, and of chunks per rank."""
+    """One of the figure's models and how it was run; all of the `gpus` are pipeline ranks."""
 
     layers: int
     heads: int
@@ -164,7 +164,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
     """Yield the predictions of `cells`, in the order in which they finish."""
-    # The largest cells come first, so that no process is still busy with one when all others have finished.
+    # The largest cells come first, so that no process has to finish one alone at the end.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):

@@ -140,14 +140,14 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions of `cells`, as published or in another setting. Cells that share an order of passes are
-    predicted together.
+    """Yield the predictions of `cells`, as the authors ran them or in another setting. Cells that share an order of
+    passes are predicted together.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest groups come first, so that no process is still busy with one when all others have finished.
+    # The largest groups come first, so that no process has to finish one alone at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):

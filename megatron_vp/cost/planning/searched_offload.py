@@ -24,7 +24,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
     """Choose the variants that could be on the frontier of time and memory if activations took no device memory,
     fastest first. If there are more than SIZES, evenly spaced ones are kept.
 
-    least: lower bounds of runs without the memory of activations, each with its variant.
+    least: lower bounds of runs, without the memory of their activations, each with its variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):

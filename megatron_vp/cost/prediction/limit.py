@@ -41,13 +41,13 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
 
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
-    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError."""
+    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError as `with_limit` does."""
     limit = config.values.get("activation_limit")
     return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 
 
 def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
-    """Bytes of a microbatch's activations on the rank where the memory model counts the most."""
+    """Bytes of a microbatch's activations on the rank where they take the most memory."""
     schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
     model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
     held = [peak(order, Held.ACTIVATIONS) / schedule.chunks for order in schedule.ranks]

@@ -134,7 +134,7 @@ def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None,
 
 
 def _error(row: PublicRow, hardware: Hardware) -> float:
-    """Logarithm of the predicted over the published throughput."""
+    """Logarithm of the ratio of predicted to published throughput."""
     error = predicted(row, hardware).error
     assert error is not None, f"{row['id']} is refused"
     return math.log1p(error)

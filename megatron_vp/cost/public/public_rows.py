@@ -33,7 +33,7 @@ column.
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
-"""Prefix of those values in the `options` column that name recomputed parts of a layer."""
+"""Prefix of the values in the `options` column that name recomputed parts of a layer."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
@@ -178,7 +178,7 @@ class PublicRow:
 
 
 def read_rows(runs: Path | None = None, models: Path | None = None) -> list[PublicRow]:
-    """Read the published runs of a file, by default of the one that comes with the package.
+    """Read the published runs of a file, by default the package's own.
 
     Raises UserError for a file that cannot be read, lacks a column, or names a model that is not among `models`.
     """

@@ -127,6 +127,6 @@ def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
 
 
 def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer that belong to experts, which are those of its last two matrices."""
+    """Parameters of one layer that belong to experts: the weights of its last two matrices."""
     mlp = mlp_of(job.model, kind)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

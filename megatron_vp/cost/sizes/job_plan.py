@@ -91,7 +91,7 @@ def uncounted(config: JobConfig) -> list[str]:
 
 
 def plan_of(config: JobConfig) -> Plan:
-    """Read the plan that the configuration itself describes. Raises UserError."""
+    """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
     asked = config.values.get("pipeline_schedule")
     chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
     vocab, chunks = VocabMethod.NONE, _chunks(config)
@@ -210,7 +210,7 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
     """A hybrid model's pattern with the bars of `plan`; None for a GPT model.
 
-    The pattern always gets its bars, because Megatron deprecates pipelines without them.
+    The bars are always written, because Megatron deprecates pipelines whose pattern has none.
     """
     pattern = pattern_in(config.values)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))

@@ -50,7 +50,7 @@ class AttentionKernels(StrEnum):
     NEWEST = "newest"
     """cuDNN 9, FlashAttention 3"""
     FLASH_2 = "flash-2"
-    """FlashAttention 2, or other kernels of its time"""
+    """FlashAttention 2, or other kernels of the same generation"""
     EITHER = "either"
     """either of the two; their times are averaged"""
 
@@ -63,11 +63,11 @@ class Dispatcher(StrEnum):
     FLEXIBLE = "flex"
     """DeepEP or similar: a token travels once for all of its experts on a rank"""
     UNSAID = "unsaid"
-    """not stated: as in published recipes, all-to-all inside a node and the flexible one between nodes"""
+    """not stated: as in published recipes, all-to-all inside a node, and the flexible dispatcher between nodes"""
 
 
 MOST_LAYERS = 10_000
-"""Largest accepted number of layers; a larger number is considered a typing error."""
+"""Largest accepted number of layers; a larger number is assumed to be a typing error."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class ModelShape:
 class OptimizerStates:
     """States of `--use-precision-aware-optimizer`.
 
-    kept: bytes per parameter that the optimizer steps.
+    kept: bytes that the optimizer keeps for each parameter that it steps.
     takes_gradients: whether the step reads gradients in the dtype in which they were accumulated.
     """
 
@@ -393,7 +393,7 @@ class Plan:
     ) -> ScheduleRequest:
         """The schedule request of this plan for `job` with `microbatches` (None: as many as the job has).
 
-        Raises UserError if no schedule matches.
+        Raises UserError if no schedule can be made for it.
         """
         holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
         record = family(self.schedule)
@@ -425,9 +425,10 @@ class Plan:
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 
     def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
-        """Vocabulary rows that each pipeline rank holds, counting all its tensor ranks; None if the layers are whole.
+        """Vocabulary rows that each pipeline rank holds, counting all its tensor ranks; None without vocabulary
+        parallelism.
 
-        In an even cut the last ranks may have fewer rows than the others, or none.
+        With even shards, the last ranks may have fewer rows than the others, or none.
         """
         if self.vocab is VocabMethod.NONE:
             return None

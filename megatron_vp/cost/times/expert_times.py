@@ -14,8 +14,8 @@ the host waits, and about a hundred launches. The backward takes twice as long.
 """
 
 PRODUCT = 20e-6
-"""Extra seconds per expert product if a rank has several: its launch, and a last wave of tiles that leaves SMs idle.
-Chosen by hand: public jobs on H100 put it at 15 to 30 microseconds.
+"""Extra seconds per matrix product of an expert if a rank has several experts: for its launch, and for a last wave of
+tiles that leaves SMs idle. Chosen by hand: public jobs on H100 put it at 15 to 30 microseconds.
 """
 
 COPIES, SORTED = 8, 4
