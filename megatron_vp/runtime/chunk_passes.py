@@ -42,7 +42,7 @@ class VocabLayers(Protocol):
         """
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Take the last stage's output, detached from the autograd graph."""
+        """Receive the last stage's output, detached from the autograd graph."""
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output."""

@@ -71,7 +71,7 @@ class VocabularyCollectives:
         method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
-        microbatches: their number in the iteration.
+        microbatches: the number of microbatches in the iteration.
         awaited: the collectives whose results this rank uses.
         observer: watches the collectives on the second stream.
         progress: records which collective the second stream is running.
@@ -118,7 +118,7 @@ class VocabularyCollectives:
 
     @property
     def _communicator(self) -> Communicator:
-        """The communicator of the members; other ranks run no collectives."""
+        """The communicator of the vocabulary members; other ranks run no collectives."""
         assert self._groups.vocabulary is not None
         return self._groups.vocabulary
 

@@ -59,8 +59,8 @@ class NativeCommunicator:
     ) -> None:
         """See `Communicator`.
 
-        Only the pairs of ranks that have rows to exchange send messages, in one batch. An all-to-all would also send
-        empty messages and so connect all pairs, at 9 MiB of buffers for each pair, direction and channel.
+        Only pairs of ranks with rows to exchange send messages, in one batch. An all-to-all would also send empty
+        messages and so connect all pairs, at 9 MiB of buffers for each pair, direction and channel.
         """
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
         rank = self._group.rank()
@@ -79,7 +79,8 @@ class NativeCommunicator:
 
 
 class MessageCommunicator:
-    """Sends messages only between ranks that have data for each other, through the root if there is one.
+    """Sends messages only between ranks that have data for each other; an operation with a root sends only to or from
+    it.
 
     Made for gloo, whose own collectives take more messages and more steps for small tensors.
     """
@@ -132,7 +133,7 @@ class MessageCommunicator:
             if rank != self._rank
         ]
         for work in works:
-            assert work is not None  # this rank is a member
+            assert work is not None  # never None, because this rank is a member
             work.wait()
 
 
@@ -145,7 +146,7 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
 
 
 class LoneCommunicator:
-    """The communicator of a rank without peers; buffers keep their made-up contents."""
+    """The communicator of a rank without peers; receive buffers keep their contents."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Do nothing: `tensor` keeps its contents."""

@@ -13,7 +13,7 @@ from megatron_vp.schedule.transfers import Operation
 
 
 class Observer(Protocol):
-    """Interface for watching what a rank does, as clocks and traces do."""
+    """Interface of an object that watches a rank's instructions and operations, such as a recorder."""
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Return a context that spans an instruction: reading data, a pass, the loss function, a post or a wait."""

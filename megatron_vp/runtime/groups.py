@@ -23,10 +23,10 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations, which run
-next to transformer passes. An operation occupies them even while it waits for a peer. By NCCL's default, a receive over
-NVLink would occupy up to 32 until its message arrives, and the receives of all edges together would occupy nearly a
-whole device. Not yet measured on a GPU.
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations;
+transformer passes run at the same time. An operation occupies them even while it waits for a peer. By NCCL's default, a
+receive over NVLink would occupy up to 32 until its message arrives, and the receives of all edges together would occupy
+nearly a whole device. Not yet measured on a GPU.
 """
 EDGE_CTAS = CTAS
 """The same limit for a message between two ranks. A middle rank nearly always waits for some message, so fewer blocks
@@ -78,7 +78,7 @@ class PipelineGroups:
         tensor_size: int = 1,
         vocab_members: Sequence[int] | None = None,
     ) -> PipelineGroups:
-        """Create the groups of every pipeline of the job, and return those of this rank; collective over all ranks.
+        """Create the groups of every pipeline of the job, and return this rank's groups; collective over all ranks.
 
         PyTorch names process groups by a counter, so all ranks must create all groups in the same order. This takes
         microseconds, because nothing is communicated. NCCL creates a communicator when its group is first used, and

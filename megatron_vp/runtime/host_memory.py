@@ -48,7 +48,7 @@ class HostSlot:
         return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether there is room for these parts."""
+        """Whether the slot has room for parts of these sizes."""
         return _room(sizes) <= self._memory.numel()
 
 
@@ -89,7 +89,7 @@ class HostMemory:
         return chunk in self._sizes
 
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
-        """Get a free slot for parts of these sizes in bytes. Raises UserError if the host has no memory left."""
+        """Get a free slot for parts of these sizes in bytes. Raises UserError if host memory cannot be pinned."""
         if chunk not in self._sizes:
             self._sizes[chunk] = _room(sizes)
         if not self._free[chunk]:

@@ -72,7 +72,7 @@ class Shapes:
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        skipped = max(0, depth - own.shape[2])  # of the following positions, if `depth` exceeds a whole chunk
+        skipped = max(0, depth - own.shape[2])  # following positions to skip, if `depth` exceeds a whole chunk
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
     def activation(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Model(Protocol):
         """
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients that the backward of this chunk and microbatch has left."""
+        """Compute the weight gradients that the backward of this chunk and microbatch has left to pass W."""
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None

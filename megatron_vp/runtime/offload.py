@@ -212,7 +212,7 @@ class Offload:
         self._memory.held_elsewhere[chunk] = held
 
     def _leave(self, microbatch: int, chunk: int) -> None:
-        """Pass O: free the storages on the device, whose copy is complete."""
+        """Pass O: free the storages on the device, which have been copied to the host."""
         for storage in self._saved[microbatch, chunk].moving:
             storage.bytes = None
         graph = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)

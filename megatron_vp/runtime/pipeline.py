@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 
 class _Messages:
-    """Runs messages: a post takes the tensor from the sender's store, and a wait puts it into the receiver's."""
+    """Runs messages: a post takes the tensor from the sender's store, and a wait puts it into the receiver's store."""
 
     def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
         self._rank, self._store, self._shapes = groups.rank, store, shapes
@@ -218,7 +218,7 @@ class Pipeline:
     def _offload(
         self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
     ) -> Offload | None:
-        """The offload of a program with copies to the host; None for other programs.
+        """Create the offload of a program with copies to the host; None for other programs.
 
         A rehearsal uses separate host memory, because its tensors are too small to show how large a slot must be.
         """

@@ -67,7 +67,7 @@ class FinishedIterations(Protocol):
 
 
 class Progress:
-    """What one pipeline rank is doing.
+    """The current activity of one pipeline rank.
 
     Args:
         members: global ranks of the pipeline, in pipeline order.
@@ -93,7 +93,7 @@ class Progress:
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
-        """The device's count when all that the host has issued is finished."""
+        """The device's count once it has finished all iterations that the host has issued."""
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:

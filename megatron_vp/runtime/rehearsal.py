@@ -17,9 +17,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard. Each of the other two uses only one or two rows of all shards but
-one.
-"""
+"""The first microbatch uses many rows of every shard. Each of the others uses one or two rows of all shards but one."""
 
 
 class RehearsalModel:
@@ -108,4 +106,4 @@ class RehearsalModel:
         return torch.zeros_like(token_loss_bs) if self._gradients else None
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Do nothing: no gradient of the job is complete yet."""
+        """Do nothing: a rehearsal completes no gradient of the job."""

@@ -21,7 +21,7 @@ class ShardedVocabLayers:
         layer_shards: the shards of this rank.
         reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
         method: vocab-1 or vocab-2.
-        microbatches: m, from which follows which contribution to a weight's gradient is the last.
+        microbatches: m, used to recognise the last contribution to a weight's gradient.
         gradients: False in evaluation.
     """
 

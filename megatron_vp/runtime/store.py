@@ -59,8 +59,9 @@ class Slot(Enum):
     """
 
     ROW_EXCHANGE = auto()
-    """Which rank owns which of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED and, unless
-    the embedding is frozen, by EMBED_GRAD and IB."""
+    """The owning rank of each of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED and, unless
+    the embedding is frozen, by EMBED_GRAD and IB.
+    """
     TARGETS = auto()
     """Label of every row of the last stage's output, int64 [outputs]. Put by TOKENS, taken by S."""
     OWN_ROWS = auto()
@@ -70,7 +71,9 @@ class Slot(Enum):
     stage.
     """
     MTP_EMBEDDING = auto()
-    """The same for the multi-token prediction block, on the last stage. Put by EMBED, taken by F of the last stage."""
+    """The embedding rows for the multi-token prediction block, like EMBEDDING, on the last stage. Put by EMBED, taken
+    by F of the last stage.
+    """
     MTP_LEAF = auto()
     """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
     EMBEDDING_GRAD = auto()
@@ -82,7 +85,7 @@ class Slot(Enum):
     embedding is frozen.
     """
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS, one from each rank that uses embedded words: [1 or 2, r, h], model dtype; none if the
+    """Gradients of OWN_ROWS, one from each stage that uses the embeddings: [1 or 2, r, h], model dtype; none if the
     embedding is frozen. Put by EMBED_GRAD, taken by IB.
     """
 

@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class CudaEvent:
-    """A device event, and the function whose buffers must stay allocated until then."""
+    """A device event, and the function whose buffers must stay allocated until the event."""
 
     def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
         self._event = event
@@ -100,7 +100,7 @@ class CudaStream:
     """A high-priority CUDA stream.
 
     PyTorch hands out its 32 normal-priority streams in turn, including to groups of the newer NCCL backend. On a shared
-    stream, our operations and those of another group would wait for each other.
+    stream, our operations and another group's operations would wait for each other.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ roll call.
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank, once it has all answers, waits for its peers to get theirs."""
 _TOLD_SECONDS = 2.0
-"""Seconds for which a process that was told to end may still ask its peers."""
+"""Seconds during which a process that has received such a signal may still ask its peers."""
 
 
 class Watchdog:
@@ -90,7 +90,7 @@ class Watchdog:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
                 if self._told is None:  # the first process to exit breaks the others' connections
                     self._sleep(_LAST_WORDS_SECONDS)
-            else:  # a rank that has not moved for long was not about to continue
+            else:  # call the roll only if this rank has been stuck for long
                 others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
             self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
 
@@ -158,7 +158,7 @@ class _Signals:
     """File descriptor that becomes readable when a signal arrives, even if the main thread is in a backend's code.
     """
     ours: frozenset[int]
-    """The signals that nothing else in this process handles, and that are not ignored (by `nohup`, say)."""
+    """The signals that nothing else in this process handles, and that are not ignored (as under `nohup`)."""
 
 
 def _signals() -> _Signals | None:

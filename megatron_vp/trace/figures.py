@@ -58,7 +58,8 @@ class Figures:
     """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the end of the last.
 
     costs: mean times over microbatches and iterations: see `mean_costs`.
-    predicted: the simulator's iteration time for the executed order and these costs, with a loss that takes no time.
+    predicted: the simulator's iteration time for the executed order and these costs, if the loss function takes no
+        time.
     """
 
     iterations: tuple[int, ...]
@@ -154,7 +155,7 @@ def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
-    """Counter events with each rank's held activations over time, as the simulator shows them."""
+    """Counter events that show the activations each rank holds over time, as in a simulated trace."""
     events = []
     for iteration in sorted(traces[0].microbatches):
         schedule = ran(traces, iteration)

@@ -17,9 +17,9 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Partition:
-    """The numbers of layers and of vocabulary rows in every part of a run's pipeline.
+    """How a run splits its layers over stages and its vocabulary rows over pipeline ranks.
 
-    layers: number of layers by virtual stage; None if unknown, or if all stages have equally many.
+    layers: number of layers by virtual stage; None if unknown, or if all stages have the same number.
     vocab_rows: rows by pipeline rank, for its tensor ranks together; None if unknown, or without vocabulary
         parallelism.
     tensor: number of tensor ranks that share a pipeline rank's rows.
@@ -50,4 +50,4 @@ class Partition:
 
 
 UNKNOWN = Partition()
-"""The partition of a run that recorded none."""
+"""The partition of a run that did not record one."""

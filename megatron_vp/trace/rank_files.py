@@ -22,7 +22,7 @@ COLLECTIVE = "collective"
 LOSS = "loss"
 LOAD = "load"
 WAIT = "wait"
-"""Categories of everything but passes; the category of a pass is its kind."""
+"""Categories of all spans but passes; the category of a pass is its kind."""
 
 _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
@@ -51,7 +51,7 @@ class RankTrace:
 
     run: identifies the run.
     placement: the virtual stages of each rank, as in a schedule.
-    microbatches: their number in each traced iteration.
+    microbatches: the number of microbatches in each traced iteration.
     clock_error: milliseconds by which this rank's times may be off relative to rank 0's.
     spans: everything recorded, in order of start.
     partition: how the model is split over ranks.
@@ -82,7 +82,7 @@ class RankTrace:
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
     def events(self) -> list[perfetto.Event]:
-        """The rank's process, its lanes and their slices."""
+        """The trace's events: the rank's process, its lanes and their slices."""
         used = {span.lane for span in self.spans}
         events = perfetto.process(self.rank, *(lane for lane in _LANES if lane in used or lane < Lane.COPIES))
         for span in self.spans:
@@ -96,7 +96,7 @@ class RankTrace:
 
     @classmethod
     def from_json(cls, text: str) -> RankTrace:
-        """Read what `to_json` wrote.
+        """Read a trace that `to_json` wrote.
 
         Raises ValueError, KeyError, TypeError, AttributeError or RecursionError for anything else.
         """

@@ -132,8 +132,9 @@ class TwoRuns:
 def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = None) -> TwoRuns:
     """Read two runs from the folders of their rank reports.
 
-    logs: Megatron's log of each run; None means the only log in each folder. Raises UserError for runs that cannot be
-        compared.
+    logs: Megatron's log of each run; None means the only log in each folder.
+
+    Raises UserError for runs that cannot be compared.
     """
     reports = [read_reports(folder) for folder in (plain, split)]
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))
@@ -153,7 +154,7 @@ def read_losses(log: Path) -> dict[int, float]:
             loss = math.nan
         if not math.isfinite(loss):
             raise UserError(
-                f"{log} has the loss {printable(text, 40)} in iteration {iteration}: give two runs whose losses are "
+                f"the loss of iteration {iteration} in {log} is {printable(text, 40)}: give two runs whose losses are "
                 "finite"
             )
         losses[int(iteration)] = loss

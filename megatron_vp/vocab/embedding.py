@@ -1,8 +1,8 @@
 """Input embedding of one shard: passes IF and IB, and the exchange of owned rows between them and stage 0.
 
-Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows travel. Each rank
-sends stage 0 only the rows that it owns, and gets back only their gradients. The traffic of a dense [n, h] reduction,
-by contrast, would grow with the number of ranks.
+Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows are sent. Each
+rank sends stage 0 only the rows that it owns, and gets back only their gradients. The traffic of a dense [n, h]
+reduction, by contrast, would grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RowExchange:
     def plan(self) -> None:
         """Find the owners, asynchronously on a GPU.
 
-        This is the only sort of a microbatch, and its size never changes.
+        This is the only sort per microbatch, and its size never changes.
         """
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
@@ -90,7 +90,7 @@ class RowExchange:
         return tuple(counts)
 
     def owned_by(self, index: int) -> torch.Tensor:
-        """Token ids that shard `index` of this pipeline owns, in the order in which its rows travel."""
+        """Token ids that shard `index` of this pipeline owns, in the order in which its rows are sent."""
         rank = index // self._tensor_size
         first = sum(self.counts[:rank])
         return self.tokens_n[self.order_n[first : first + self.counts[rank]]]

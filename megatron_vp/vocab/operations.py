@@ -22,7 +22,7 @@ ROWS_PER_BLOCK = 1024
 
 
 class Operations(Protocol):
-    """Interface of the operations; those whose names end in `_` write into their first argument."""
+    """Interface of the operations. Operations whose names end in `_` write into their first argument."""
 
     def exponentiate_(
         self,

@@ -1,4 +1,4 @@
-"""Flash attention for Megatron's local layers, over PyTorch's scaled-dot-product attention.
+"""Flash attention for Megatron's local layers, based on PyTorch's scaled-dot-product attention.
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
 backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax. With context parallelism,
@@ -96,7 +96,7 @@ class ScaledDotProductAttention(MegatronModule):
 
         Args:
             query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
-                where dv is d except in latent attention; one dtype.
+                where dv is d except in latent attention. All three have the same dtype.
             attention_mask: bool, [b or 1, 1, s, s], True for pairs that must not attend; unused in a causal layer.
             attn_mask_type: replaces the layer's own type if given.
             packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
@@ -105,7 +105,7 @@ class ScaledDotProductAttention(MegatronModule):
         Returns:
             The context, [s, b, heads * dv]; for a packed sequence [s, heads * dv].
         """
-        assert attention_bias is None, "an attention bias is refused when the arguments are checked"
+        assert attention_bias is None, "an attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         if packed_seq_params is not None:
             lengths = self._lengths(packed_seq_params)

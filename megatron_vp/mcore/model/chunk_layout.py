@@ -29,7 +29,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
-        assert self.virtual_pipeline_model_parallel_size == placement.chunks, "checked with the arguments"
+        assert self.virtual_pipeline_model_parallel_size == placement.chunks, "layout and placement differ in chunks"
         # Exporters copy a configuration attribute by attribute. That fails for frozen classes such as the placement, so
         # only its table is kept.
         self._stage_of = placement.stage_of

@@ -166,7 +166,7 @@ def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGro
 
 
 def _is_group(layer: torch.nn.Module) -> bool:
-    """Whether the layer holds one weight per expert and multiplies them in one call."""
+    """Whether the layer holds one weight per expert and multiplies by all of them in one call."""
     return hasattr(layer, "num_gemms")
 
 
@@ -185,7 +185,7 @@ def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, 
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Set `delay_wgrad_compute` only after Megatron's own checks, which accept it only together with overlapped
+    """Set `delay_wgrad_compute` after Megatron's own checks, because they accept it only together with overlapped
     expert-parallel communication.
     """
 

@@ -50,7 +50,8 @@ class PlainLayout:
     """How plain Megatron would split the model over the same ranks: the settings that differ from ours.
 
     chunks: stages per rank.
-    layout: the layers of each stage, unless the model is hybrid. pattern: the layers of each stage of a hybrid model.
+    layout: the layers of each stage, unless the model is hybrid.
+    pattern: the layers of each stage of a hybrid model.
     """
 
     chunks: int
@@ -107,7 +108,7 @@ class PlainStart:
     """Holds the chunks that this rank would have in plain Megatron, until our chunks have copied their weights.
 
     Args:
-        job: the settled job.
+        job: the job with its final settings.
         groups: Megatron's process groups of this rank.
         build: builds one chunk; called for each of the rank's plain chunks in turn.
     """
@@ -152,9 +153,9 @@ class PlainStart:
         unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
         if unfilled:
             warnings.warn(
-                f"{unfilled[0]}{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)} of virtual stage {stage} do "
-                "not start from plain Megatron's values, because plain Megatron has no parameters with these names "
-                "and shapes",
+                f"virtual stage {stage} does not start from plain Megatron's values for {unfilled[0]}"
+                f"{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)}, because plain Megatron has no parameters "
+                "with these names and shapes",
                 stacklevel=2,
             )
         if index + 1 == placement.chunks:

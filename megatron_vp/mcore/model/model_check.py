@@ -31,7 +31,8 @@ _UNREAD = (
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""fp8 fields of a model configuration that were never tested under our schedules. No flag sets them, but a script may.
+"""fp8 fields of a model configuration that have not been tested under our schedules. No flag sets them, but a script
+may.
 """
 
 
@@ -62,8 +63,8 @@ def check_model(chunk: nn.Module) -> None:
     for name in _UNTRIED:
         if getattr(chunk.config, name):
             raise UserError(
-                f"the script's model configuration sets {name}, which was never tested under our schedules: leave it "
-                f"out, or leave --vocab-parallel and --pipeline-schedule out"
+                f"the script's model configuration sets {name}, which has not been tested under our schedules: leave "
+                "it out, or leave --vocab-parallel and --pipeline-schedule out"
             )
 
 

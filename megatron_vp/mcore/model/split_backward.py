@@ -1,8 +1,8 @@
 """Split backward: B computes input gradients and leaves weight gradients to W.
 
-All column- and row-parallel layers of Megatron call the same function for their product. For a schedule with W passes,
-that function is replaced by one that hides the weight from autograd. Pass B computes the gradients of inputs, biases
-and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
+In Megatron, all column- and row-parallel layers call the same function for their matrix product. For a schedule with W
+passes, that function is replaced by one that hides the weight from autograd. Pass B computes the gradients of inputs,
+biases and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
 `main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
 `megatron_vp.mcore.model.delayed_weights`).
 """
@@ -50,7 +50,7 @@ class PendingWeightGradient:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter]:
-        """Only the weight, because pass B computes the gradient of a bias."""
+        """Only the weight, because pass B has already computed the gradient of the bias."""
         return (self.weight,)
 
     @torch.no_grad()

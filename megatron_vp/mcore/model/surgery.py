@@ -138,7 +138,7 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement, not the caller, decides whether it holds the first or the last stage."""
-        if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` settles the job
+        if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` derives the settings
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
         if not vp_stage:

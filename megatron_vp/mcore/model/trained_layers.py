@@ -1,10 +1,10 @@
 """Lets all ranks of a model agree on which vocabulary layers are trained, and on the trained share of the other
 weights.
 
-As in Megatron, `requires_grad` of a weight decides, and it may change until the model is wrapped. A vocabulary layer
-that is frozen before it is cut has frozen shards on all ranks (see `surgery`). Code that freezes layers afterwards,
-such as a hook or lines of a script, runs separately on every rank, and finds a shard under Megatron's name on each rank
-that holds rows.
+As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
+vocabulary layer that is frozen before it is cut has frozen shards on all ranks (see `surgery`). Code that freezes
+layers afterwards, such as a hook or lines of a script, runs separately on every rank, and finds a shard under
+Megatron's name on each rank that holds rows.
 """
 
 from __future__ import annotations

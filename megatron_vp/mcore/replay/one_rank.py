@@ -73,13 +73,14 @@ class Replayed:
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]
-    """Bytes by name. Always: parameters and gradients. On a GPU or with shapes only: allocated (before an iteration)
-    and peak (during it). On a GPU: reserved (by the allocator) and outside (in use outside of the allocator).
+    """Bytes by name: always parameters and gradients; on a GPU or with shapes only also allocated (before an iteration)
+    and peak (during it); on a GPU also reserved (by the allocator) and outside (in use outside of the allocator).
     """
     played: int | None = None
     """With shapes only, the number of microbatches that ran: enough to reach the memory peak."""
     layers: LayerKind | None = None
-    """With shapes only, whose layers were counted: Megatron's local layers or Transformer Engine's."""
+    """With shapes only, the kind of layers whose memory was counted: Megatron's local layers or Transformer Engine's.
+    """
 
     def costs(self) -> str:
         """The times in the form that `megatron-vp schedule --cost` expects; a pass that did not run takes no time.
@@ -134,7 +135,7 @@ def run_alone(
     if shapes_only and (experts := job.whole_number("num_experts", 0)):
         raise UserError(
             f"--shapes-only does not support --num-experts {experts}, because the sizes of expert inputs depend on "
-            "values: replay on a GPU, without --shapes-only"
+            "routing: replay on a GPU, without --shapes-only"
         )
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:

@@ -65,7 +65,9 @@ class LiveStorages(TorchDispatchMode):
 
     def _counted(self, results: Any, kind: type[torch.Tensor]) -> Any:
         for result in tree_iter(results):
-            if isinstance(result, kind) and result.device.type != "meta":  # meta: host memory, see `HostMemory`
+            if (
+                isinstance(result, kind) and result.device.type != "meta"
+            ):  # the meta device holds host memory, see `HostMemory`
                 self._count(result.untyped_storage())
         return results
 
@@ -87,7 +89,7 @@ class LiveStorages(TorchDispatchMode):
 
 def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
     """Skip a collective or message: return its buffers, which are its first argument, unchanged."""
-    from torch._C._distributed_c10d import FakeWork  # not in every PyTorch that can train
+    from torch._C._distributed_c10d import FakeWork  # some supported PyTorch versions lack it
 
     results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) if results else None

@@ -42,5 +42,5 @@ def make_trace_folder(args: argparse.Namespace) -> None:
         Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot create --pipeline-trace {args.pipeline_trace} ({error.strerror}): give another folder"
+            f"cannot create the --pipeline-trace folder {args.pipeline_trace} ({error.strerror}): give another one"
         ) from None

@@ -1,5 +1,5 @@
-"""`--rank-report DIR`: reports what each rank held and how long it computed, in plain Megatron as well as in our
-schedules.
+"""`--rank-report DIR`: reports each rank's memory and compute time, under plain Megatron's schedules as well as under
+ours.
 
 Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. Times cover the rank's own passes in the
 last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not include
@@ -48,7 +48,7 @@ class RankReport:
         self._peak_logits_in_flight = 0
 
     def begin(self) -> None:
-        """Begin an iteration."""
+        """Begin an iteration: reset the memory peak."""
         memory = meter()
         if memory is not None:
             memory.restart()

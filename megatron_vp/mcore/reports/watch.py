@@ -34,8 +34,8 @@ class Watch:
 
         Args:
             model: the chunks of this rank.
-            schedule: the schedule that ran; the trace describes it without its passes. in_flight, logits: peaks of
-                activations and logits, in microbatches of the whole rank.
+            schedule: the schedule that ran; the trace records it without its passes.
+            in_flight, logits: peaks of activations and logits, in microbatches of the whole rank.
         """
         if self.report or self.trace:
             self.recorder.finish()

@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vp.errors import UserError
 
 _ELSEWHERE = {
-    "decoder_input": "embeddings made outside the model",
+    "decoder_input": "embeddings computed outside the model",
     "output_processor": "an output processor",
 }
 """Arguments of the model that our passes would ignore, each with a description for the error message."""
@@ -107,9 +107,9 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         if data_iterator is not None or "NoneType" not in str(error):
             raise
         raise UserError(
-            "this forward_step reads data on a middle stage, for which the script has built no dataset. Packed "
-            "sequences need their data on every stage: make is_dataset_built_on_rank return True there (NVIDIA's "
-            "scripts do so only with --sft, pretrain_gpt_vp.py also with --dataloader-inter-document-masking)"
+            "this forward_step reads data on a middle stage, but the script built no dataset there: for packed "
+            "sequences, make is_dataset_built_on_rank return True on every stage (NVIDIA's scripts do so only with "
+            "--sft, pretrain_gpt_vp.py also with --dataloader-inter-document-masking)"
         ) from error
     if len(probe.calls) != 1:
         raise UserError(
@@ -118,8 +118,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         )
     if output is not probe.output:
         raise UserError(
-            "this forward_step does not return the model's output unchanged: return it unchanged, and do the rest in "
-            "the loss function"
+            "this forward_step does not return the model's output unchanged: return it unchanged, and move further "
+            "computation to the loss function"
         )
     # Like NVIDIA's own, a loss function may keep a reference to the model, which here is the probe. The probe must not
     # keep an attention mask alive.

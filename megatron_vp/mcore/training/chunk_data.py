@@ -73,9 +73,7 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_and_print_results(
         prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call the original with the iterators regrouped: a list of chunks for each validation set, instead of a list
-        of sets for each chunk.
-        """
+        """Call the original with the iterators grouped by validation set instead of by chunk."""
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
         if (
             current().args.multiple_validation_sets
@@ -92,7 +90,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:dummy_train_step",
         _skipping,
-        "a skipped iteration would end a run whose ranks have several chunks, or stages without data",
+        "a skipped iteration would crash a run whose ranks have several chunks, or stages without data",
         "(data_iterator)",
     ),
     Patch(

@@ -69,8 +69,8 @@ def saying_host_memory(memory: HostMemory) -> Iterator[None]:
     for chunk in memory.held_elsewhere.keys() - known:
         for module, held in memory.held_elsewhere[chunk]:
             print_rank_0(
-                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device, because other "
-                f"references keep tensors alive that {module or 'the chunk'} saved"
+                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device, because tensors that "
+                f"{module or 'the chunk'} saved are still referenced elsewhere"
             )
     if memory.bytes > size:
         print_rank_0(

@@ -136,7 +136,7 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     if type(given) is not P2PCommunicator:
         raise UserError(
             f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
-            f"use: pass a P2PCommunicator of Megatron or none, or {_LEAVE_OUT}"
+            f"use: pass Megatron's P2PCommunicator or none, or {_LEAVE_OUT}"
         )
     ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
     if ranks != ours:

@@ -36,7 +36,7 @@ class GradientSynchronisation:
             self._report(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
-        """Note that a weight outside autograd has received its last contribution."""
+        """Record that the gradient of a weight outside autograd is complete."""
         if self._started:
             self._report(parameter)
         else:

@@ -2,8 +2,8 @@
 
 Megatron lets Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
 forwards and backwards. Graphs share buffers according to that order: an F reuses the input buffer of a microbatch whose
-B came before. Megatron passes the order of its own 1F1B, so under another schedule an F would overwrite what a later B
-reads. This module passes the order of the job's schedule instead.
+B came before. Megatron passes the order of its own 1F1B, so under another schedule an F would overwrite data that a
+later B reads. This module passes the order of the job's schedule instead.
 
 Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so they need no order
 from this module.

@@ -29,14 +29,15 @@ class MegatronModel:
 
     Args:
         chunks: the rank's model chunks, as Megatron wrapped them (DDP, Float16Module).
-        forward_step, data_iterators: the user's, as Megatron passes them to a schedule; one iterator per chunk.
+        forward_step, data_iterators: the user's function and data, as Megatron passes them to a schedule; one iterator
+            per chunk.
         microbatches: the number of microbatches m.
         shapes: expected sizes of a microbatch.
         gradients: whether to compute gradients; False in evaluation.
         is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
             Megatron aligns the synchronisation of ranks.
-        context_group: the ranks that hold the other parts of this rank's sequences. split_backward: whether pass B
-            leaves weight gradients to a pass W.
+        context_group: the ranks that hold the other parts of this rank's sequences.
+        split_backward: whether pass B leaves weight gradients to a pass W.
         late_weights: the (chunk, microbatch) pairs with other passes between their B and W.
         first_val_step: the argument that Megatron passes to a schedule in evaluation. False means that cached quantised
             weights are still valid; otherwise they may have changed.
@@ -74,7 +75,8 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # Megatron repeats an iteration after an unexpected loss. In the repetition, look for the pass that produced it.
+        # Megatron repeats an iteration after an unexpected loss. In the repetition, look for the pass that produced NaN
+        # or infinity.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
@@ -318,11 +320,11 @@ class _Chunk:
         """Check that microbatch 0 comes first, because Transformer Engine's fused products overwrite main_grad for it
         and add to main_grad for all others.
         """
-        assert self._weight_passes or not microbatch, "the weight gradient of microbatch 0 is not the first"
+        assert self._weight_passes or not microbatch, "microbatch 0 must be the first to run pass W"
         self._weight_passes += 1
 
     def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """After the last pass W of the iteration, report that its parameters are complete."""
+        """After the last pass W of the iteration, report that the gradients of `parameters` are complete."""
         if self._weight_passes == self._microbatches:
             for parameter in dict.fromkeys(parameters):
                 self.synchronisation.complete(parameter)

@@ -27,7 +27,7 @@ def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Sche
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
     """Leave the gradients of frozen weights out of the costs that decide the order of passes. W takes only the trained
     share of its time. IB takes no time if the embedding is frozen. If the output layer is frozen, T takes no time,
-    except with vocab-1: there it still computes one of its two products, dX, in half of its time.
+    except with vocab-1: there it still computes one of its two products, dX, which takes half of its time.
     """
     if trained.everything:
         return costs

@@ -60,7 +60,7 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
         Patch(
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
             _schedule,
-            "run --pipeline-schedule, with vocabulary passes or without, in training and in evaluation",
+            "run the schedule of --pipeline-schedule, with or without vocabulary passes, in training and in evaluation",
             "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
             "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
             "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",

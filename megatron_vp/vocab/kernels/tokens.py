@@ -2,9 +2,9 @@
 
 A position's place in the sorted order is the number of positions that come before it. Each program counts these for a
 few positions. That takes n^2 comparisons, but neither a sort of many launches nor atomics. Judging by the instructions
-of the compiled kernel, the comparisons take a whole H100 5 us for 4,096 tokens and 80 us for `MOST_TOKENS`, less than a
-thousandth of the time that the passes of such a microbatch take. The kernel has not yet been run on a GPU. PyTorch's
-sort handles more tokens.
+of the compiled kernel, the comparisons would take a whole H100 5 us for 4,096 tokens and 80 us for `MOST_TOKENS`, less
+than a thousandth of the time of such a microbatch's passes. The kernel has not yet been run on a GPU. PyTorch's sort
+handles more tokens.
 """
 
 from __future__ import annotations
