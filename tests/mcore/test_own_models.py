@@ -87,7 +87,7 @@ def test_what_the_cut_would_leave_out_is_named(made, said):
 
 
 def test_other_models_are_refused_whatever_layers_they_have():
-    with pytest.raises(UserError, match="built a BertModel, .* build a GPTModel or HybridModel"):
+    with pytest.raises(UserError, match=r"built a BertModel, .* build a GPTModel or HybridModel"):
         check_model(unbuilt(BertModel, share_embeddings_and_output_weights=True))
 
 
