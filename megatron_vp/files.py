@@ -55,7 +55,8 @@ def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[
 
     Until then the file has a random name in the same folder. It is created exclusively, so that other users who can
     write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces, limited by
-    `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError.
+    `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the file cannot be
+    written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")

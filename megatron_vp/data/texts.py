@@ -112,7 +112,7 @@ class SourceTexts:
 
 
 def standard_library_texts() -> SourceTexts:
-    """The sources of the running Python's standard library: about 11 million characters that every machine has."""
+    """The sources of the running Python's standard library: about 11 million characters, which every machine has."""
     return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
 
 

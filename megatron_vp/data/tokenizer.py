@@ -91,8 +91,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token, which is needed "
-            "to mark the end of each document"
+            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token: set it to the "
+            "token that ends each document"
         )
     return tokenizer, end_id
 

@@ -202,7 +202,7 @@ class _Search:
         )
 
     def least_of_all(self) -> float:
-        """Lower bound on the seconds of any layout with any rows.
+        """Lower bound on an iteration's seconds for any layout and any rows.
 
         The bound divides all work equally among the ranks, and assumes shards of the size that takes the least time per
         row.

@@ -228,7 +228,7 @@ HARDWARE = {entry.name: entry for entry in _ALL}
 
 
 def find_hardware(name: str) -> Hardware:
-    """The hardware called `name`, in upper or lower case; `mi300` means `mi300x`. Raises UserError if it is unknown."""
+    """The hardware called `name`, in upper or lower case; `mi300` means `mi300x`. Raises UserError for other names."""
     found = HARDWARE.get(name.lower()) or HARDWARE.get(f"{name.lower()}x")
     if found is None:
         near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)

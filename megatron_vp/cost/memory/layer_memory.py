@@ -64,7 +64,7 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of a layer's activations that stay on the device when the layer is offloaded, because their tensors are too
-    small.
+    small to be worth a copy.
 
     All other tensors, including those of experts, are assumed to be copied at full bandwidth.
     """

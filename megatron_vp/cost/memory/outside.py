@@ -16,10 +16,10 @@ from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 MIB, GIB = 2**20, 2**30
 
 CONTEXT = 0.5 * GIB
-"""The CUDA context; on a CPU, the process and its libraries."""
+"""Bytes of the CUDA context; on a CPU, of the process and its libraries."""
 
 KERNELS = 0.35 * GIB
-"""Loaded kernel code, and workspaces that libraries allocate themselves."""
+"""Bytes of loaded kernel code, and of workspaces that libraries allocate themselves."""
 
 CONNECTION = 9.2 * MIB
 """Buffers of one connection to a peer, for each channel: 4.0 MiB for the protocol SIMPLE, 0.5 for LL, 4.7 for LL128."""
@@ -57,7 +57,7 @@ class OutsideMemory:
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """Sum of all parts in bytes."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ for the product. This project's code keeps 16-bit logits of each microbatch from
 """
 
 WORKSPACES = 0.1 * GIB
-"""Small tensors and the workspaces of cuBLAS."""
+"""Bytes of small tensors and of cuBLAS workspaces."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: seconds per iteration (median without the first ones), and peak memory of the fullest rank in
-    GiB.
+    """A finished run: seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB.
 
     Both are None if the run ran out of memory; memory is also None if no log reports it.
     """

@@ -21,7 +21,10 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     """
     lines = ["predicted MFU in percent and peak memory in GiB; !: does not fit into the device's memory"]
     if setting is not None:
-        lines.append(f"this project on {setting}; 100 % MFU: {setting.hardware.peak_flops / 1e12:.0f} TFLOP/s, 16 bits")
+        lines.append(
+            f"this project on {setting}; MFU is relative to the 16-bit peak, {setting.hardware.peak_flops / 1e12:.0f} "
+            "TFLOP/s"
+        )
     compared = any(row.published for row in rows)
     if compared:
         lines.append("errors relative to the published values follow, in percent; oom: the published run did not fit")

@@ -1,4 +1,4 @@
-"""Offloading in plans: chooses how many chunks of every schedule move to host memory, and predicts the cost in time."""
+"""Chooses how many chunks of every planned schedule move to host memory, and predicts how much time that costs."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def with_chosen_offload(
 ) -> Plan:
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
-    The number with which the plan is fastest within `limit` bytes per rank (None: the device's memory) is chosen, or 0
-    if the plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing
+    This is the number with which the plan is fastest within `limit` bytes per rank (None: the device's memory), or 0 if
+    the plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing
     fits.
     """
     if config.values.get("offload_chunks") != AUTO:

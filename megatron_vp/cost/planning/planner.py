@@ -127,7 +127,7 @@ class Choice:
     tied: tuple[Evaluation, ...]
     """The runs that tie with the fastest one, which comes first."""
     without_split: Evaluation | None
-    """The fastest run without vocabulary parallelism that fits, redistributed layers included."""
+    """The fastest run without vocabulary parallelism that fits, with layers spread evenly or redistributed."""
 
     @property
     def gain(self) -> float | None:

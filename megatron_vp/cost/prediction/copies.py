@@ -1,4 +1,4 @@
-"""Offloading in a prediction: how long copies take, which passes wait for them, and how much host memory they need."""
+"""Predicts offloading: how long copies take, which passes wait for them, and how much host memory they need."""
 
 from __future__ import annotations
 

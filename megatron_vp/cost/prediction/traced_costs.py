@@ -1,4 +1,4 @@
-"""Replaces modelled pass times by those of a recorded run."""
+"""Takes pass times from the trace of a run instead of modelling them."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class PublicRow:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole run."""
+        """Number of GPUs in the run."""
         return int(self["gpus"])
 
     @property

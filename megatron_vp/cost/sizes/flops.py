@@ -76,12 +76,12 @@ def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """FLOPs of one layer's forward of one microbatch on one rank, including the non-causal half of attention."""
+    """FLOPs of one layer's forward for a microbatch on one rank, including the non-causal half of attention."""
     return sum(matrix.flops for matrix in layer_matrices(job, kind)) + attention_flops(job, kind)
 
 
 def output_flops(job: Job) -> float:
-    """FLOPs of the output layer's forward of one microbatch on one of the last stage's tensor ranks."""
+    """FLOPs of the output layer's forward for a microbatch on one tensor rank of the last stage."""
     return 2 * job.output_tokens * job.model.hidden * job.model.vocab / job.tensor
 
 

@@ -34,8 +34,8 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
     """Layers of every virtual stage, given the layers of every rank.
 
-    If a rank's chunks cannot share its layers equally, some of them get one more. The first chunk that gets one more
-    changes from rank to rank.
+    If a rank's chunks cannot share its layers equally, some of them get one more. Different ranks start with different
+    chunks.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):

@@ -190,7 +190,7 @@ class ModelShape:
 
     @property
     def mlps_per_token(self) -> int:
-        """MLPs that a token goes through."""
+        """Number of MLPs that a token goes through in a layer."""
         return self.experts_per_token if self.experts else 1
 
 
@@ -331,17 +331,17 @@ class Job:
 
     @property
     def gpus_per_stage(self) -> int:
-        """Ranks that share a pipeline stage."""
+        """Number of ranks that share a pipeline stage."""
         return self.tensor * self.context * self.data
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage that hold the same experts."""
+        """Number of ranks of a stage that hold the same experts."""
         return self.gpus_per_stage // (self.expert * self.expert_tensor)
 
     @property
     def gpus(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return self.gpus_per_stage * self.pipeline
 
     @property
@@ -376,7 +376,7 @@ class Plan:
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
-    """shape of a flexible schedule that was fitted to a memory limit; see `prediction.limit`"""
+    """shape that a flexible schedule got when it was fitted to a memory limit; see `prediction.limit`"""
     activation_limit: str = ""
     """that limit, as given to `--activation-limit`"""
     offload_chunks: int = 0

@@ -69,7 +69,7 @@ class CommunicationModel:
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
-        """Latency of one round through a ring of `ranks` on `nodes`, which leaves each node once."""
+        """Latency of one round through a ring of `ranks` on `nodes`; the ring leaves each node once."""
         crossings = min(ranks, nodes) if nodes > 1 else 0
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 

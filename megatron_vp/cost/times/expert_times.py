@@ -15,7 +15,7 @@ the host waits, and about a hundred launches. The backward takes twice as long.
 
 PRODUCT = 20e-6
 """Extra seconds per matrix product of an expert if a rank has several experts: for its launch, and for a last wave of
-tiles that leaves SMs idle. Chosen by hand: public jobs on H100 put it at 15 to 30 microseconds.
+tiles that leaves SMs idle. Chosen by hand; published runs on H100 suggest 15 to 30 microseconds.
 """
 
 COPIES, SORTED = 8, 4
@@ -48,7 +48,7 @@ class Separate(NamedTuple):
 
 
 def distinct(places: int, per_token: int) -> float:
-    """Expected number of distinct `places` that a token's uniformly chosen experts are in, divided by `per_token`."""
+    """Expected number of distinct `places` that hold a token's uniformly chosen experts, divided by `per_token`."""
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 
@@ -62,7 +62,7 @@ def is_flexible(job: Job, hardware: Hardware) -> bool:
 
 
 def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
-    """How often the tokens of a layer's experts are read or written; each token counts once for each of its experts."""
+    """How often the tokens of a layer's experts are read or written, counting a token once for each of its experts."""
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts:
         return 0.0

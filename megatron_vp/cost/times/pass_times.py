@@ -45,8 +45,8 @@ to the V-Half baselines.
 """
 
 FUSED_HIDDEN = 22
-"""Bytes per token and hidden unit in a fused layer's forward. Each of its two blocks moves 4 for a norm, and 7 for a
-sum with the residual and its copy. Dropout masks are counted separately.
+"""Bytes per token and hidden unit in a fused layer's forward. Each of the layer's two blocks moves 4 for a norm, and 7
+to add the residual and copy the sum. Dropout masks are counted separately.
 """
 
 OWN_SHARE = 0.4
@@ -211,7 +211,7 @@ class PassTimes:
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
-        """Seconds of a whole output layer and of the loss, which are on the last stage."""
+        """Seconds of the last stage's whole output layer and of the loss."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
@@ -222,7 +222,7 @@ class PassTimes:
         )
 
     def whole_embedding(self) -> Split:
-        """Seconds of a whole input embedding, which is on the first stage."""
+        """Seconds of the first stage's whole input embedding."""
         job = self.job
         units = job.tokens * job.model.hidden
         return Split(
@@ -301,7 +301,7 @@ class PassTimes:
 
     def optimizer_step(self, parameters: float) -> float:
         """Seconds of mixed-precision Adam over a rank's parameters: widen gradients, compute norms, read and write
-        states. Smaller states move fewer bytes.
+        states. States in lower precision move fewer bytes.
         """
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
         return self.memory_time((46 - spared) * parameters)
