@@ -38,7 +38,7 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
     if max(size, len(data)) > most:
         raise UserError(
-            f"cannot read {what} {path}: it is larger than {most // MIB} MiB, so it is probably another file; check "
+            f"cannot read {what} {path}: it is larger than {most // MIB} MiB, so it is probably the wrong file; check "
             "the path"
         )
     if stat.S_ISFIFO(status.st_mode) and not data:
