@@ -232,7 +232,8 @@ def table_of(lines: list[dict[str, Any]]) -> str:
     off = [abs(line["off"]) for line in lines if "error" not in line]
     if off:
         text.append(
-            f"\n{len(off)} ranks: {100 * statistics.mean(off):.2f} % apart on average, {100 * max(off):.1f} at worst"
+            f"\nThe mean difference over {len(off)} ranks is {100 * statistics.mean(off):.2f} %, and the largest "
+            f"{100 * max(off):.1f} %."
         )
     return "\n".join(text)
 

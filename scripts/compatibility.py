@@ -46,7 +46,7 @@ def typed(text: str) -> str:
 
 def tested() -> str:
     """A table of all test cases with the schedules under which each ran, and a table of proofs in other tests."""
-    lines = ["| together with | options, besides p = 2 | `--pipeline-schedule`, algorithm |", "|---|---|---|"]
+    lines = ["| feature | options, in addition to p = 2 | `--pipeline-schedule` and algorithm |", "|---|---|---|"]
     for case in CASES:
         size = [] if case.size == 2 else [f"p = {case.size}"]
         replicas = [f"{case.replicas} replicas"] if case.replicas > 1 else []
@@ -62,10 +62,10 @@ def surveyed() -> str:
     jobs = [job for group in JOBS.values() for job in group]
     runs = sum(len(job.ways) for job in jobs)
     lines = [
-        f"**{len(jobs)} jobs, {runs} runs, {len(covered(jobs))} of Megatron's options.** Ways are "
-        f"{', '.join(WAYS).replace('/', ' ')}, where a job names no others.",
+        f"**{len(jobs)} jobs, {runs} runs, {len(covered(jobs))} of Megatron's options.** A job runs "
+        f"as {', '.join(WAYS).replace('/', ' ')}, unless its row names other ways.",
         "",
-        "| about | job | options | ways, bounds |",
+        "| subject | job | options | other ways, bounds |",
         "|---|---|---|---|",
     ]
     for group, members in JOBS.items():
@@ -89,7 +89,7 @@ def _short(value: object) -> object:
 
 def moved() -> str:
     """A table of all tested moves of checkpoints between layouts."""
-    lines = ["| checkpoints | options | trained in | moved to, and back |", "|---|---|---|---|"]
+    lines = ["| checkpoint | options | trained in | moved to, and back |", "|---|---|---|---|"]
     for move in MOVES:
         carried = ["bit for bit"] if move.carried else []
         first, *rest = (other.replace("/", " ") for other in move.others)
@@ -112,7 +112,7 @@ def refused() -> str:
 
 
 REFUSED_BY = {
-    "Options under a schedule of ours": [f"with {option.name} is" for option in REFUSED_OPTIONS],
+    "Options with our schedules": [f"with {option.name} is" for option in REFUSED_OPTIONS],
     "Precision": [f"with {option.name} is" for option in REFUSED_PRECISION],
     "Packed sequences": [f"with {option.name} is" for option in REFUSED_PACKING],
     "Length of a run": [],

@@ -141,7 +141,7 @@ def configurations() -> str:
         comment = re.match(r"(?:#.*\n)+", text)
         said = re.sub(r"(?m)^# ?", "", comment[0]) if comment else _code(yaml.safe_dump(_leaves(text)).strip("{}\n"))
         rows.append((f"`{path.relative_to(folder)}`", _typed(_one_line(said)) if comment else said))
-    return table(("file", "what it is"), rows)
+    return table(("file", "content"), rows)
 
 
 def _leaves(text: str) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def schedules() -> str:
     from megatron_vp.schedule import FAMILIES
 
     rows = [(f"`{name}`", family.summary, family.peak_formula) for name, family in FAMILIES.items()]
-    return table(("`--pipeline-schedule`", "what you get", "most activations on rank r, in microbatches"), rows)
+    return table(("`--pipeline-schedule`", "description", "peak activations of rank r, in microbatches"), rows)
 
 
 def roofline() -> str:
@@ -250,7 +250,7 @@ def host_links() -> str:
         source = "quoted" if host.source.startswith("quoted") else "estimate"
         figures = (f"{figure:g}" for figure in (host.out / GIGA, host.back / GIGA, host.memory / GIB))
         rows.append((name, *figures, source))
-    return table(("GPU", "to the host, GB/s", "from the host, GB/s", "host memory per GPU, GiB", "where from"), rows)
+    return table(("GPU", "to the host, GB/s", "from the host, GB/s", "host memory per GPU, GiB", "source"), rows)
 
 
 def memory_by_layer() -> str:
@@ -281,7 +281,7 @@ def memory_of_the_papers_models() -> str:
             )
     heads = ("first stage: counted", "predicted", "last stage: counted", "predicted")
     found = table(("model", "vocabulary", "method", *heads), [(*key, *cells) for key, cells in rows.items()])
-    return f"{found}\n\n{len(off)} ranks: {fmean(off):.1f} % apart on average, {max(off):.1f} % at worst."
+    return f"{found}\n\nThe mean difference over {len(off)} ranks is {fmean(off):.1f} %, and the largest {max(off):.1f} %."
 
 
 def schedule_page() -> str:

@@ -181,7 +181,7 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
     lines = [
         f"{source}:",
         "",
-        "| jobs | with two and more stages | plain Megatron takes | "
+        "| jobs | with two or more stages | accepted, plain Megatron | "
         + " | ".join(f"accepted, {way}" for way in OURS)
         + " |",
         "|---|---|---|---|---|",
