@@ -281,7 +281,9 @@ def memory_of_the_papers_models() -> str:
             )
     heads = ("first stage: counted", "predicted", "last stage: counted", "predicted")
     found = table(("model", "vocabulary", "method", *heads), [(*key, *cells) for key, cells in rows.items()])
-    return f"{found}\n\nThe mean difference over {len(off)} ranks is {fmean(off):.1f} %, and the largest {max(off):.1f} %."
+    return (
+        f"{found}\n\nThe mean difference of {len(off)} ranks is {fmean(off):.1f} %, and the largest {max(off):.1f} %."
+    )
 
 
 def schedule_page() -> str:
