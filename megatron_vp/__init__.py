@@ -30,9 +30,9 @@ def enable(**settings: Any) -> Any:
 def whole_vocabulary(model: Any) -> Any:
     """Give a model its whole embedding and output layer while it is exported, converted or copied (a context manager).
 
-    Inside the context, the ranks of the first stage hold the embedding, and those of the last stage the output layer.
-    Both are Megatron's own modules under Megatron's names, split only over the tensor ranks of their stage. No other
-    rank holds either. Their weights are copies of all rows of the padded vocabulary, collected from all ranks and
+    Inside the context, the ranks of the first stage hold the embedding, and the ranks of the last stage hold the output
+    layer. Both are Megatron's own modules under Megatron's names, split only over the tensor ranks of their stage. No
+    other rank holds either. Their weights are copies of all rows of the padded vocabulary, collected from all ranks and
     released at the end. Changes to these copies are lost, and the model cannot run inside the context. If the
     vocabulary is not split, as in plain Megatron, nothing happens.
 

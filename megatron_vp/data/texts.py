@@ -74,7 +74,7 @@ class TextFiles:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{where}: not a JSON object: {error}") from error
+            raise UserError(f"{where}: not a JSON object ({error}); fix the line") from error
         text = record.get(self.json_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else f"a {type(record).__name__}"

@@ -91,7 +91,7 @@ _COMPARED = {
 
 
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
-    """The comparison for one kind of job; None if no published run of this kind gives enough of its configuration."""
+    """The comparison for one kind of job; None if no published run of this kind states enough of its configuration."""
     return _COMPARED.get((hardware, fp8, experts))
 
 

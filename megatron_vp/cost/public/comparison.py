@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Error of the predicted tokens/s, relative to the published ones."""
+        """Error of the predicted tokens/s, relative to the published tokens/s."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.row.tokens_per_second - 1
 
     def document(self) -> dict[str, Any]:

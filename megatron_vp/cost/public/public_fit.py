@@ -31,7 +31,7 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant of the H100 that is fitted. `value` reads it from the hardware; `times` returns the hardware with the
+    """A constant of the H100 that is fitted. `value` reads the constant, and `times` returns the hardware with the
     constant multiplied by a factor.
     """
 

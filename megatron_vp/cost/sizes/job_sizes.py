@@ -161,8 +161,8 @@ def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKer
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
     Published recipes used delayed scaling until early 2025. During that period, attention on H100 moved from
-    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use either. Unless the backend is `flash`, all other
-    jobs use today's kernels.
+    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use either. A job with the backend `flash` uses
+    FlashAttention 2, and all other jobs use today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":

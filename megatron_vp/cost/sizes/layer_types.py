@@ -107,7 +107,7 @@ class StageLayers(NamedTuple):
 
 
 def model_layers(job: Job) -> Counts:
-    """All layers of the model by type, including those of multi-token prediction."""
+    """All layers of the model by type, including the layers of multi-token prediction."""
     return _counted(job.model, 0, job.model.layers) + _of_heads(job.model)
 
 
