@@ -7,7 +7,7 @@ import json
 from tests.mcore.case_parts import AHEAD, FULL_RECOMPUTE, HYBRID, LLAMA, MOE, SEQUENCE, TENSOR, TIED
 from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, LOCAL_INIT, MANY_WAYS, ONE_CHUNK, Job
 
-_COUNTED = "hits of further heads are counted from the start of a run"
+_COUNTED = "multi-token prediction hits are counted from the start of a run"
 ROPE = {"position_embedding_type": "rope"}
 MUP = {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4, "mup_attn_scale_power": 0.5}
 MUP |= {"mup_embedding_mult": 2.0, "mup_output_mult": 0.3}
@@ -218,7 +218,7 @@ MIXTURES = (
         "experts: balance by force",
         {**EXPERTS, "moe_router_force_load_balancing": True},
         LOCAL_INIT,
-        why="the forced routes are drawn in the order of the passes",
+        why="forced routes are random numbers, drawn in the order of the passes",
     ),
     Job("experts: routes replayed", {**EXPERTS, "moe_enable_routing_replay": True}),
     Job(
@@ -230,7 +230,7 @@ MIXTURES = (
         "experts: jitter",
         {**EXPERTS, "moe_input_jitter_eps": 0.01},
         LOCAL_INIT,
-        why="the jitter is drawn in the order of the passes",
+        why="jitter is drawn in the order of the passes",
     ),
     Job(
         "experts: softmax before the choice, layers recomputed",
@@ -271,7 +271,7 @@ HYBRIDS = (
         {**LONG_HYBRID, "bf16": True},
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 4e-3",
+        why="16-bit values have rounding errors of 4e-3",
     ),
     Job("hybrid, tensor parallelism", {**LONG_HYBRID, **TENSOR}, ranks=4),
     Job(
@@ -279,6 +279,6 @@ HYBRIDS = (
         {**LONG_HYBRID, "hybrid_layer_pattern": "*-*-*-*-/*-/*-", "mtp_loss_scaling_factor": 0.5},
         (*ONE_CHUNK, "interleaved/vocab-2"),
         by_name=True,
-        why="Megatron builds a hybrid model's heads on the last rank, where a V does not end",
+        why="Megatron builds the prediction heads of a hybrid model on the last rank, but a V shape ends on the first",
     ),
 )

@@ -17,21 +17,21 @@ REPLICAS = (
         {**EVERYTHING, "no_align_param_gather": True},
         ranks=4,
         but=("params-norm", "params norm"),
-        why="weights that are still being gathered have another norm",
+        why="norms differ while weights are being gathered",
     ),
     Job(
         "gradients in a number of buckets",
         {**EVERYTHING, "ddp_num_buckets": 3},
         ranks=4,
         but=("params-norm", "params norm"),
-        why="weights that are still being gathered have another norm",
+        why="norms differ while weights are being gathered",
     ),
     Job(
         "buckets padded",
         {**DISTRIBUTED, "ddp_pad_buckets_for_high_nccl_busbw": True},
         ranks=4,
         by_name=True,
-        why="plain Megatron cannot save it here",
+        why="plain Megatron cannot save this optimizer state here",
     ),
     Job(
         "gradients averaged by the collective",
@@ -52,14 +52,14 @@ REPLICAS = (
         plain={"num_virtual_stages_per_pipeline_rank": 2},
         by_name=True,
         but=("params-norm", "params norm"),
-        why="it needs virtual stages; weights that are still being gathered have another norm",
+        why="it needs virtual stages; norms differ while weights are being gathered",
     ),
     Job(
         "replicas that start apart",
         {"data_parallel_random_init": True, "no_gradient_reduce_div_fusion": True},
         LOCAL_INIT,
         ranks=4,
-        why="a replica's weights are drawn on it",
+        why="each replica draws its own weights",
     ),
     Job("replicas compared", {"check_weight_hash_across_dp_replicas_interval": 2}, ranks=4),
     Job("ranks in another order", {"use_tp_pp_dp_mapping": True}, ranks=4),
@@ -75,7 +75,7 @@ REPLICAS = (
         ranks=6,
         size=3,
         but=("params-norm", "params norm"),
-        why="weights that are still being gathered have another norm",
+        why="norms differ while weights are being gathered",
     ),
 )
 
@@ -85,7 +85,7 @@ DATASETS = (
         "data in rounds",
         {**ONE_FILE, "dataloader_type": "cyclic"},
         by_name=True,
-        why="the rounds of a resumed run begin anew",
+        why="a resumed run starts a new round",
     ),
     Job(
         "a blend, documents, evaluation in other sizes",
@@ -96,7 +96,7 @@ DATASETS = (
         "a blend, masks of documents, rows by position",
         {**ONE_FILE, "reset_attention_mask": True},
         ONE_CHUNK,
-        why="masks go to the first and the last rank only",
+        why="only the first and the last rank get masks",
     ),
     Job(
         "three sets of data, no masks from the loader",
@@ -107,7 +107,7 @@ DATASETS = (
         "data in phases",
         {**ONE_FILE, "train_iters": None, "train_samples": 40, "phase_transition_iterations": "3"},
         by_name=True,
-        why="a checkpoint of iteration 2 is not that of a phase",
+        why="iteration 2, whose checkpoint is loaded, is not the end of a phase",
     ),
     Job(
         "a surplus of data, pads that may be tokens",
@@ -148,7 +148,7 @@ CHECKPOINTS = (
         {"bf16": True},
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 4e-3",
+        why="16-bit values have rounding errors of 4e-3",
         then={"no_load_optim": True, "load_main_params_from_ckpt": True, "train_iters": 8},
     ),
     Job(
@@ -161,7 +161,7 @@ CHECKPOINTS = (
         },
         ranks=4,
         but=("params-norm", "params norm"),
-        why="weights that are still being gathered have another norm",
+        why="norms differ while weights are being gathered",
     ),
     Job(
         "saved by one rank each, structure kept",
@@ -203,7 +203,7 @@ CHECKPOINTS = (
         {"ckpt_format": "torch"},
         ("zb-h1/none", "interleaved/none"),
         then={"train_iters": 8, "override_opt_param_scheduler": True},
-        why="other ways hold what no plain rank holds",
+        why="with other ways, ranks hold layers that no plain rank holds",
     ),
     Job(
         "a format that is detected",

@@ -18,7 +18,7 @@ VALIDATION = {
     "eval_micro_batch_size": 1,
     "multiple_validation_sets": True,
 }
-_WAITS = "the pauses of garbage collection and profilers change no number"
+_WAITS = "garbage collection and profilers only change times"
 
 LOOP = (
     Job("what every job logs", {"log_world_size_to_tensorboard": True}, MANY_WAYS, default=("zb-h1/none",)),
@@ -62,7 +62,7 @@ LOOP = (
     Job("evaluation alone", {"skip_train": True, "eval_iters": 2}, by_name=True),
     Job("evaluation alone, p = 3", {"skip_train": True, "eval_iters": 2, **TIED}, by_name=True, ranks=3, size=3),
     Job(
-        "a batch that grows", RAMP, FEWER_CHUNKS, by_name=True, why="Megatron has no growing batch with virtual stages"
+        "a batch that grows", RAMP, FEWER_CHUNKS, by_name=True, why="Megatron does not support this with virtual stages"
     ),
     Job(
         "a batch that grows, cut to what the replicas can share",
@@ -70,7 +70,7 @@ LOOP = (
         FEWER_CHUNKS,
         ranks=4,
         by_name=True,
-        why="Megatron has no growing batch with virtual stages",
+        why="Megatron does not support this with virtual stages",
     ),
     Job(
         "an exit after three iterations, resumed, checkpoints thinned out",
@@ -177,14 +177,20 @@ RATES = (
 )
 
 PRECISION = (
-    Job("bf16", {"bf16": True}, bound=HALF, but=("num-zeros", "num zeros"), why="16 bits round by 4e-3"),
+    Job(
+        "bf16",
+        {"bf16": True},
+        bound=HALF,
+        but=("num-zeros", "num zeros"),
+        why="16-bit values have rounding errors of 4e-3",
+    ),
     Job(
         "bf16, gradients accumulated and reduced in fp32",
         {"bf16": True, "accumulate_allreduce_grads_in_fp32": True, "attention_softmax_in_fp32": True}
         | {"disable_bf16_reduced_precision_matmul": True},
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 4e-3",
+        why="16-bit values have rounding errors of 4e-3",
     ),
     Job(
         "fp16, scaled query-key products, off-by-one softmax, MLP in chunks",
@@ -192,7 +198,7 @@ PRECISION = (
         | {"mlp_chunks_for_training": 2, "attention_softmax_in_fp32": True},
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 5e-4",
+        why="16-bit values have rounding errors of 5e-4",
     ),
     Job(
         "fp16, a scale that moves",
@@ -200,7 +206,7 @@ PRECISION = (
         bound=HALF,
         but=("num-zeros", "num zeros"),
         by_name=True,
-        why="16 bits round by 5e-4; the first iterations overflow and are skipped",
+        why="16-bit values have rounding errors of 5e-4; the first iterations overflow and are skipped",
     ),
     Job(
         "fp16, a fixed scale",
@@ -208,7 +214,7 @@ PRECISION = (
         TWO_WAYS,
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 5e-4",
+        why="16-bit values have rounding errors of 5e-4",
     ),
     Job(
         "bf16, gradients reduced with fp32 accumulation",
@@ -217,7 +223,7 @@ PRECISION = (
         ranks=4,
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 4e-3",
+        why="16-bit values have rounding errors of 4e-3",
     ),
     Job(
         "experts in bf16, p = 4",
@@ -226,7 +232,7 @@ PRECISION = (
         size=4,
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16 bits round by 4e-3, and tokens whose experts are nearly as good may change them",
+        why="16-bit values have rounding errors of 4e-3, which can change the experts of a token with nearly equal scores",
     ),
     Job(
         "fp32 norms and products fused where a device has them",
