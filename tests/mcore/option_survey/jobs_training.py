@@ -232,7 +232,7 @@ PRECISION = (
         size=4,
         bound=HALF,
         but=("num-zeros", "num zeros"),
-        why="16-bit values have rounding errors of 4e-3, which can change the experts of a token with nearly equal scores",
+        why="16-bit values have rounding errors of 4e-3, which can change the experts of tokens with similar scores",
     ),
     Job(
         "fp32 norms and products fused where a device has them",
