@@ -1,11 +1,11 @@
-"""Pretrain a GPT model, or with --hybrid-layer-pattern a hybrid model, with Megatron-Core and the megatron_vp plug-in.
+"""Pretrain a GPT or hybrid model with Megatron-Core and the megatron_vp plug-in.
 
     torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
 
-Without --vocab-parallel and --pipeline-schedule this is plain Megatron. The functions below are those that Megatron
-requires of a training script; to change one of them, copy this file.
+A hybrid model needs --hybrid-layer-pattern. Without --vocab-parallel and --pipeline-schedule, this is plain Megatron.
+Megatron calls the functions below; to change one of them, copy this file.
 """
-# ruff: noqa: E402 (Megatron reads its environment when it is imported: the plug-in has to be first)
+# ruff: noqa: E402 (the plug-in must come first, because Megatron reads its environment when it is imported)
 
 from __future__ import annotations
 
@@ -53,20 +53,21 @@ from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 BOUNDARY_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-"""For packed sequences: where documents end, int32 [1, documents + 1], and the length of the longest document."""
+"""For packed sequences: the document boundaries, int32 [1, documents + 1], and the length of the longest document."""
 
 SPIKE = 10.0
-"""With --check-for-spiky-loss, a loss counts as a spike if it exceeds this many times the largest loss so far."""
+"""With --check-for-spiky-loss, a loss is a spike if it exceeds the largest loss so far by more than this factor."""
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> tuple[torch.Tensor | None, ...]:
     """Return the next microbatch in the order of BATCH_KEYS: int64 [b, s], loss mask fp32, attention mask bool [b, 1,
     s, s].
 
-    Middle pipeline stages get None for everything and do not use the iterator. The first stage gets no labels, the last
-    no tokens. Tensor-parallel rank 0 reads and broadcasts. Context-parallel ranks get their parts of the sequence.
+    Middle pipeline stages get only None and do not use the iterator. The first stage gets no labels, and the last stage
+    no tokens. Tensor-parallel rank 0 reads the data and broadcasts it. Each context-parallel rank gets its part of the
+    sequence.
 
-    The values of BOUNDARY_KEYS follow; they are None unless sequences are packed. With packed sequences, every stage
+    The values of BOUNDARY_KEYS follow, which are None unless sequences are packed. With packed sequences, every stage
     reads them for its attention, and the b sequences are joined into one, [1, b s].
     """
     keys, at_an_end = BATCH_KEYS + BOUNDARY_KEYS, is_first_or_last_pipeline_stage(vp_stage)
@@ -107,7 +108,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
 
 
 def packs_sequences() -> bool:
-    """Whether documents are packed into sequences in which attention does not cross document boundaries."""
+    """Whether sequences hold several documents and attention does not cross document boundaries."""
     args = get_args()
     return args.sft or args.dataloader_inter_document_masking
 
@@ -115,9 +116,7 @@ def packs_sequences() -> bool:
 def packed_parameters(
     ends: torch.Tensor | None, padded_ends: torch.Tensor | None, longest: torch.Tensor | None
 ) -> PackedSeqParams | None:
-    """Describe packed sequences to Megatron's layers, from the values of BOUNDARY_KEYS; None if sequences are not
-    packed.
-    """
+    """The values of BOUNDARY_KEYS in the form that Megatron's layers expect; None if sequences are not packed."""
     if ends is None:
         return None
     ends = (ends if padded_ends is None else padded_ends).squeeze(0)
@@ -135,7 +134,7 @@ def packed_parameters(
 
 
 def predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Whether this stage holds the layers of multi-token prediction, which need token embeddings again."""
+    """Whether this stage holds multi-token prediction layers, which need the tokens for their embeddings."""
     args = get_args()
     layout = args.pipeline_model_parallel_layout
     if layout is not None:
@@ -144,7 +143,7 @@ def predicts_further_tokens(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Return the masked sum of the token losses (fp32), the number of tokens that count, and both as a report."""
+    """Return the masked sum of the token losses (fp32), the number of unmasked tokens, and both for the log."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_loss.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
@@ -158,12 +157,12 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
         checks += [(spiked, "a spike in the loss of a microbatch", False)]
     for is_bad, message, fatal in checks:
         rerun.validate_result(result=loss, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal)
-    # A clone, because the schedule divides the loss in place.
+    # Clone the loss, because the schedule divides it in place.
     return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
-    """Run one microbatch; return the model's output and the loss function that the last stage applies to it."""
+    """Run the model on one microbatch. Returns its output and the loss function that the last stage applies to it."""
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     size = args.micro_batch_size if model.training else args.eval_micro_batch_size
@@ -178,17 +177,15 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: tensor rank 0 of the first and last pipeline stage, or of all stages for packed
-    sequences.
-    """
+    """Whether this rank reads data: tensor rank 0 on the first and last stage, or on all with packed sequences."""
     reads = packs_sequences() or is_first_or_last_pipeline_stage(vp_stage)
     return reads and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[Any]:
-    """Build the training, validation and test datasets, with as many samples as `samples` says for each.
+    """Build the training, validation and test datasets, each with the number of samples in `samples`.
 
-    The data comes from --data-path, which with --sft names JSONL files of conversations, or from --mock-data.
+    The data comes from --data-path (with --sft, JSONL files of conversations) or --mock-data.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -221,19 +218,19 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[A
     return BlendedMegatronDatasetBuilder(kind, samples, built_here, config).build()
 
 
-# Without this mark, Megatron would not call the provider on every tensor-parallel rank.
+# Without this attribute, Megatron would not call the provider on every tensor-parallel rank.
 datasets_provider.is_distributed = True
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline with word embeddings: the first and, with tied weights or further heads, the last."""
+    """The pipeline ranks that hold word embeddings: the first, and the last with tied weights or MTP heads."""
     args = get_args()
     on_last = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
     return sorted({pipeline_ranks[0], pipeline_ranks[-1] if on_last else pipeline_ranks[0]})
 
 
 def main() -> None:
-    """Parse, check and train. Raises UserError for unusable arguments and inputs, before any process group exists."""
+    """Check arguments and inputs, then train. Raises UserError if they are invalid, before any process group exists."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
     refuse_script_options(args)

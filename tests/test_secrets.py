@@ -122,7 +122,7 @@ def test_a_run_leaves_no_secret(planted, tmp_path, launched):
 @pytest.mark.slow
 def test_a_run_that_is_refused_or_fails_leaves_no_secret(planted, tmp_path):
     refused = run(planted, tmp_path, f"--config={tmp_path / 'leaky.yaml'}")
-    assert refused.returncode != 0 and "${oc.env:WANDB_API_KEY} would write a secret" in refused.stderr
+    assert refused.returncode != 0 and "${oc.env:WANDB_API_KEY} looks like a secret" in refused.stderr
     assert not leaks(tmp_path, refused.stdout, refused.stderr)
     failed = run({**planted, "GLOO_SOCKET_IFNAME": "nowhere"}, tmp_path)
     assert failed.returncode != 0 and "nowhere" in failed.stderr + failed.stdout

@@ -1,4 +1,4 @@
-"""Entry point of `megatron-vp`: collects the subcommands and turns bad input into one line and exit status 2."""
+"""Entry point of `megatron-vp`: collects the subcommands, and turns bad input into a one-line error and status 2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     help="Vocabulary parallelism and balanced pipeline schedules for Megatron-Core.",
     add_completion=False,
     rich_markup_mode=None,
-    # A script under `megatron-vp run` shows Python's plain traceback, not a box around every frame of Megatron.
+    # Scripts under `megatron-vp run` keep Python's plain traceback; typer would draw a box around every frame.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -69,8 +69,8 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process.
 
-    If a command returns a function, that function is called outside typer. Bad input prints one line and exits with
-    status 2. Only a bug shows a traceback.
+    If a command returns a function, it is called after typer has returned. Bad input prints a one-line error and exits
+    with status 2. Only a bug shows a traceback.
     """
     try:
         with checked_output():

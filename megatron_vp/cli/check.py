@@ -18,39 +18,42 @@ def register(app: typer.Typer) -> None:
 
 
 def check(
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes of the whole job.")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks (processes) in the whole job.")],
     job: JobArgument = None,
     overlays: ConfigOption = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", min=1, help="Also check this node, which will run this many ranks."),
+        typer.Option("--ranks-per-node", min=1, help="Also check this machine as a node that runs this many ranks."),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
             "--nodes",
             metavar="te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,datasets=yes|no,cc=X.Y",
-            help="Describe a node of the job, if nodes differ from this machine: Transformer Engine, Apex, einops, "
-            "nvidia-resiliency-ext (which --async-save needs), emerging-optimizers (which Muon needs), compute "
-            "capability. Elsewhere --nodes is a number.",
+            help="Describe the job's nodes if they differ from this machine: Transformer Engine, Apex, einops, "
+            "nvidia-resiliency-ext (for --async-save), emerging-optimizers (for Muon), datasets (for --sft) and the "
+            "GPU's compute capability. In other commands, --nodes is the number of nodes.",
         ),
     ] = None,
     script: Annotated[
         str | None,
-        typer.Option("--script", help="Judge a job of `megatron-vp run SCRIPT`; unknown options are left to it."),
+        typer.Option(
+            "--script",
+            help="Check a job of `megatron-vp run SCRIPT`; options that are unknown here are left to the script.",
+        ),
     ] = None,
     output: Annotated[
         Literal["text", "json"],
         typer.Option(
-            "--format", help="json lists the Megatron flags that a run would add and the implementation of each part."
+            "--format", help="json lists the Megatron flags that the run would add, and which library runs each part."
         ),
     ] = "text",
 ) -> None:
-    """Check a training job as its ranks would, without starting it.
+    """Run the checks with which a training job starts, without starting it.
 
-    All other arguments belong to the job, as in training. The command checks them, and reads the tokenizer, the dataset
-    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this node: its GPUs, its
-    network interface and its space for checkpoints.
+    All other arguments are the job's training arguments. The command checks them, and reads the tokenizer, the dataset
+    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this machine: its GPUs, its
+    network interface and the disk space for checkpoints.
 
     On a login node, describe the job's nodes with --nodes.
 

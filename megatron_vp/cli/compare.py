@@ -26,21 +26,23 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    plain: Annotated[Path, typer.Argument(metavar="PLAIN", help="Folder that the plain run had as --rank-report.")],
-    split: Annotated[Path, typer.Argument(metavar="VP", help="Folder of the vocabulary-parallel run's --rank-report.")],
+    plain: Annotated[Path, typer.Argument(metavar="PLAIN", help="The --rank-report folder of the plain run.")],
+    split: Annotated[
+        Path, typer.Argument(metavar="VP", help="The --rank-report folder of the vocabulary-parallel run.")
+    ],
     logs: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--logs", metavar="PLAIN_LOG VP_LOG", help="Megatron's output, if not in those two folders."),
+        typer.Option("--logs", metavar="PLAIN_LOG VP_LOG", help="Logs of the two runs, if not in these folders."),
     ] = None,
-    asked: Annotated[Format | None, typer.Option("--format", help="png has curves and bars; name a file.")] = None,
+    asked: Annotated[Format | None, typer.Option("--format", help="Output format; png needs -o FILE.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
     """Compare a plain run with a vocabulary-parallel run of the same job, rank by rank.
 
-    Shows how long each pipeline rank computed and waited, the memory, both loss curves and their largest difference.
+    Shows how long each pipeline rank computed and waited, its memory, both loss curves and their largest difference.
 
-    Start both runs with --rank-report DIR, and keep their output in DIR, as the only *.log, *.out or *.txt file with
-    losses. If the output is elsewhere, name both files with --logs.
+    Start both runs with --rank-report DIR, each with its own DIR, and save the run's log there as the only *.log, *.out
+    or *.txt file that contains losses. If the logs are elsewhere, name both files with --logs.
 
     \b
     megatron-vp report plain/ vocab-2/

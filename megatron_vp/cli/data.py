@@ -33,24 +33,26 @@ def data(
         Path | None, typer.Option("--tokenizer", help="Use the tokenizer in this folder instead of training one.")
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", help="Names of the results: NAME_text_document and NAME_tokenizer.")
+        str, typer.Option("--name", help="Prefix of the results: NAME_text_document and NAME_tokenizer.")
     ] = "corpus",
-    json_key: Annotated[str, typer.Option("--json-key", help="Key of the text in .jsonl files.")] = "text",
+    json_key: Annotated[
+        str, typer.Option("--json-key", help="Key under which the objects of .jsonl files hold the text.")
+    ] = "text",
     split_lines: Annotated[
-        bool, typer.Option("--split-lines", help="Make each line of a text file a document, not each file.")
+        bool, typer.Option("--split-lines", help="Make every line of a text file a document of its own.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing dataset and tokenizer of this name.")
     ] = False,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, max=256, help="Threads that train and encode (default: all cores)."),
+        typer.Option("--workers", min=1, max=256, help="Number of threads (default: one per core)."),
     ] = None,
 ) -> None:
-    """Turn text into a dataset that Megatron trains on.
+    """Turn text into a tokenizer and a dataset for Megatron.
 
     Trains a tokenizer on the text, or uses an existing one. Each file, line or JSON object becomes a document that ends
-    with the end-of-text token. Afterwards the command prints the flags to train with.
+    with the end-of-text token. At the end the command prints the flags for training on the dataset.
     """
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -78,8 +80,8 @@ def data(
     flags = prepared.flags()
     if "--split" in flags:
         say(
-            f"Megatron's default, --split {MEGATRONS_SPLIT}, leaves a part of {prepared.documents} documents empty: "
-            "train with the --split below"
+            f"{prepared.documents} documents are too few for Megatron's default --split {MEGATRONS_SPLIT}, which would "
+            "leave one of its parts empty: train with the --split below"
         )
     counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on them with:")

@@ -1,4 +1,4 @@
-"""`megatron-vp env`: list the parts that a run would use here, and the effect of each missing one."""
+"""`megatron-vp env`: list the software that a run would use here, and the effect of each missing part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def register(app: typer.Typer) -> None:
 
 
 def env() -> None:
-    """List the parts that a run would use on this machine, and the effect of each missing one.
+    """List the software that a run would use on this machine, and the effect of each missing part.
 
     Run it where the job will run: under srun or in an interactive allocation, not on a login node.
     """
@@ -23,18 +23,18 @@ def env() -> None:
     from megatron_vp.mcore.platform.environment import parts, who_computes
     from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, here
 
-    table = Table("part", "found here", "what its absence means", box=None, pad_edge=False)
+    table = Table("part", "found here", "effect of its absence", box=None, pad_edge=False)
     for part in parts():
         whole = part.found is not None and not part.is_broken
         table.add_row(part.name, escape(part.found or "missing"), "" if whole else escape(part.without))
     Console().print(table)
     if here().engine is None:
         print(
-            f"\nTransformer Engine, built against the PyTorch that is installed (core_cu12 for CUDA 12):\n"
+            f"\nTo build Transformer Engine against the installed PyTorch (with core_cu12 for CUDA 12):\n"
             f"  pip install ninja pybind11 setuptools wheel && {INSTALL_ENGINE}"
         )
     try:
         job = "; ".join(f"{part}: {who}" for part, who in who_computes().items())
     except UserError as error:
         job = f"would not start: {error}"
-    Console().print(escape(f"\na bf16 job here, without flags of its own: {job}"))
+    Console().print(escape(f"\na bf16 job on this machine without further flags: {job}"))

@@ -1,4 +1,4 @@
-"""Parameters of commands that take a job: files and flags as in training; the first file needs no `--config`."""
+"""Parameters of commands that take a job: files and flags as in training, the first file without `--config`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ JobArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [FLAGS]",
-        help="The job, as for training: a file such as configs/llama3_8b.yaml, or the name of one that comes with "
-        "megatron_vp (llama3_8b), then any flags.",
+        help="The job, as in training: a configuration file such as configs/llama3_8b.yaml, or the name of one that "
+        "comes with megatron_vp (llama3_8b), followed by training flags.",
     ),
 ]
 ConfigOption = Annotated[
     list[Path] | None,
-    typer.Option("--config", metavar="FILE", help="Overlay for CONFIG; may be repeated, later files win."),
+    typer.Option("--config", metavar="FILE", help="File that overrides CONFIG; may be repeated: the last file wins."),
 ]
 
 
 def options_of(context: typer.Context) -> list[str]:
-    """Names of the options that the running command itself defines, with underscores, without the job's options."""
+    """Names, with underscores, of the options that the running command itself defines; the job's are not included."""
     options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
     return [name_of(option) for option in options]

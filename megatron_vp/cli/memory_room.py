@@ -17,8 +17,9 @@ GIB = 2**30
 def memory_room(
     request: Request, found: Evaluation, others: Sequence[Evaluation] = (), searched: bool = False
 ) -> list[str]:
-    """Lines that say how much memory a fitting run leaves free and, if that is within the model's error, how to free
-    more.
+    """Lines that say how much memory a run leaves free and, if that is within the prediction's error, how to free more.
+
+    There are none if the run does not fit.
 
     `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
     """
@@ -31,7 +32,7 @@ def memory_room(
     )
     if not found.is_tight(limit):
         return [line]
-    ways = ["a smaller run of the frontier"] if searched else []
+    ways = ["a run of the frontier that needs less memory"] if searched else []
     roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
@@ -48,7 +49,7 @@ def memory_room(
     if not searched:
         ways.append("other parallel sizes (megatron-vp plan --search)")
     return [
-        f"{line}: less than the {100 * ERROR_BAND['memory']:.0f} % that predicted memory may be off, so it may not fit",
+        f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",
     ]
 

@@ -19,12 +19,12 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate() -> None:
-    """Fit the cost model's constants to the published cells that come with the package, and validate them.
+    """Fit the cost model's constants to the values of the paper's tables, and validate them.
 
-    Prints the constants, and the errors of pass times and of table 3. For every setup (table, GPUs, sequence length),
-    and for all of table 5 on 16 GPUs, it also prints the errors of those cells with constants fitted only to the other
-    cells. Finally it shows in which intervals published runs put the constants of the H100, and the errors of runs that
-    a fit has not seen. Takes two or three minutes.
+    Prints the constants and the errors of the predicted pass times and of table 3. For cross-validation, it leaves out
+    all cells of one setup (table, number of GPUs, sequence length) at a time, and all of table 5 on 16 GPUs, and prints
+    the errors of these cells with constants fitted to the others. Last come the intervals of the H100's constants that
+    follow from published runs, and the errors of runs that were left out of a fit. Takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -41,11 +41,11 @@ def calibrate() -> None:
         found = fit_to_public_runs(
             lambda done, of: progress.update(task, completed=done, total=of), len(os.sched_getaffinity(0))
         )
-    lines = [f"fitted on {len(cells)} published cells, {len(setups)} setups, pass times on 8 GPUs and table 3", ""]
+    lines = [f"fitted to {len(cells)} published cells of {len(setups)} setups, pass times on 8 GPUs and table 3", ""]
     lines += [
         *report(constants),
         "",
-        "predicted by constants fitted without them: mean and largest error in percent",
+        "mean and largest error, in percent, of cells that were left out of the fit",
     ]
     lines.append(f"  {'cells':38}{'':>6}{'MFU':>14}{'memory':>14}")
     for entry in left_out:
@@ -58,11 +58,13 @@ def calibrate() -> None:
 
 def public_lines(found: PublicFit) -> list[str]:
     """Lines with the result of the fit to the published H100 runs."""
-    lines = [f"{found.runs} published runs on H100, {found.families} families (one model, precision and layout each)"]
-    lines.append("constants as they are, and the 90 percent in which these runs put them")
+    lines = [f"{found.runs} published runs on H100, {found.families} families (same model, precision and layout)"]
+    lines.append("present constants, and their 90 percent intervals from these runs")
     for each in found.intervals:
         lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
-    lines.append("errors in percent, mean and largest: of these constants; fitted to all runs; to all other families")
+    lines.append(
+        "mean and largest error in percent with: present constants; constants fitted to all runs; to all other families"
+    )
     for row in zip(found.present, found.fitted, found.left_out, strict=True):
         errors = "".join(f"{100 * each.mean:9.1f} {100 * each.worst:5.1f}" for each in row)
         lines.append(f"  {row[0].group:16}{row[0].runs:4}{errors}")

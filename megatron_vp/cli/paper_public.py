@@ -35,17 +35,17 @@ def register(app: typer.Typer) -> None:
 def public(
     runs: Annotated[
         Path | None,
-        typer.Argument(help="CSV file of published runs, its columns as in the package's h100.csv (the default)."),
+        typer.Argument(help="CSV file of published runs, with the columns of the package's h100.csv (the default)."),
     ] = None,
     models: Annotated[
         Path | None, typer.Option(help="CSV file with the sizes of the models; default: the package's models.csv.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Only runs whose group, id, source or model contains this text.")
+        str | None, typer.Option(help="Predict only runs whose group, id, source or model contains this text.")
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: what the file's suffix says, else a table)."),
+        typer.Option("--format", help="Output format (default: that of the file's suffix, or a table)."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
@@ -53,8 +53,8 @@ def public(
 ) -> None:
     """Predict published runs and print the predicted and published throughput by group, in tokens/s per GPU.
 
-    A group's error counts only judged runs, whose publication states everything that their time depends on. Takes a
-    minute or two.
+    The error of a group covers only its judged runs: those whose publication states every setting that affects time.
+    Takes a minute or two.
     """
     from megatron_vp.cost.public.comparison import to_csv, to_document, to_markdown
     from megatron_vp.cost.public.public_rows import read_rows
@@ -63,7 +63,9 @@ def public(
     output_format = format_for(asked_format, output, Format)
     rows = [row for row in read_rows(runs, models) if only is None or _names(row, only)]
     if not rows:
-        raise UserError(f"no published run has {only!r} in its group, id, source or model")
+        raise UserError(
+            f"--only {only!r} is not in the group, id, source or model of any published run; use another text"
+        )
     outcomes = _predict(rows)
     match output_format:
         case Format.TABLE:
@@ -95,13 +97,13 @@ def _predict(rows: list[PublicRow]) -> list[Outcome]:
 
 
 def _text(outcomes: list[Outcome]) -> str:
-    """Format one table of runs for each group, and one table with the errors of all groups."""
+    """Format a table of runs for every group, followed by a table of the groups' errors."""
     from megatron_vp.cost.hardware.gpus import GIB
     from megatron_vp.cost.public.comparison import errors_by_group, layout
 
     lines = [
         f"{'model':18}{'run':34}{'published':>10}{'predicted':>10}{'error':>8}{'GiB':>7}  source",
-        f"{'':52}{'tokens/s and GPU':>20}{'%':>8}",
+        f"{'':52}{'tokens/s per GPU':>20}{'%':>8}",
     ]
     groups = sorted({each.row.group for each in outcomes})
     for group in groups:

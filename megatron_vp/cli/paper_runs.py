@@ -31,14 +31,14 @@ def register(app: typer.Typer) -> None:
 
 def list_jobs(
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the lists and for the logs of the runs.")
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the job lists and the runs' logs.")
     ] = Path("runs/tables"),
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node.")] = 8,
 ) -> None:
     """List the runs for every cell of the paper's tables, for SLURM job arrays.
 
-    Writes one list for each number of GPUs and prints how to submit it. When the runs have finished, collect their logs
-    with megatron-vp paper collect DIR.
+    Writes one list for each number of GPUs, and prints the command that submits it. When the runs have finished,
+    collect their logs with megatron-vp paper collect DIR.
     """
     from megatron_vp.cost.paper.cells import write_lists
     from megatron_vp.cost.paper.published import jobs
@@ -54,15 +54,15 @@ def collect(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", help="GPUs whose peak MFU refers to, such as h100 (default: A100, as in the tables)."
+            "--hardware", help="GPU whose peak FLOP/s define MFU, such as h100 (default: A100, as in the tables)."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
     """Collect the logs of the tables' runs into a file for `megatron-vp paper tables --published`.
 
-    MFU is counted as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. The fields of
-    a run that ran out of memory are empty. Missing and broken logs are listed on standard error.
+    MFU is computed as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
+    ran out of memory has empty fields. Missing and unusable logs are listed on standard error.
     """
     from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.cost.paper.cells import cell_name
@@ -73,7 +73,7 @@ def collect(
     check_destination(False, output)
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder: give the folder that megatron-vp paper jobs wrote and that the runs logged to"
+            f"{folder} is not a folder: give the one that megatron-vp paper jobs created and that holds the runs' logs"
         )
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []
@@ -85,7 +85,9 @@ def collect(
         peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
         rows.append(_row(cell, run, folder / cell_name(cell), peak))
     if not rows:
-        raise UserError(f"{folder} has no run of any cell, such as {missing[0]}; see megatron-vp paper jobs")
+        raise UserError(
+            f"{folder} holds no finished run ({missing[0]}); submit the runs that megatron-vp paper jobs lists"
+        )
     for line in missing:
         typer.echo(line, err=True)
     table = io.StringIO()

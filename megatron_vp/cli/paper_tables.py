@@ -40,26 +40,25 @@ class Paper(StrEnum):
 def tables(
     paper: Annotated[
         Paper,
-        typer.Option(
-            help="Whose runs: the tables of vocabulary parallelism, or figure 15 of PipeOffload with published figures."
-        ),
+        typer.Option(help="Paper to predict: the tables of vocabulary parallelism, or figure 15 of PipeOffload."),
     ] = Paper.VOCABULARY,
     published: Annotated[
         Path | None,
         typer.Option(
-            help="CSV file with published cells to compare with; columns as in the package's published_mfu.csv."
+            help="CSV file of published values to compare with, with the columns of the package's published_mfu.csv."
         ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Predict runs of this project in bf16 on this hardware instead of the authors' on A100s."),
+        typer.Option(help="Predict this project's code in bf16 on this hardware, not the authors' code on A100s."),
     ] = None,
     fp8_recipe: Annotated[
-        str | None, typer.Option(help="With --hardware, layers in fp8: tensorwise, delayed, blockwise or mxfp8.")
+        str | None,
+        typer.Option(help="With --hardware: fp8 recipe of the layers: tensorwise, delayed, blockwise or mxfp8."),
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: what the file's suffix says, else a table)."),
+        typer.Option("--format", help="Output format (default: that of the file's suffix, or a table)."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
@@ -69,8 +68,8 @@ def tables(
 
     MFU is the model's FLOP/s over 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak on the
     fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the mean and
-    largest error. --hardware predicts the same jobs for this project's own code on that hardware. --paper pipeoffload
-    predicts the runs of another paper, which keep activations in host memory.
+    largest error. --hardware predicts the same jobs with this project's own code on that hardware. --paper pipeoffload
+    predicts the runs of another paper, which offload activations to host memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
@@ -82,7 +81,9 @@ def tables(
         return
     setting = _setting(hardware, fp8_recipe)
     if setting is not None and published is not None:
-        raise UserError("--published cells were measured on A100s; leave out --hardware to compare with them")
+        raise UserError(
+            "--published cannot be combined with --hardware, because its values were measured on A100s; leave out one"
+        )
     known = {} if published is None else read_cells(published)
     rows = make_rows(_predict(list(jobs()), setting), known)
     match output_format:
@@ -104,9 +105,11 @@ def _pipeoffload(output_format: Format, given: list[str]) -> str:
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:
-        raise UserError(f"--paper pipeoffload brings its own published figures and hardware; leave out {given[0]}")
+        raise UserError(
+            f"{given[0]} does not apply to --paper pipeoffload, whose runs and hardware are fixed; leave it out"
+        )
     if output_format is Format.PNG:
-        raise UserError("--paper pipeoffload cannot be drawn; use --format table or csv")
+        raise UserError("--format png is not available with --paper pipeoffload; use table or csv")
     cells, found = published(), []
     with progress_bar() as progress:
         task = progress.add_task("predicting cells", total=len(cells))
@@ -123,7 +126,9 @@ def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
     from megatron_vp.cost.sizes.shapes import Fp8Recipe
 
     if fp8_recipe is not None and hardware is None:
-        raise UserError("--fp8-recipe needs --hardware: the A100s of the paper have no fp8")
+        raise UserError(
+            f"--fp8-recipe {fp8_recipe} needs --hardware, because the paper's A100s have no fp8; add --hardware h100"
+        )
     if fp8_recipe is not None and fp8_recipe not in list(Fp8Recipe):
         raise UserError(f"--fp8-recipe {fp8_recipe!r} is unknown; use {', '.join(Fp8Recipe)}")
     if hardware is None:

@@ -1,4 +1,4 @@
-"""`megatron-vp patches`: list what this plug-in patches and calls, and check that it fits the installed Megatron."""
+"""`megatron-vp patches`: list what this plug-in patches and calls in Megatron, and check the installed version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ def register(app: typer.Typer) -> None:
     @app.command("patches", short_help="List what is patched in Megatron-Core, and why.")
     def patches_command(
         dry_run: bool = typer.Option(
-            False, "--dry-run", help="Only compare signatures. By default each group is also applied and removed again."
+            False,
+            "--dry-run",
+            help="Only compare signatures. By default every patch is also applied and removed again.",
         ),
     ) -> None:
         """List what is patched in Megatron-Core, why, and whether it fits the installed version.
@@ -50,7 +52,7 @@ def register(app: typer.Typer) -> None:
                 with patches.patched(declared):
                     pass
             unfit = {problem.target for problem in found}
-            need = "essential" if group.essential else "left out where it does not fit"
+            need = "essential" if group.essential else "left out if it does not fit"
             typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
             typer.echo(f"  {need}; without it, {group.without}")
             for patch in declared:
@@ -64,11 +66,11 @@ def register(app: typer.Typer) -> None:
             typer.echo(f"called by {room}: {count - len(found)} of {count} symbols fit")
         found = megatron_arguments.missing()
         problems += found
-        typer.echo(f"arguments that are read: {f'{len(found)} are missing' if found else 'all exist'}")
+        typer.echo(f"Megatron arguments that are read: {f'{len(found)} are missing' if found else 'all exist'}")
         for problem in problems:
             typer.echo(str(problem))
         if supported and left_out:
-            typer.echo(f"runs leave out: {', '.join(left_out)}")
+            typer.echo(f"runs leave out these groups: {', '.join(left_out)}")
         verdict = f"{len(problems)} do not fit" if problems else "all patches fit"
         status = "tested" if supported else "not supported, and no run will start; tested"
         typer.echo(f"{verdict} megatron-core {version} ({status}: {', '.join(patches.TESTED_VERSIONS)})")

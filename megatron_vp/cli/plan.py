@@ -1,4 +1,4 @@
-"""`megatron-vp plan`: predict time and memory of a job under all schedules, and recommend one."""
+"""`megatron-vp plan`: predict the time and memory of a job under all schedules, and recommend one."""
 
 from __future__ import annotations
 
@@ -58,45 +58,47 @@ def plan(
     write_schedule: Annotated[
         Path | None,
         typer.Option(
-            help="Also write the best run's schedule, ordered for its predicted costs, to this JSON file; train with "
-            "it by --pipeline-schedule FILE."
+            help="Also write the best run's schedule, with its passes ordered for the predicted costs, to this JSON "
+            "file. To train with it, give --pipeline-schedule FILE."
         ),
     ] = None,
     search: Annotated[
         bool,
         typer.Option(
             "--search",
-            help="Also vary tensor, context, pipeline, expert and data parallelism, micro batch and recomputation, for "
-            "the GPUs of --nodes and the job's global batch; one to a few minutes on two cores for 256 GPUs.",
+            help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
+            "recomputation, for the GPUs of --nodes and the job's global batch size. Takes a few minutes on two cores "
+            "for 256 GPUs.",
         ),
     ] = False,
     search_budget: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --search: spend at most this many simulations (default 300), besides those of the job's own "
-            "sizes. The same number finds the same answer on every machine.",
+            help="With --search: run at most this many simulations (default 300), not counting those of the job's own "
+            "sizes. The result does not depend on how fast the machine is.",
         ),
     ] = None,
     offload: Annotated[
         bool,
         typer.Option(
             "--offload",
-            help="Also try gis, gis-h and po, and for all schedules chunks whose activations wait in the host's memory "
-            "(--offload-chunks), and say what less memory costs. With --search for the job's sizes and four others.",
+            help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
+            "under every schedule (--offload-chunks), and show how much time runs with less memory take. With "
+            "--search, this is done for the job's own sizes and for four others.",
         ),
     ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --search: leave this at what the job says; may be repeated. tensor, context, pipeline, expert, "
-            "micro-batch or recompute."
+            help="With --search: keep the job's value of this setting: tensor, context, pipeline, expert, micro-batch "
+            "or recompute. May be repeated."
         ),
     ] = None,
 ) -> None:
-    """Rank plain, redistributed and vocabulary-parallel runs of a job under all schedules, without running any of them.
+    """Rank all schedules for a job by predicted time: plain, with layers moved, and with vocabulary parallelism.
 
-    All other arguments belong to the job. As in training, flags override files.
+    All other arguments are the job's training arguments; flags override files.
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
@@ -111,22 +113,25 @@ def plan(
     output_format = format_for(asked_format, output, Format)
     if search:
         if write_schedule is not None:
-            raise UserError("--write-schedule writes the schedule of one job: leave out --search, or plan its result")
+            raise UserError(
+                "--write-schedule cannot be combined with --search: search first, then plan the job that was found"
+            )
         asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
         search_job(*asked, keep or (), search_budget, offload, output_format, output)
         return
     if keep:
-        raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave it out")
+        raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
     if search_budget is not None:
         raise UserError(
-            f"--search-budget {search_budget} has no effect without --search: add --search, or leave it out"
+            f"--search-budget {search_budget} has no effect without --search: add --search, or leave out "
+            "--search-budget"
         )
     check_destination(False, write_schedule)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     if offload and request.job.recompute is Recompute.FULL:
         raise UserError(
-            "--offload does not go with --recompute-granularity full, which leaves almost nothing to copy: leave out "
-            "one of the two"
+            "--offload cannot be combined with --recompute-granularity full, which leaves almost no activations to "
+            "offload: leave out one of the two"
         )
     own = plan_of(request.config)
     with megatrons_check() as check:
@@ -223,10 +228,12 @@ def _table(
 
 
 def _frontier_table(best: list[Evaluation]) -> str:
-    """The frontier of time and memory as a table: runs such that no other run is both faster and smaller."""
+    """Format a table of the frontier: the runs that no other run beats in both time and memory."""
     from rich.table import Table
 
-    table = Table(title="less memory, more time: no run is both smaller and faster than these", title_justify="left")
+    table = Table(
+        title="less memory, more time: no other run needs less of both than one of these", title_justify="left"
+    )
     for heading in ("GiB", "s / iteration", "host GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("schedule", "vocabulary"):
@@ -243,31 +250,27 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines that state the gain over the best run without vocabulary parallelism, and any tie."""
+    """Lines that state the gain over the best run without vocabulary parallelism, and which runs tie with the best."""
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split
     if whole is None:
-        lines = ["no run without vocabulary parallelism fits"]
+        lines = ["no run without vocabulary parallelism fits in memory"]
     elif chosen.candidate.method in WITHOUT_SPLIT:
         lines = []
     else:
         lines = [
-            f"{choice.gain:.2f} times as fast as the best run without vocabulary parallelism that fits "
-            f"({whole.candidate.name}; redistributed layers are among them)"
+            f"{choice.gain:.2f} times as fast as the best run without vocabulary parallelism that fits in memory "
+            f"({whole.candidate.name})"
         ]
     if len(choice.tied) > 1:
         fastest = choice.tied[0]
         avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
         ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
-        said = (
-            "is the fastest of them, too"
-            if chosen is fastest
-            else f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
-        )
+        said = "is also the fastest" if chosen is fastest else f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
         lines.append(
-            f"a tie: {len(choice.tied)} runs are within {tie.text}, and {chosen.candidate.name} is the simplest of them"
-            + (" that leave room in memory; " if avoided else "; ")
+            f"a tie: {len(choice.tied)} runs differ by at most {tie.text}; {chosen.candidate.name} is the simplest"
+            + (" that leaves memory free; " if avoided else "; ")
             + (said if chosen is not fastest else f"it {said}")
         )
     return lines

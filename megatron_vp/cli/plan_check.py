@@ -1,4 +1,4 @@
-"""Passes plans through training's own validation, so that `plan` recommends only runs that `check` accepts."""
+"""Validates plans as training does, so that `megatron-vp plan` recommends only runs that can start."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Plan
 
 
-UNCHECKED = "not checked: Megatron is not installed here; run megatron-vp check"
-"""The note that is printed if training's own validation cannot run here."""
+UNCHECKED = "not checked, because Megatron is not installed here; run megatron-vp check where it is"
+"""The note that is printed if Megatron's validation of arguments cannot run here."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The choice among the plans that training accepts, the plans that it refuses, and a note for the user."""
+    """The choice among the plans that training accepts, the refused plans, and a note for the user."""
 
     choice: Choice
     refused: list[Infeasible]
@@ -37,11 +37,11 @@ class Checked:
 
 
 Ask = Callable[[list[str], int], str | None]
-"""Takes arguments and a number of ranks, and returns why training would refuse the job; None if it would start."""
+"""A function of arguments and a number of ranks: returns why training would refuse the job, or None if it would not."""
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """An `Ask` that runs in this process; the first call takes some seconds, because it loads Megatron."""
+    """Check in this process, as an `Ask` does; the first call takes some seconds, because it loads Megatron."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)
@@ -68,9 +68,10 @@ def _load_megatron() -> None:
 
 
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
-    """Choose as `planner.choose` does, without the plans that `check` refuses for a reason other than the job itself.
+    """Choose a plan as `planner.choose` does, but leave out plans that training refuses.
 
-    Raises UserError if nothing is left.
+    If the simplest plan is refused for the same reason, the job itself is the cause: the plan stays, and the reason
+    becomes the note. Raises UserError if no plan is left.
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 
@@ -87,7 +88,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
             if reason is None:
                 continue
             if reason == check(_plainest(evaluations).candidate.plan):
-                note = f"megatron-vp check refuses this job under any schedule: {reason}"
+                note = f"training would refuse this job under every schedule: {reason}"
                 continue
             refused.append(Infeasible(each.candidate, reason))
             left.remove(each)
@@ -95,7 +96,9 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
         else:
             return Checked(choice, refused, note)
         if not left:
-            raise UserError(f"training refuses every plan for this job, the last because: {refused[-1].reason}")
+            raise UserError(
+                f"training would refuse every plan for this job; the reason for the last one: {refused[-1].reason}"
+            )
 
 
 def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -120,7 +123,7 @@ def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None
 
 
 def _words(values: dict[str, Any]) -> list[str]:
-    """Convert arguments, given by name, to the words of a command line."""
+    """Convert a mapping from argument names to values into command-line words."""
     known, words = known_options(), []
     for name, value in values.items():
         option = option_of(name)

@@ -42,13 +42,13 @@ class Answer:
     """A note that is printed with the recommendation."""
 
     def request(self, found: Found) -> Request:
-        """The planning request that this run answers."""
+        """The request that `plan` would have for the job with the sizes of this run."""
         variant = self.search.variants[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """Settings that the configuration must change to get this run."""
+        """The settings that differ from the configuration in this run."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
@@ -71,13 +71,13 @@ class Answer:
         """One line that explains the frontier and says which runs may be missing from it."""
         found = self.search
         if not found.partial:
-            return "The frontier: no other run is both faster and smaller."
+            return "The frontier: no other run is both faster and needs less memory."
         fastest = found.fitting(self.limit)[0].seconds
         return (
             f"The frontier is partial: {found.untried:,} more combinations may be on it, "
-            + ("the fastest run among them" if found.untried_seconds <= fastest else "but not the fastest run")
-            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} of them probably. "
-            f"--search-budget {found.budget} was spent; a larger one simulates more."
+            + ("including the fastest run" if found.untried_seconds <= fastest else "but not the fastest run")
+            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} of them are likely. "
+            f"All simulations of --search-budget {found.budget} were used; a larger budget allows more."
         )
 
 
@@ -96,7 +96,7 @@ def search_job(
     output_format: Format,
     output: Path | None,
 ) -> None:
-    """Search for the best parallel sizes of a job, and write the answer. Raises UserError."""
+    """Search for the best parallel sizes of a job, and write the result. Raises UserError."""
     from megatron_vp.cost.planning.charts import search_chart
     from megatron_vp.cost.planning.search import BUDGET, search
     from megatron_vp.cost.planning.variants import DIMENSIONS, variants
@@ -104,7 +104,7 @@ def search_job(
 
     for name in keep:
         if name not in DIMENSIONS:
-            raise UserError(f"--keep {name} names nothing that a search varies; use {', '.join(DIMENSIONS)}")
+            raise UserError(f"--keep {name} is not a setting that --search varies; use {', '.join(DIMENSIONS)}")
     tried = variants(config.values, gpus, hardware, keep)
     with megatrons_check() as check:
         with progress_bar() as bar:
@@ -144,7 +144,7 @@ def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, foun
         if reason is None:
             return replace(answer, chosen=each, refused=refused)
         refused.append((each, reason))
-    return replace(answer, note=f"megatron-vp check refuses this job, whatever its parallel sizes: {refused[0][1]}")
+    return replace(answer, note=f"training would refuse this job for all parallel sizes tried: {refused[0][1]}")
 
 
 def _row(answer: Answer, found: Found) -> list[str]:
@@ -199,21 +199,22 @@ def _counts(answer: Answer) -> list[str]:
 
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [
-        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large, "
-        f"{found.dominated:,} no better than a simulated one" + (f", {found.untried:,} left" if found.untried else "")
+        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large for the memory, "
+        f"{found.dominated:,} no better than a simulated one"
+        + (f", {found.untried:,} not tried" if found.untried else "")
     ]
     if found.offload_sizes is not None:
         away = sum(1 for each in found.found if each.evaluation.candidate.plan.offload_chunks)
         lines.append(
-            f"activations in the host's memory: {away} runs simulated, of {found.offload_sizes} parallel sizes"
-            + ("" if away else "; their copies would set the pace")
+            f"activations in host memory: {away} runs simulated, for {found.offload_sizes} parallel sizes"
+            + ("" if away else "; the copies would take longer than the passes")
         )
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
         tie = tie_of(found.variants[0].job, answer.hardware)
         lines.append(
-            f"the run in use below is {100 * slower:.1f} % slower than the fastest, within {tie.text}, and simpler or "
-            "with more room in memory"
+            f"the recommended run is {100 * slower:.1f} % slower than the fastest, which is within {tie.text}; it is "
+            "simpler or leaves more memory free"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""The shared parts of `plan` and `simulate`: options, the job, and the output."""
+"""Options, input and output that the commands `plan` and `simulate` share."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
-"""The smallest `--memory` in GiB, and the largest on a GPU and on a host. No GPU has more than 288 GiB; the ranks of a
-CPU job share a host's memory.
+"""Limits of `--memory` in GiB: the smallest value, and the largest for a GPU and for a host. No GPU has more than 288
+GiB; the ranks of a CPU job share a host's memory.
 """
 
 MOST_GPUS = 1_000_000
-"""The most GPUs that a job may have, several times as many as the largest cluster has."""
+"""The largest accepted number of GPUs, several times that of the largest cluster."""
 
 
 class Format(StrEnum):
@@ -48,16 +48,16 @@ HardwareOption = Annotated[str, typer.Option(help="Hardware of the job: a100, h1
 NodesOption = Annotated[
     int | None, typer.Option(min=1, help="Nodes of the job (default: enough GPUs for one model replica).")
 ]
-MemoryOption = Annotated[float | None, typer.Option(help="Memory per rank in GiB (default: all that the GPU has).")]
+MemoryOption = Annotated[float | None, typer.Option(help="Memory per rank in GiB (default: all of the GPU's).")]
 FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="Output format (default: what the file's suffix says, else a table).")
+    Format | None, typer.Option("--format", help="Output format (default: that of the file's suffix, or a table).")
 ]
 OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")]
 
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a planning command: the job, the hardware, and the bytes available per rank."""
+    """The input of a planning command: the job, the hardware, and the memory limit per rank in bytes."""
 
     config: JobConfig
     job: Job
@@ -76,19 +76,19 @@ class Request:
 
     @property
     def tie(self) -> Tie:
-        """The largest difference at which runs of the job still count as equally fast."""
+        """The largest relative difference in time at which two runs of the job count as equally fast."""
         from megatron_vp.cost.planning.ties import tie_of
 
         return tie_of(self.job, self.hardware)
 
     @property
     def shards(self) -> str:
-        """One line with the rows of an even vocabulary shard and the imbalance of such shards."""
+        """One line with the number of rows of an even vocabulary shard, and the imbalance of such shards."""
         job = self.job
-        return f"vocabulary shards of {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
+        return f"vocabulary shards of at most {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
-        """One line with the vocabulary rows of a plan, and with its layers if rows are assigned."""
+        """One line with the rows of an even vocabulary shard, or with the assigned rows by rank and layers by stage."""
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
@@ -105,26 +105,26 @@ class Request:
 
     @property
     def notes(self) -> list[str]:
-        """Lines that say what the predictions leave out and how accurate they are."""
+        """Lines that state what the predictions leave out, what they assume, and how accurate they are."""
         lines = []
         if self.uncounted:
-            lines.append(f"not counted, though it changes time or memory: {', '.join(self.uncounted)}")
+            lines.append(f"not counted, although they change time or memory: {', '.join(self.uncounted)}")
         if self.assumed:
-            lines.append(f"assumed, because the job does not say it: {'; '.join(self.assumed)}")
+            lines.append(f"assumed, because the job does not specify it: {'; '.join(self.assumed)}")
         if self.unused:
-            lines.append(f"ignored, because the prediction does not depend on it: {', '.join(self.unused)}")
+            lines.append(f"ignored, because the prediction does not depend on them: {', '.join(self.unused)}")
         return [*lines, self.caveat]
 
     @property
     def uncounted(self) -> list[str]:
-        """Options of the job that change time or memory, but that the cost model does not know."""
+        """The job's options that change time or memory but that the cost model does not support."""
         from megatron_vp.cost.sizes.job_plan import uncounted
 
         return uncounted(self.config)
 
     @property
     def assumed(self) -> list[str]:
-        """Assumptions about settings that the job leaves open, but that its time depends on."""
+        """Assumptions about settings that affect time but that the job does not specify."""
         from megatron_vp.cost.times.assumptions import assumed
 
         return assumed(self.job, self.hardware)
@@ -139,39 +139,39 @@ class Request:
 
     @property
     def caveat(self) -> str:
-        """One paragraph on the accuracy of the prediction."""
+        """One paragraph that states how accurate the prediction is and why."""
         from megatron_vp.cost.hardware.constants import ERROR_BAND
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
         return (
-            f"Predicted, not measured. {self._vocabulary_passes} Setups of A100s that the constants were not "
-            f"fitted on came out within {time} of their time and {memory} of their memory; other hardware is not "
-            f"calibrated (docs/evidence/predictions.md). {self._evidence}"
+            f"Predicted, not measured. {self._vocabulary_passes} On A100 setups that were left out of the fit, the "
+            f"error was at most {time} in time and {memory} in memory; other hardware is not calibrated "
+            f"(docs/evidence/predictions.md). {self._evidence}"
         )
 
     @property
     def _evidence(self) -> str:
-        """Published runs of this kind of job, and the errors of their predictions."""
+        """A sentence on the prediction errors for published runs of this kind of job."""
         from megatron_vp.cost.hardware.constants import compared
 
         job, found = self.job, None
         if not job.model.is_hybrid:
             found = compared(self.hardware.name, fp8=job.fp8 is not None, experts=job.model.experts > 0)
         if found is None:
-            return "No published run of this kind was compared with its prediction."
+            return "No published run of this kind has been compared with a prediction."
         return (
-            f"{found.runs} published runs of this kind ({found.kind}, whole vocabulary layers) were predicted with a "
-            f"mean error of {found.mean} % in time, {found.worst} % at worst; some constants were set by them."
+            f"For {found.runs} published runs of this kind ({found.kind}, whole vocabulary layers), the mean error in "
+            f"time was {found.mean} % and the largest {found.worst} %; some constants were fitted to these runs."
         )
 
     @property
     def _vocabulary_passes(self) -> str:
         if self.hardware.rates is None:
             return (
-                "S and T take what the paper's eager code took: this project's kernels were not counted for "
-                f"{self.hardware.name}."
+                "The times of S and T are those of the paper's eager code, because there is no estimate of this "
+                f"project's kernels for {self.hardware.name}."
             )
-        return "S and T take what this project's kernels move and compute, by count."
+        return "The times of S and T are estimated from the bytes and operations of this project's kernels."
 
     def document(self) -> dict[str, Any]:
         """The request as part of a JSON document."""
@@ -226,13 +226,13 @@ def read_cluster(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> tuple[JobConfig, Hardware, int, float]:
-    """Read a job whose parallel sizes are open, its hardware, the number of GPUs and the bytes that each GPU may use.
+    """Read the input of a search: the job, the hardware, the number of GPUs, and the memory limit per GPU in bytes.
 
     Raises UserError.
     """
     config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
     if gpus is None:
-        raise UserError("--search needs to know the cluster: give --nodes")
+        raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")
     return config, machine, gpus, limit
 
 
@@ -253,15 +253,15 @@ def _read(
         _refuse_memory(memory, machine)
     if nodes is not None and nodes * machine.gpus_per_node > MOST_GPUS:
         raise UserError(
-            f"--nodes {nodes} mean {nodes * machine.gpus_per_node:,} GPUs, more than any cluster has: give nodes of "
-            f"{machine.gpus_per_node} GPUs, at most {MOST_GPUS // machine.gpus_per_node}"
+            f"--nodes {nodes} is too large: no cluster has {nodes * machine.gpus_per_node:,} GPUs; give at most "
+            f"{MOST_GPUS // machine.gpus_per_node} nodes of {machine.gpus_per_node} GPUs"
         )
     limit = machine.memory if memory is None else memory * GIB
     return config, machine, None if nodes is None else nodes * machine.gpus_per_node, limit
 
 
 def _refuse_memory(memory: float, machine: Hardware) -> None:
-    """Refuse an impossible amount of memory, and suggest the unit that was probably meant."""
+    """Refuse an impossible amount of memory; if it looks like MiB or bytes, suggest its value in GiB."""
     most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
     if LEAST_MEMORY <= memory <= most:
         return
@@ -269,29 +269,31 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
     for unit, factor in (("MiB", 2**20), ("bytes", 1)):
         gib = memory * factor / GIB
         if memory > most and 1 <= gib <= most:
-            meant = f"; as {unit} that is --memory {gib:.4g}"
+            meant = f"; if you meant {unit}, use --memory {gib:.4g}"
     raise UserError(f"--memory must be {LEAST_MEMORY} to {most} GiB per rank; got {memory:.15g}{meant}")
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as part of a JSON document: `overlay` always leads to this run, `flags` only if `unset` is empty."""
+    """The settings for a JSON document. `overlay` always gives this run; `flags` do so only if `unset` is empty."""
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """Lines that show how to change the configuration for a run, as flags and as a file."""
+    """Lines that show how to configure a run: the flags to add, and the same settings as an overlay file."""
     unset = [name for name, value in settings.items() if value is None or value is False]
-    lines = ["", "use: " + (flags_of(settings) or "the configuration as it is")]
+    lines = ["", "use: " + (flags_of(settings) or "the configuration without changes")]
     if unset:
-        lines.append(f"and without {', '.join(unset)}, which a file must unset")
+        lines.append(f"and unset in a configuration file: {', '.join(unset)}")
     if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:
-        lines.append(f"in an environment with {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell")
+        lines.append(
+            f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"
+        )
     return [*lines, "", yaml_of(settings)]
 
 
 def seconds(value: float) -> str:
-    """Format seconds with four digits, including trailing zeros, so that a column is easy to compare."""
+    """Format seconds with four significant digits, including trailing zeros, so that columns align."""
     digits = 3 - math.floor(math.log10(value)) if value else 0
     return f"{value:.{max(0, digits)}f}"
 

@@ -29,17 +29,17 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    rank: Annotated[int, typer.Option("--rank", help="Rank to run, numbered as by the launcher.")],
+    rank: Annotated[int, typer.Option("--rank", help="Global rank to run.")],
     job: JobArgument = None,
     overlays: ConfigOption = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Ranks of the whole job (default: those of one model replica).")
+        int | None, typer.Option("--ranks", help="Number of ranks of the job (default: enough for one model replica).")
     ] = None,
     iterations: Annotated[
-        int, typer.Option("--iterations", min=1, help="Iterations to time, after one for warm-up.")
+        int, typer.Option("--iterations", min=1, help="Iterations to time, after one warm-up iteration.")
     ] = 3,
     shapes_only: Annotated[
-        bool, typer.Option("--shapes-only", help="Only count memory, on fake tensors. Takes seconds and no GPU.")
+        bool, typer.Option("--shapes-only", help="Only count memory, on fake tensors; needs no GPU.")
     ] = False,
     script: Annotated[str, typer.Option("--script", help="The training script.", show_default="megatron_vp's")] = str(
         TRAINING_SCRIPT
@@ -48,10 +48,10 @@ def replay(
         Path | None, typer.Option("-o", "--output", help="Write the results as JSON to this file.")
     ] = None,
 ) -> None:
-    """Run one rank of a job without its peers, with its real part of the model and its real schedule, on random inputs.
+    """Run one rank of a job alone, with its real part of the model and its real schedule, on random inputs.
 
-    Prints the time of every kind of pass and the rank's memory. Needs one GPU, however many ranks the job has. With
-    --shapes-only it needs no GPU and counts only memory. All other arguments belong to the job, as in training.
+    Prints the time of every kind of pass and the rank's memory. Needs one GPU, whatever the number of ranks. With
+    --shapes-only it needs no GPU and counts only memory. All other arguments are the job's training arguments.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -69,9 +69,7 @@ def replay(
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """Hide what Megatron prints, including warnings, because the times and norms mean nothing here. Errors are still
-    shown.
-    """
+    """Hide Megatron's output except errors, because its times and norms have no meaning for fake tensors."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -84,10 +82,10 @@ def _without_log() -> Iterator[None]:
 def _table(found: Replayed) -> str:
     place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
     if found.played is not None and found.played < found.microbatches:
-        place += f" ({found.played} simulated: more need no more memory)"
+        place += f" ({found.played} simulated; the others need no additional memory)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
-        note = "of tensors, without an allocator's fragments, workspaces and communicators"
+        note = "memory of tensors only, without the allocator's fragmentation, workspaces and communicators"
         return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
     head = "ms per microbatch" + "  host, to issue" * on_a_device
@@ -105,6 +103,8 @@ def _table(found: Replayed) -> str:
         times = found.pass_milliseconds.items()
         held_up = [kind for kind, value in times if found.host_milliseconds[kind] > 0.9 * value]
         if held_up:
-            lines.append(f"{', '.join(held_up)}: the host took as long, so these may be times of launches, or of waits")
-    lines.append(f"for the simulator: --cost {found.costs()}")
+            lines.append(
+                f"{', '.join(held_up)}: the host took as long as the device, so these may be launch or wait times"
+            )
+    lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
     return "\n".join(lines)

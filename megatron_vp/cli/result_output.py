@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
-"""The suffixes of output files that determine the format."""
+"""Suffixes of output files that select a format."""
 
 UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
-"""Suffixes of files that no command writes."""
+"""Common suffixes that no command can write."""
 
 LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
-"""Seconds between two progress lines in a pipe or file, and between two updates of the bar on a terminal."""
+"""Seconds between progress lines in a pipe or file, and between updates of the bar on a terminal."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """Choose the format of a command's result: the requested one, that of the file's suffix, or `otherwise`.
+    """Choose the format of a command's result: the requested one, else that of the file's suffix, else `otherwise`.
 
     Call it before the command starts its work. Raises UserError for a suffix that contradicts the requested format or
     that the command cannot write, for a picture without a file, and for a file that cannot be created.
@@ -42,7 +42,9 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
         raise UserError(f"cannot write {output}: this command writes {', '.join(known)}; choose another suffix")
     chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else otherwise)
     if suffix in TOLD_BY_SUFFIX and _WRITTEN_AS.get(chosen.value, chosen.value) != suffix:
-        raise UserError(f"--format {chosen.value} and -o {output} contradict each other: leave out --format, or rename")
+        raise UserError(
+            f"--format {chosen.value} and -o {output} contradict each other: leave out --format, or rename the file"
+        )
     check_destination(chosen.value == "png", output)
     return chosen
 
@@ -72,7 +74,7 @@ def write(content: str | bytes, output: Path | None) -> None:
         try:
             typer.echo(content, nl=False)
         except BrokenPipeError:
-            raise  # a reader that has seen enough, such as head
+            raise  # the reader of the pipe, such as head, has closed it
         except OSError as error:
             raise UserError(f"cannot write to standard output: {error.strerror}") from None
         return
@@ -90,7 +92,7 @@ def write(content: str | bytes, output: Path | None) -> None:
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
     """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
 
-    With `transient`, the bar is removed at the end. Without `columns`, it has rich's default ones. The bar is drawn
+    With `transient`, the bar is removed at the end. Without `columns`, it has rich's default columns. The bar is drawn
     without a thread, only when progress is reported, because a process with threads cannot safely fork workers.
     """
     from rich.console import Console

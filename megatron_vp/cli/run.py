@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         context: typer.Context,
         script: str = typer.Argument(help="Your Megatron training script, unchanged."),
     ) -> Callable[[], None]:
-        """Run a Megatron training script under the plug-in. Each process of a launcher runs this command.
+        """Run a Megatron training script under the plug-in. The launcher starts this command in every process.
 
         All arguments after SCRIPT go to the script. The plug-in's own flags (--vocab-parallel, --config FILE, --cpu)
         may be among them. Start one process per rank with a launcher:
@@ -31,5 +31,5 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.mcore.start.launch import run_script
 
-        # Inside typer, some of the script's exceptions would end the process silently.
+        # Call it after typer has returned, because typer would hide some exceptions of the script.
         return partial(run_script, script, context.args)

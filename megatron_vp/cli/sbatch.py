@@ -1,4 +1,4 @@
-"""`megatron-vp sbatch`: submit a training job to SLURM, after checking it as its ranks would."""
+"""`megatron-vp sbatch`: run the start-up checks of a training job, then submit it to SLURM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_SLURM = frozenset(
         *("time", "wait", "wckey"),
     ]
 )
-"""Options of SLURM's sbatch that people give to this command by mistake."""
+"""Options of SLURM's sbatch that a user may give to this command by mistake."""
 _SHORT = {
     **{"-A": "--account", "-C": "--constraint", "-p": "--partition", "-q": "--qos", "-t": "--time"},
     **{"-w": "--nodelist", "-x": "--exclude"},
@@ -47,7 +47,7 @@ def sbatch(
     overlays: ConfigOption = None,
     script: Annotated[
         str | None,
-        typer.Option("--script", metavar="FILE", help="Train with a Megatron script of your own instead of ours."),
+        typer.Option("--script", metavar="FILE", help="Train with your own Megatron script instead of ours."),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: enough for one model replica).")
@@ -60,32 +60,36 @@ def sbatch(
     ] = None,
     slurm: Annotated[
         list[str] | None,
-        typer.Option("--slurm", metavar="OPTION=VALUE", help="An option for sbatch itself, such as partition=long."),
+        typer.Option(
+            "--slurm", metavar="OPTION=VALUE", help="Option of SLURM's sbatch, such as partition=long; may be repeated."
+        ),
     ] = None,
     container_image: Annotated[
         str | None,
-        typer.Option("--container-image", metavar="IMAGE", help="Run all ranks in this image (pyxis and enroot)."),
+        typer.Option(
+            "--container-image", metavar="IMAGE", help="Run all ranks in this container (needs pyxis and enroot)."
+        ),
     ] = None,
     container_mounts: Annotated[
         str | None,
         typer.Option(
             "--container-mounts",
             metavar="FROM:TO,...",
-            help="Folders for the image: data, tokenizers. This folder is always mounted.",
+            help="Folders to mount in the container, such as the data's. The current folder is always mounted.",
         ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", help="The ranks' Python (default: this one; `python` in a container image)."),
+        typer.Option("--python", help="Python of the ranks (default: this one; `python` in a container)."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the job and print what would be submitted.")
+        bool, typer.Option("--dry-run", help="Check the job and print the sbatch command without running it.")
     ] = False,
 ) -> None:
     """Check a job here, then submit it to SLURM with one rank per GPU; SLURM requeues it until it has finished.
 
-    Works in any folder that the nodes can access; logs go to runs/slurm in that folder. All other arguments belong to
-    the job, as in training.
+    Run it in a folder that all nodes can access; logs go to runs/slurm in that folder. All other arguments are the
+    job's training arguments.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
@@ -95,16 +99,17 @@ def sbatch(
 
     files, flags = files_and_flags(job, overlays)
     if not all(option.strip("-") for option in slurm or ()):
-        raise UserError("--slurm names no option of sbatch: give one, such as --slurm partition=long")
+        raise UserError("--slurm is empty: give an option of SLURM's sbatch, such as --slurm partition=long")
     own = script is not None
     if not files and not own:
         raise UserError(
-            "the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`, or --script"
+            "the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`, or give "
+            "--script FILE"
         )
     if script is not None and not Path(script).is_file():
         raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
     if container_mounts is not None and container_image is None:
-        raise UserError("--container-mounts only applies to a container image: give --container-image, too")
+        raise UserError("--container-mounts has no effect without --container-image: add --container-image IMAGE")
     _refuse_options_of_slurm(flags)
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)
@@ -129,14 +134,14 @@ def sbatch(
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
-        # The input files may be on another machine.
+        # Only warn about missing input files, because the dry run may be on another machine than the job.
         try:
             check_files(checked.args)
         except UserError as error:
-            typer.echo(f"this machine would refuse the job: {error}", err=True)
+            typer.echo(f"the job would not start on this machine: {error}", err=True)
         return
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch is not found: run this where jobs are submitted, or add --dry-run")
+        raise UserError("sbatch was not found: run this command on a machine that submits SLURM jobs, or add --dry-run")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(
@@ -146,7 +151,7 @@ def sbatch(
 
 
 def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
-    """Refuse options of SLURM's sbatch, which would be mistaken for the job's, and say how to pass them on."""
+    """Refuse options of SLURM's sbatch, which would be taken for training flags, and say how to pass them on."""
     for flag in flags_in([_SHORT.get(word, word) for word in flags]):
         name = flag.option.removeprefix("--")
         if name in _OF_SLURM and name_of(name) not in known_options():

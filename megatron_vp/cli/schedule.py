@@ -1,4 +1,4 @@
-"""`megatron-vp schedule`: generate or read a schedule, prove that it runs, and show it."""
+"""`megatron-vp schedule`: generate or read a schedule, prove that it cannot deadlock, and show it."""
 
 from __future__ import annotations
 
@@ -43,50 +43,52 @@ def schedule(
     name: Annotated[
         str | None,
         typer.Argument(
-            help=f"One of {', '.join(FAMILIES)}. Leave it out with --from.",
+            help=f"Schedule to generate: {', '.join(FAMILIES)}. Leave it out with --from.",
         ),
     ] = None,
-    pipeline_size: Annotated[int | None, typer.Option("-p", "--pipeline-size", help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Microbatches per step.")] = None,
+    pipeline_size: Annotated[
+        int | None, typer.Option("-p", "--pipeline-size", help="Number of pipeline ranks.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Number of microbatches.")] = None,
     vocab: Annotated[
-        str, typer.Option(help=f"Vocabulary passes: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
+        str, typer.Option(help=f"Vocabulary method: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
     ] = "none",
     vocab_ranks: Annotated[
         str | None,
         typer.Option(
-            help="Ranks with vocabulary rows, such as 0,2 (default: all). Other ranks run no vocabulary passes."
+            help="Ranks that hold vocabulary rows, such as 0,2 (default: all). Only they run vocabulary passes."
         ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
     offload_chunks: Annotated[
         str,
         typer.Option(
-            help="Chunks per rank whose activations wait in the host's memory between forward and backward: a number, "
-            "half or all. Those that live longest are taken."
+            help="Chunks per rank whose activations are in host memory between forward and backward: a number, half "
+            "or all. Chunks whose activations are kept longest are chosen first."
         ),
     ] = "0",
     activation_limit: Annotated[
         str | None,
         typer.Option(
-            help="For v-flex: the most activations on the device of any rank, in microbatches of a whole rank. The "
-            "shortest schedule found within it is taken."
+            help="For v-flex: limit on the activations in device memory, in microbatches through all chunks of a rank. "
+            "The shortest schedule found within this limit is used."
         ),
     ] = None,
     cost: Annotated[
         str,
         typer.Option(
-            help="Durations in any unit. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, comm=0, copy=0 "
-            "(give them without spaces). F (forward), B (input gradient) and W (weight gradient) are for all chunks of "
-            "a rank together, comm for each message and collective, copy for the activations of one microbatch of a "
-            "rank on their way to the host's memory, or back."
+            help="Durations in any unit, without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, "
+            "comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of a rank "
+            "together, comm is for each message or collective, and copy is for one microbatch's activations of a rank "
+            "to host memory, or back."
         ),
     ] = "",
     asked_format: Annotated[
         Format | None,
         typer.Option(
             "--format",
-            help="Output format. `html` is a page for a browser: zoom, and point at a pass. `programs` is JSON with "
-            "everything that each rank runs, posts and waits for (default: what the file's suffix says, else a table).",
+            help="Output format (default: that of the file's suffix, or a table). `html` is a web page that zooms and "
+            "shows details of a pass. `programs` is JSON with every instruction that each rank runs.",
         ),
     ] = None,
     output: Annotated[
@@ -94,25 +96,30 @@ def schedule(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Read the schedule from a JSON or CSV file, or PyTorch's CSV of compute actions."),
+        typer.Option(
+            "--from", help="Read the schedule from a JSON or CSV file, or from PyTorch's CSV of compute actions."
+        ),
     ] = None,
     evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="Show the schedule of an evaluation: forward passes only, reordered.")
+        bool,
+        typer.Option(
+            "--evaluation", help="Show the schedule for evaluation, which has only forward passes, reordered."
+        ),
     ] = False,
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="SCHEDULE",
-            help="With --format html: a second schedule below the first, with one time axis. Give a file, or a name "
-            "for the same ranks, microbatches and costs, with vocabulary passes after a colon: v-half:vocab-2.",
+            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or a "
+            "schedule and vocabulary method such as v-half:vocab-2, to generate for the same sizes and costs.",
         ),
     ] = None,
     from_time: Annotated[
-        float | None, typer.Option(help="First moment that a table or picture shows, in the costs' unit.")
+        float | None, typer.Option(help="Start of the time that a table or picture shows, in the unit of --cost.")
     ] = None,
-    until: Annotated[float | None, typer.Option(help="Last moment that a table or picture shows.")] = None,
+    until: Annotated[float | None, typer.Option(help="End of the time that it shows.")] = None,
 ) -> None:
-    """Generate a pipeline schedule (or read one with --from), prove that it runs, and show it.
+    """Generate a pipeline schedule (or read one with --from), prove that it cannot deadlock, and show it.
 
     Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
@@ -122,7 +129,7 @@ def schedule(
 
     output_format = format_for(asked_format, output, Format)
     if compare is not None and output_format is not Format.HTML:
-        raise UserError("--compare shows a second schedule on a page: add --format html, or -o with a name in .html")
+        raise UserError(f"--compare {compare} needs a web page as output: add --format html, or -o FILE.html")
     costs = PassCosts.parse(cost)
     try:
         if source is not None:
@@ -137,7 +144,7 @@ def schedule(
             clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
             clash += ["--offload-chunks"] * (offload_chunks != "0")
             if clash:
-                raise UserError(f"--from names a whole schedule; leave out {', '.join(clash)}")
+                raise UserError(f"--from {source} already sets the whole schedule; leave out {', '.join(clash)}")
             found = _read(source)
             if evaluation:
                 validate(found, costs)
@@ -179,14 +186,14 @@ def _window(
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):
         raise UserError(
-            f"--from-time and --until choose a part for a table or picture, and {output_format} always holds the "
-            "whole schedule"
+            f"--from-time and --until do not apply to --format {output_format}, which always holds the whole schedule: "
+            "leave them out, or use a table or picture"
         )
     start, end = from_time or 0.0, makespan if until is None else until
     if not 0 <= start < end < math.inf or start >= makespan:
         raise UserError(
             f"--from-time {start:g} --until {end:g} is not a part of the schedule, which takes {makespan:.6g}: give "
-            "a start from 0 on and a later end"
+            "a start of at least 0, within the schedule, and a later end"
         )
     return start, min(end, makespan)
 
@@ -207,7 +214,10 @@ def _generate(
     from megatron_vp.schedule.validate import check_memory
 
     if name is None or pipeline_size is None or microbatches is None:
-        raise UserError(f"give NAME (one of {', '.join(FAMILIES)}), -p RANKS and -m MICROBATCHES, or --from FILE")
+        raise UserError(
+            "NAME, -p or -m is missing: give -p RANKS, -m MICROBATCHES and NAME, which is one of "
+            f"{', '.join(FAMILIES)}; or give --from FILE"
+        )
     holders = None if vocab_ranks is None else _ranks(vocab_ranks)
     found = generate(
         name,

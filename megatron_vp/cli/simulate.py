@@ -1,4 +1,4 @@
-"""`megatron-vp simulate`: predict time and memory of a configuration on given hardware, rank by rank."""
+"""`megatron-vp simulate`: predict the time and memory of every pipeline rank of a job on given hardware."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
-"""The largest accepted product of pipeline ranks, microbatches and chunks, which takes half a minute on one core."""
+"""Limit on pipeline ranks x microbatches x chunks; at this limit, a simulation takes half a minute on one core."""
 
 
 def register(app: typer.Typer) -> None:
@@ -63,9 +63,9 @@ def simulate(
     asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Predict time and memory of every pipeline rank of a job, as its configuration would run it.
+    """Predict the time and memory of every pipeline rank of a job under the schedule that its configuration sets.
 
-    All other arguments belong to the job. As in training, flags override files.
+    All other arguments are the job's training arguments; flags override files.
 
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
@@ -124,8 +124,8 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
     if forwards > MOST_FORWARDS:
         raise UserError(
             f"{job.pipeline} pipeline ranks x {job.microbatches} microbatches"
-            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forwards; simulate takes at most "
-            f"{MOST_FORWARDS:,}. A smaller --global-batch-size shows the same steady state, and plan adds the rest up"
+            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forward passes; simulate takes at "
+            f"most {MOST_FORWARDS:,}: give a smaller --global-batch-size, or use plan, which extrapolates"
         )
 
 
@@ -133,7 +133,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
     from rich.table import Table
 
     parts = list(found.memory[0].parts())
-    table = Table(title="memory in GiB by what it holds", title_justify="left")
+    table = Table(title="memory in GiB by content", title_justify="left")
     for heading in ("rank", "busy s", "idle %", "GiB", *parts):
         table.add_column(heading, justify="right", no_wrap=True)
     makespan = found.iteration_seconds - found.loss.step
@@ -176,7 +176,7 @@ def _outside(found: Evaluation) -> Table:
     from rich.table import Table
 
     parts = list(found.memory[0].outside.parts())
-    title = "GiB outside PyTorch's count (estimates), and the communicators that this project adds"
+    title = "memory in GiB that PyTorch does not count (estimates), and communicators that this project adds"
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "communicators", "outside", *parts):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -188,7 +188,7 @@ def _outside(found: Evaluation) -> Table:
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    """The table of copies to host memory as text, which is empty if the run makes no copies."""
+    """Format the table of copies to host memory; empty if the run makes no copies."""
     from rich.table import Table
 
     from megatron_vp.cost.prediction.copies import fullest_node, host_room
@@ -196,7 +196,7 @@ def _copies(request: Request, found: Evaluation) -> str:
 
     if not found.copies:
         return ""
-    table = Table(title="activations in the host's memory (no copy was measured here)", title_justify="left")
+    table = Table(title="activations in host memory (predicted; no copy was measured)", title_justify="left")
     for heading in ("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *_WAITS):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, each in enumerate(found.copies):
@@ -204,13 +204,15 @@ def _copies(request: Request, found: Evaluation) -> str:
         sizes = f"{each.host / GIB:.2f}", f"{each.bytes / GIB:.3f}", f"{100 * each.load:.0f}"
         table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
-    lines = [f"the fullest node uses {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB for them"]
+    lines = [
+        f"on the fullest node, these activations take {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB"
+    ]
     if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
-        lines.append("chunks that would have to be back before they have left stay on the device")
+        lines.append("chunks whose activations would be needed before they are in host memory stay on the device")
     if has_one_queue(request.job, request.hardware):
         lines.append(
-            f"with one hardware queue ({ONE_QUEUE}=1) a copy that waits for the one before it holds up the passes "
-            "behind it: a model that was not compared with a GPU"
+            f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
+            "queued after it; this model has not been compared with a GPU"
         )
     return rendered(table) + "\n".join(lines) + "\n"
 

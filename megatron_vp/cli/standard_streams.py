@@ -1,4 +1,4 @@
-"""Protects the commands from standard streams that are closed, full, or in an encoding that lacks a character."""
+"""Handles standard streams that are closed, full, or have an encoding that lacks a character."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that raises UserError the first time that writing fails. A pipe without a reader still raises
-    BrokenPipeError.
-    """
+    """Standard output that raises UserError when writing first fails, or BrokenPipeError if a pipe has no reader."""
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
@@ -31,7 +29,7 @@ class _Output(io.RawIOBase):
 
     def write(self, data: bytes) -> int:
         if self._failed:
-            return len(data)  # data left in buffers
+            return len(data)  # discard what is left in buffers
         reason = self._reason
         if reason is None:
             try:
@@ -46,9 +44,9 @@ class _Output(io.RawIOBase):
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Make standard output raise UserError if it cannot be written, and print `?` for characters that it cannot encode.
+    """Make standard output raise UserError if writing fails, and print `?` for characters that it cannot encode.
 
-    A standard output that has been replaced, as in a test, is not touched.
+    If standard output has been replaced, as in a test, it is not changed.
     """
     before = sys.stdout
     if before is not None and before is not sys.__stdout__:

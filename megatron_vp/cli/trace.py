@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that the run was given as --pipeline-trace.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --pipeline-trace folder of the run.")],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Write one Perfetto file with all ranks; open it in ui.perfetto.dev."),
@@ -25,7 +25,7 @@ def trace(
 ) -> None:
     """Show where the time of a traced run went on every rank, and what the simulator predicts for its pass times.
 
-    For a run with --vocab-parallel it also shows the vocabulary rows that would make up for GPUs of unequal speed.
+    For a run with --vocab-parallel it also suggests vocabulary rows that compensate for GPUs of unequal speed.
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
@@ -43,6 +43,6 @@ def trace(
         try:
             typer.echo(next_start(folder, traced_run(folder, traces)))
         except UserError as error:
-            typer.echo(f"no answer for --vocab-shards measured:{folder}: {error}")
+            typer.echo(f"--vocab-shards measured:{folder} would be refused: {error}")
     if output is not None:
         write(merge(traces, held_activations(traces)), output)

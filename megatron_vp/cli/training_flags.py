@@ -11,9 +11,9 @@ def register(app: typer.Typer) -> None:
 
 
 def flags() -> None:
-    """List the flags that a training job understands in addition to Megatron's own.
+    """List the flags that a training job accepts in addition to Megatron's own.
 
-    The training script's `--help` lists them, too, among hundreds of Megatron flags.
+    The training script's `--help` lists them among hundreds of Megatron flags.
     """
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 

@@ -35,7 +35,7 @@ def flags_in(words: Sequence[str]) -> Iterator[Flag]:
             option, equals, value = word.partition("=")
             values = [value] if equals else []
         elif option is None:
-            raise UserError(f"{word!r} is not a flag; give only --flags after the configuration")
+            raise UserError(f"{word!r} is not a flag; after the configuration file, give only --flags")
         else:
             values.append(word)
     if option is not None:
@@ -61,7 +61,7 @@ def asks_for_cpu(words: Sequence[str]) -> bool:
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether the command line asks for help instead of a run."""
+    """Whether the command line contains `-h` or `--help`."""
     return bool({"-h", "--help"} & set(words))
 
 
@@ -81,14 +81,14 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals:
             value = next(rest, "-")
             if value.startswith("-"):
-                hint = "a file whose name begins with a dash is given as ./-NAME"
+                hint = "if the file's name starts with a dash, give it as ./-NAME"
                 raise UserError(f"argument {CONFIG}: expected one argument; {hint}")
         files.append(value)
     return files, others
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """Split a command's job, `CONFIG [FLAGS]` with overlays, into files and flags.
+    """Separate the configuration files of a command's job, `CONFIG [FLAGS]` with overlays, from its flags.
 
     Later files override earlier ones, and flags override files.
     """
@@ -99,12 +99,12 @@ def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None
 
 
 def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
-    """The job as arguments of a training script."""
+    """The job's files and flags as arguments of a training script."""
     return [*(word for file in files for word in (CONFIG, spelled(file))), *flags]
 
 
 def spelled(file: Path) -> str:
-    """Spell a file's path so that it is not mistaken for an option."""
+    """The file's path, prefixed with `./` if it starts with a dash, so that it is not taken for an option."""
     return f"./{file}" if str(file).startswith("-") else str(file)
 
 

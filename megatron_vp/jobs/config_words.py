@@ -1,8 +1,8 @@
 """Translates configuration files into arguments for a command-line parser, such as Megatron's.
 
-The arguments go *before* the flags of the command line: argparse keeps the last value, so the command line wins. The
-command line cannot turn off a switch that a file turned on, because most of Megatron's switches have no opposite. A
-later file can.
+The arguments go *before* the flags of the command line: argparse keeps the last value, so the command line overrides
+the files. A switch that a file turned on can be turned off by a later file, but not by the command line, because most
+of Megatron's switches have no opposite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argpa
 
 
 def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParser) -> list[str]:
-    """Translate leaves of configuration files into arguments, as `arguments_from_config` does. Raises UserError."""
+    """Translate `key: value` pairs of configuration files into arguments for `parser`. Raises UserError."""
     options = {
         option.lstrip("-").replace("-", "_"): action for action in parser._actions for option in action.option_strings
     }
@@ -70,7 +70,7 @@ def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list
 
 
 def _text(action: argparse.Action, value: Any, where: str) -> str:
-    """Spell `value` as on a command line, after the option's type and choices have accepted it."""
+    """The command-line text for `value`. Raises UserError if the option's type or choices do not accept it."""
     if isinstance(value, bool) and action.type is bool:
         return "True" if value else ""  # bool("False") is true
     if isinstance(value, bool | list | Mapping) or value is None:

@@ -1,4 +1,4 @@
-"""The input of a job: the arguments in its configuration files, and its flags, which override them."""
+"""Reads a job's arguments from its configuration files and its flags, which override the files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ALGORITHM_ALONE = (
     "--vocab-parallel-algorithm {vocab_parallel_algorithm} has no effect without --vocab-parallel: add "
     "--vocab-parallel, or leave --vocab-parallel-algorithm out"
 )
-"""The message with which every command refuses an algorithm for a vocabulary that is not split."""
+"""The error if an algorithm is given without vocabulary parallelism; the same text in every command."""
 
 CPU_NAME = name_of(CPU)
-"""The argument's name for `--cpu`, a flag that is removed before the training script parses its arguments."""
+"""The name of `--cpu`, which is removed from the arguments before the training script parses them."""
 
 SIZES = (
     "num_layers",
@@ -67,9 +67,9 @@ OTHERS = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
-"""Other arguments that the cost model uses to compute times and memory."""
+"""Arguments other than SIZES from which the cost model computes times and memory."""
 LEAST = {"mtp_num_layers": 0}
-"""Smallest accepted values of the sizes that may be less than 1."""
+"""Smallest accepted values of sizes; all other sizes must be at least 1."""
 LARGEST_SIZE = 10**9
 LARGEST = {
     "mtp_num_layers": 2**10,
@@ -84,22 +84,23 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Largest accepted sizes; LARGEST_SIZE limits all others. A larger size is considered a typing error."""
+"""Largest accepted values of sizes; all others are limited by LARGEST_SIZE. A larger value is taken for a typing error.
+"""
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A job's arguments by their long names, with underscores; a switch that is on is True."""
+    """A job's arguments by long name, with underscores; a switch that is on has the value True."""
 
     values: dict[str, Any]
-    """The values as YAML would read them, including those of flags: a value that looks like a number is a number, and
-    several values are a list.
+    """Values of files and flags as YAML would read them: text that looks like a number is a number, and several values
+    are a list.
     """
     origins: dict[str, Leaf | str]
-    """The origin of each value, for messages: a leaf of a file, or a flag of the command line."""
+    """Where each value was set, for messages: a `key: value` pair of a file, or a flag of the command line."""
 
     def of_files(self) -> dict[str, Any]:
-        """Options that the files set and no flag overrides, except those that the files set to null."""
+        """Options that the files set to a value other than null and that no flag overrides."""
         return {
             name: value
             for name, value in self.values.items()
@@ -107,7 +108,7 @@ class JobConfig:
         }
 
     def unused(self, used: Collection[str]) -> list[str]:
-        """The options that are set but not listed in `used`, spelled as on a command line."""
+        """The options that are set but not listed in `used`, in command-line form such as `--num-layers`."""
         given = {name for name, value in self.values.items() if value is not None and value is not False}
         return sorted(option_of(name) for name in given.difference(used))
 
@@ -143,11 +144,11 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
 def read_sizes(
     files: Sequence[str | os.PathLike[str]], flags: Sequence[str], commands_own: Sequence[str] = ()
 ) -> JobConfig:
-    """Read a job for a command that computes with its sizes, all of which are then whole numbers or None.
+    """Read a job as `read_job_config` does, and check that its sizes are whole numbers within limits, or None.
 
-    `commands_own` lists the options of the calling command, one of which the user may have misspelled. Raises UserError
-    also for an argument that training does not know, a value that its option does not accept, a size that is out of
-    range, NaN and infinity.
+    `commands_own` lists the options of the calling command, which are suggested for a misspelled name. Raises UserError
+    also for an unknown argument, a value that its option does not accept, a size that is out of range, NaN and
+    infinity.
     """
     config = read_job_config(files, flags)
     for name, origin in config.origins.items():
@@ -161,7 +162,7 @@ def read_sizes(
             raise UserError(f"{config.origins[name]} {said} is not a whole number of at least {least}")
         largest = LARGEST.get(name, LARGEST_SIZE)
         if value is not None and value > largest:
-            raise UserError(f"{config.origins[name]} {value} is too large for any job; give at most {largest}")
+            raise UserError(f"{config.origins[name]} {value} is too large; give at most {largest}")
     for name, value in config.values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{config.origins[name]} {value} is not a finite number")

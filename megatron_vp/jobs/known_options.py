@@ -1,8 +1,8 @@
-"""Knows every option that a training script accepts, for commands that read a job without Megatron.
+"""Looks up the options that a training script accepts, for commands that read a job without loading Megatron.
 
 The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
 Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
-installed Megatron. Training still refuses an option that the installed Megatron does not have.
+installed Megatron. An option of a newer series passes here, but training refuses it if the installed Megatron lacks it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SHORT = {
     "schedule": "pipeline_schedule",
     "vocab": "vocab_size",
 }
-"""Common wrong spellings of options whose real name looks different."""
+"""Common short names, and the options that they stand for; their spellings are too different to be matched."""
 
 _KINDS = {"int": (int,), "float": (int, float)}
-_EXPECTED = {"int": "an integer", "float": "a number", "text": "a text", "bool": "true or false"}
+_EXPECTED = {"int": "an integer", "float": "a number", "text": "a string", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Option:
     """The kind of values that an option accepts."""
 
     kind: str
-    """One of switch, int, float, bool and text."""
+    """switch, int, float, bool or text."""
     several: bool
     choices: tuple[str, ...]
     """Empty if the option accepts any value of its kind."""
@@ -67,9 +67,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for a name that training does not know; the error suggests the nearest one, perhaps of
-    `commands_own`.
-    """
+    """Raise UserError for an option that training does not have; it suggests a similar one, also of `commands_own`."""
     known = known_options()
     if name in known:
         return
@@ -83,7 +81,7 @@ def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = 
 
 
 def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
-    """Raise UserError for a value that a known option does not accept; None stands for the default and is accepted."""
+    """Raise UserError if a known option does not accept `value`; None stands for the default and is always accepted."""
     option = known_options()[name]
     if value is None:
         return
@@ -95,7 +93,7 @@ def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
         raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
     if value is True and not isinstance(origin, Leaf):
         if option.several:
-            return  # an empty list; training decides whether it is valid
+            return  # an empty list, which only training can judge
         raise UserError(f"{origin} needs a value: {_expected(option)}")
     if isinstance(value, list) and not option.several:
         raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
@@ -108,7 +106,7 @@ def _fits(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return option.kind == "bool"
     if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # looks like an option with one dash, which no job has
+        return False  # probably a misspelled option: no value starts with a dash
     if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
         return False
     return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)

@@ -1,4 +1,4 @@
-"""Determines a job's implementation of transformer layers, on which the memory kept for the backward pass depends."""
+"""Determines which implementation of transformer layers a job uses; their activation memory depends on it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class LayerKind(StrEnum):
     """The implementation of a transformer layer."""
 
     PAPER = "paper"
-    """The layers of the paper's authors. The cost model's constants were fitted to their published memory."""
+    """The layers of the paper's authors, whose published memory the cost model's constants were fitted to."""
     ENGINE = "transformer_engine"
     """Transformer Engine's fused layers."""
     LOCAL = "local"
-    """Megatron's own layers. Their attention writes the scores of all heads to memory."""
+    """Megatron's own layers, whose attention stores the scores of all heads in memory."""
     LOCAL_SDPA = "local_sdpa"
     """Megatron's own layers with PyTorch's fused attention (`--core-attention sdpa`)."""
 
     @property
     def line(self) -> str:
-        """One line that says for which layers memory was counted."""
+        """One line for the user that names the layers whose memory was predicted."""
         return _LINES[self]
 
 
 _LINES = {
-    LayerKind.PAPER: "layers: those of the paper's authors",
+    LayerKind.PAPER: "layers: the paper authors' implementation",
     LayerKind.ENGINE: "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)",
     LayerKind.LOCAL: "layers: Megatron's local ones, whose attention keeps all scores (--core-attention sdpa keeps "
     "none; --transformer-impl transformer_engine for fused layers)",
@@ -38,7 +38,7 @@ _LINES = {
 
 
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
-    """The layers that a job's `arguments` (by long name, with underscores) ask for.
+    """The kind of layers that a job's `arguments` (by long name, with underscores) select.
 
     Without `transformer_impl`, they are Transformer Engine's, Megatron's default, or local if `core_attention` is sdpa,
     which only local layers support. Raises UserError for an implementation that does not exist.

@@ -1,4 +1,4 @@
-"""Converts `--pipeline-model-parallel-layout` to numbers of layers and back."""
+"""Converts between `--pipeline-model-parallel-layout` and the number of layers of each stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_LAYOUT = 10_000
 def layers_in(layout: str) -> tuple[int, ...]:
     """The number of transformer layers per stage in a `--pipeline-model-parallel-layout` such as `Et*5|(t*5|)*6t*3L`.
 
-    Raises UserError for a text that is not such a layout.
+    Raises UserError if the text is not a valid layout.
     """
     text = layout.replace(" ", "").replace(",", "")
     while repeated := re.search(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,9})", text):
@@ -29,10 +29,10 @@ def layers_in(layout: str) -> tuple[int, ...]:
 
 
 def layout_of(layers: Sequence[int]) -> str:
-    """The layout string for these numbers of transformer layers per stage."""
+    """The layout string for the given number of transformer layers of each stage."""
     return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """The most even split of `layers` transformer layers over `stages`, for jobs without a layout."""
+    """The number of layers of each stage if `layers` are split as evenly as possible over `stages`."""
     return tuple(layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages))

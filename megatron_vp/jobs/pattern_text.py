@@ -1,5 +1,5 @@
-"""Reads and writes `--hybrid-layer-pattern`: one letter per layer, bars between pipeline segments, slashes before
-heads.
+"""Reads and writes `--hybrid-layer-pattern`: one letter per layer, `|` between pipeline segments, `/` before
+additional prediction heads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 LETTERS = "*-EMGD+"
-"""The letters of Megatron's patterns: attention, MLP, experts, Mamba, gated delta net, two kinds of latent attention.
+"""Megatron's letters for attention, MLP, experts, Mamba, gated delta net and two kinds of latent attention, in order.
 """
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""The argument, and its old name, which Megatron still accepts."""
+"""The argument's name, and its old name, which Megatron still accepts."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A hybrid model as its pattern describes it.
+    """The layers of a hybrid model.
 
     letters: one for each layer of the main decoder, in order. layers: the number of layers of each virtual stage, in
-        order; None if the pattern has no bars. heads: the letters of each additional head (multi-token prediction).
+        order; None if the pattern has no bars. heads: the letters of each multi-token prediction head.
     """
 
     letters: str
@@ -33,7 +33,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Parse a pattern. Raises UserError for one that Megatron does not accept."""
+        """Parse a pattern. Raises UserError if Megatron would not accept it."""
         main, *heads = text.split("/")
         segments = main.split("|")
         letters = "".join(segments)
@@ -41,36 +41,39 @@ class Pattern:
             unknown = next((letter for letter in part if letter not in LETTERS), None)
             if unknown is not None:
                 raise UserError(
-                    f"--hybrid-layer-pattern {text!r}: {unknown!r} is not a layer; use {' '.join(LETTERS)}, | between "
-                    "pipeline segments, / before each additional prediction head"
+                    f"--hybrid-layer-pattern {text!r}: {unknown!r} is not a layer's letter; use {' '.join(LETTERS)}, "
+                    "| between pipeline segments, / before each additional prediction head"
                 )
             if "*" in part and ("D" in part or "+" in part):
-                raise UserError(f"--hybrid-layer-pattern {text!r}: Megatron does not mix attention * with D or +")
+                raise UserError(
+                    f"--hybrid-layer-pattern {text!r}: Megatron cannot combine attention * with D or +; use one of them"
+                )
         if not letters:
-            raise UserError(f"--hybrid-layer-pattern {text!r} has no layer; write a letter per layer, such as *-*-")
+            raise UserError(f"--hybrid-layer-pattern {text!r} has no layers; write one letter per layer, such as *-*-")
         if not any(heads):
             heads = []
         if len(set(heads)) > 1:
-            raise UserError(f"--hybrid-layer-pattern {text!r}: all parts after slashes must be the same")
+            raise UserError(f"--hybrid-layer-pattern {text!r}: the parts after slashes differ; make them the same")
         layers = tuple(map(len, segments)) if len(segments) > 1 else None
         return cls(letters, layers, tuple(heads))
 
     def segments(self, layers: Sequence[int]) -> tuple[str, ...]:
-        """The letters of every stage, given the number of `layers` of each."""
+        """The letters of each stage; `layers` is the number of layers of each stage."""
         return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
     def with_bars(self, layers: Sequence[int]) -> str:
-        """The pattern as text, with bars between stages, given the number of `layers` of each."""
+        """The pattern as text with bars between stages; `layers` is the number of layers of each stage."""
         return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 
 def pattern_in(arguments: Mapping[str, Any]) -> Pattern | None:
     """The hybrid pattern among a job's arguments (by long name, with underscores); None for a GPT model.
 
-    Raises UserError for a pattern that Megatron does not accept, and if the two names of the argument have different
-    values.
+    Raises UserError if Megatron would not accept the pattern, or if the argument's two names have different values.
     """
     given = [value for value in map(arguments.get, _NAMES) if value is not None]
     if len(set(map(str, given))) > 1:
-        raise UserError("--hybrid-override-pattern is the old name of --hybrid-layer-pattern: leave one of them out")
+        raise UserError(
+            "--hybrid-override-pattern is the old name of --hybrid-layer-pattern and has another value: leave it out"
+        )
     return Pattern.parse(str(given[0])) if given else None

@@ -1,4 +1,4 @@
-"""Writes and reads a run's resolved configuration: every argument of the run, next to its checkpoints or logs."""
+"""Writes and reads a run's resolved configuration: a file with every argument, next to the checkpoints or logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
     Values that YAML cannot represent (enums, data types, functions) are written as text. Only the file's owner and
-    group can read it. Call it on one rank only. Raises UserError if the file cannot be written.
+    group can read it. Only one rank may call it. Raises UserError if the file cannot be written.
     """
     path = Path(path)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
@@ -42,7 +42,7 @@ def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read resolved configuration {path}: {one_line(error)}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is not a resolved configuration: it holds no mapping")
+        raise UserError(f"{path} is not a resolved configuration: it does not contain a mapping")
     return found
 
 

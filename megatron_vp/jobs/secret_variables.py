@@ -1,6 +1,4 @@
-"""Keeps passwords and keys out of arguments, because a run writes all arguments into files and logs that others may
-read.
-"""
+"""Keeps passwords and keys out of a run's arguments, which are written to files and logs that others may read."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-# Most words count only at the end of a name: TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE hold no secret.
+# Most words must end the name, because TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE do not contain secrets.
 _NAMES = re.compile(
     r"(?!.*_(FILE|PATH|DIR)$).*"
     r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",
@@ -26,22 +24,23 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def environment_without_secrets() -> Iterator[list[str]]:
     """Make OmegaConf's `oc.env` refuse variables whose name or value looks like a secret.
 
-    Yields a list to which each refusal adds its reason. A refusal raises ValueError, which OmegaConf turns into its own
-    error.
+    Yields a list to which the reason of each refusal is appended. A refusal raises ValueError, which OmegaConf replaces
+    by its own error.
     """
     refused: list[str] = []
 
     def environment(name: str, *default: Any) -> Any:
         if _NAMES.match(name):
             refused.append(
-                f"${{oc.env:{name}}} would write a secret into files and logs, which hold all arguments: leave it out; "
-                f"programs that need {name} read it from the environment"
+                f"${{oc.env:{name}}} looks like a secret, and arguments are written to files and logs: leave it out; "
+                f"programs that need {name} can read it from the environment"
             )
             raise ValueError(refused[0])
         value = oc.env(name, *default)
         if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
             refused.append(
-                f"${{oc.env:{name}}} is a URL with a password, which would be written to files and logs: leave it out"
+                f"${{oc.env:{name}}} has a password in its URL, and arguments are written to files and logs: leave it "
+                "out"
             )
             raise ValueError(refused[0])
         return value
@@ -55,7 +54,6 @@ def environment_without_secrets() -> Iterator[list[str]]:
 
 def _resolve_environment_by(function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # omegaconf 2.4 renames this function; in 2.3 the new name is another function's
+        # OmegaConf 2.4 renames this function, but 2.3 has another function with the new name.
+        warnings.simplefilter("ignore")
         OmegaConf.register_new_resolver("oc.env", function, replace=True)

@@ -1,6 +1,6 @@
 """Formats settings for a user to add to a job, as flags or as a file.
 
-Settings are arguments by their long names; None or False unsets an argument.
+Settings are arguments by long name, with underscores; None or False unsets an argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    """Format settings as flags of a command line; options to be unset are left out."""
+    """Format settings as command-line flags, leaving out those that unset an option."""
     words = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -25,7 +25,7 @@ def flags_of(settings: dict[str, Any]) -> str:
         text = shlex.quote(str(value))
         if value is True:
             words.append(option_of(name))
-        elif str(value).startswith("-"):  # otherwise it would be taken for an option
+        elif str(value).startswith("-"):  # without "=", argparse would take the value for an option
             words.append(f"{option_of(name)}={text}")
         else:
             words += [option_of(name), text]
@@ -33,13 +33,13 @@ def flags_of(settings: dict[str, Any]) -> str:
 
 
 def yaml_of(settings: dict[str, Any]) -> str:
-    """Format settings as an overlay file."""
+    """Format settings as a YAML file that overrides a configuration."""
     lines = [f"  {name}: {_yaml_text(value)}\n" for name, value in settings.items()]
     return "parallelism:\n" + "".join(lines) if lines else ""
 
 
 def _yaml_text(value: Any) -> str:
-    """Format a value for YAML; text is quoted if its first character has a special meaning there."""
+    """Format a value for YAML; quote a string whose first character has a special meaning in YAML."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return json.dumps(value) if isinstance(value, str) and value[:1] in ("*", "-", "|", "+") else str(value)

@@ -1,4 +1,4 @@
-"""Files that come with every installation of megatron_vp: configurations by name, the training script, batch files."""
+"""Finds the files of an installation: model configurations, the training script and SLURM batch files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ TRAINING_SCRIPT = _PACKAGE.parent / "pretrain_gpt_vp.py"
 
 
 def names() -> list[str]:
-    """Names of the shipped model configurations, such as llama3_8b. Overlays in subfolders, such as methods/v-half, are
-    not listed.
-    """
+    """Names of the shipped model configurations, such as llama3_8b, without overlays such as methods/v-half."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -31,5 +29,5 @@ def configuration(path: Path) -> Path:
     if shipped.is_file():
         return shipped
     if len(path.parts) == 1:
-        raise UserError(f"{path} is neither a file nor a configuration of megatron_vp: these are {', '.join(names())}")
+        raise UserError(f"{path} is neither a file nor a configuration of megatron_vp, which has {', '.join(names())}")
     return path

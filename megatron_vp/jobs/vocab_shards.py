@@ -1,4 +1,4 @@
-"""The value of `--vocab-shards`: how many vocabulary rows each pipeline rank holds."""
+"""Parses `--vocab-shards`, which sets how many vocabulary rows each pipeline rank holds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_vp.errors import UserError
 
 
 class ShardRule(StrEnum):
-    """How the rows are chosen."""
+    """How the number of rows of each rank is chosen."""
 
     BALANCED = "balanced"
     """by predicted pass times, so that every rank takes the same time"""
     EVEN = "even"
-    """equally many on every rank"""
+    """the same number on every rank"""
     MEASURED = "measured"
-    """by the pass times that an earlier run has written"""
+    """by pass times that an earlier run measured"""
     ROWS = "rows"
     """given as one number per rank"""
 
@@ -28,7 +28,7 @@ class ShardChoice:
 
     rule: ShardRule
     rows: tuple[int, ...] | None = None
-    """With `ROWS`: rows per pipeline rank, counting all tensor ranks of its stage."""
+    """With `ROWS`: rows of each pipeline rank, summed over the tensor ranks of its stage."""
     folder: Path | None = None
     """With `MEASURED`: the folder of the run's rank reports or traces."""
 
@@ -44,7 +44,7 @@ class ShardChoice:
         if rule == ShardRule.MEASURED:
             if not colon or not folder:
                 raise UserError(
-                    f"--vocab-shards {words} names no folder: write measured:DIR, where DIR holds the rank reports or "
+                    f"--vocab-shards {words} needs a folder: write measured:DIR, where DIR holds the rank reports or "
                     "traces of an earlier run"
                 )
             return cls(ShardRule.MEASURED, folder=Path(folder))
@@ -62,7 +62,7 @@ NEEDS_VOCAB_PARALLEL = (
     "--vocab-shards out"
 )
 EVEN_ALONE = (
-    "--vocab-shards {vocab_shards} with --pipeline-schedule {pipeline_schedule} is not supported: all ranks do the "
-    "vocabulary work of a microbatch at the same time, so they need equal shards; use --vocab-shards even, or another "
-    "schedule"
+    "--vocab-shards {vocab_shards} with --pipeline-schedule {pipeline_schedule} is not supported: all ranks "
+    "compute the vocabulary layers of a microbatch at the same time, so their shards must be equal; use --vocab-shards "
+    "even, or another schedule"
 )

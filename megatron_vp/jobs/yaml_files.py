@@ -1,8 +1,7 @@
-"""Reads and overlays YAML configuration files, whose leaves are named like arguments.
+"""Reads YAML configuration files, in which every leaf sets an argument; later files override earlier ones.
 
-Sections only help the reader: their names and nesting have no meaning. A leaf's key is a long option without its
-    leading dashes and with underscores (`--no-rope-fusion` is `no_rope_fusion: true`). Of several files, such as a
-    model and a method on top of it, a later one overrides an earlier one.
+Section names and nesting are only for the reader. A leaf's key is a long option without its leading dashes and with
+underscores (`--no-rope-fusion` is `no_rope_fusion: true`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One `key: value` of overlaid files, its `section`, and the `file` whose value is in effect."""
+    """A `key: value` pair of overlaid files, with its `section` and the `file` that sets the value in effect."""
 
     file: Path
     section: str
@@ -55,13 +54,12 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         with environment_without_secrets() as refused:
             merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
-        what = (
-            refused[0] if refused else str(error).partition("\n")[0]
-        )  # the other lines are OmegaConf's own (full_key, object_type)
+        # The other lines of the text are about OmegaConf itself (full_key, object_type).
+        what = refused[0] if refused else str(error).partition("\n")[0]
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
-    assert isinstance(merged, Mapping)  # because each file is one
+    assert isinstance(merged, Mapping)  # because every file is a mapping
     return [
         Leaf(
             file=next(file for file, tree in raw if _holds(tree, trail)),
@@ -74,7 +72,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 
 
 def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
-    """Raise UserError if a name is a section in one file, and a value or a list in another."""
+    """Raise UserError if a name is a section in one file, but a value or a list in another."""
     found: dict[tuple[str, ...], tuple[bool, Path]] = {}
     for file, config in layers:
         for trail, value in _nodes(OmegaConf.to_container(config)):
@@ -84,13 +82,13 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
             if before != isinstance(value, Mapping):
                 section, leaf = (other, file) if before else (file, other)
                 raise UserError(
-                    f"{leaf}: '{'.'.join(trail)}' is not a section here, but it is one in {section}: a section holds "
-                    f"'argument_name: value' lines"
+                    f"{leaf}: '{'.'.join(trail)}' has a value here, but is a section in {section}: write "
+                    f"'argument_name: value' lines below it"
                 )
 
 
 def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield all names of a tree with their values, including sections."""
+    """Yield every name of a tree, including sections, with its value."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield (*trail, str(key)), value
@@ -98,14 +96,16 @@ def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
-    """The files that `path` is based on, then the file itself, each with its path."""
+    """The parsed files that `path` is based on, followed by `path` itself, each with its path."""
     if path.resolve() in overlaid_by:
-        raise UserError(f"{path}: '{_BASE}' includes the file itself; remove one of the '{_BASE}' lines")
+        raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
     text = read_text(path, "configuration file", MIB)
     try:
         config = OmegaConf.load(io.StringIO(text))
     except OSError as error:  # a bare word or a number
-        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections") from error
+        raise UserError(
+            f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections"
+        ) from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     except RecursionError as error:
@@ -118,7 +118,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         what = one_line(error).partition(";")[0]
         raise UserError(f"{path} is not valid YAML: {what}; quote it if you mean text") from error
     if not isinstance(config, DictConfig):
-        raise UserError(f"{path} holds no mapping; write 'argument_name: value' lines, grouped in sections")
+        raise UserError(f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)
     if base is None:
         return [(path, config)]
@@ -149,5 +149,5 @@ def _holds(tree: Any, trail: tuple[str, ...]) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """An error's text on one line."""
+    """The text of `error` with line breaks replaced by spaces."""
     return " ".join(str(error).split())

@@ -1,31 +1,32 @@
 # shellcheck shell=bash
-# Sourced by the batch files next to it: which Python, how many ranks, where they meet, how they are started.
-# MEGATRON_VP_PYTHON names another interpreter than that of scripts/setup_env.sh. With MEGATRON_VP_CONTAINER_IMAGE (and
-# MEGATRON_VP_CONTAINER_MOUNTS, FROM:TO,...) all that srun starts runs in that image, by the pyxis plug-in of SLURM.
-# Modules are the submitting shell's affair, because sbatch passes its environment on.
+# The batch files next to this one source it. It chooses the Python, the number of ranks and the rendezvous address, and
+# starts the ranks. MEGATRON_VP_PYTHON sets an interpreter other than that of scripts/setup_env.sh. If
+# MEGATRON_VP_CONTAINER_IMAGE is set (optionally with MEGATRON_VP_CONTAINER_MOUNTS, FROM:TO,...), everything that srun
+# starts runs in that image, through SLURM's pyxis plug-in. Load modules before submitting: sbatch passes on the
+# environment.
 
-# What ranks write and log holds their arguments: not for all users.
+# The ranks' files and logs contain their arguments, so other users may not read them.
 umask o=
 
-shopt -s inherit_errexit # a function that fails inside of $(...) ends it
+shopt -s inherit_errexit # a failure inside $(...) ends the command substitution
 
 fail() {
     printf '%s: error: %s\n' "${SLURM_JOB_NAME:-$0}" "$*" >&2
     exit 2
 }
 
-# number NAME LEAST [DEFAULT]: the value of a variable from outside, which must be a whole number. Bash would run what
-# stands in $(...) inside of a word that it calculates with, and would take 08 for a bad octal number.
+# number NAME LEAST [DEFAULT]: prints the value of an environment variable, a whole number. The value is checked first
+# because Bash arithmetic would execute a $(...) in it, and would reject 08 as an octal number.
 number() {
     local value=${!1:-${3:-}}
     if [[ ! $value =~ ^[0-9]{1,10}$ ]] || ((10#$value < $2)); then
-        fail "$1 is '${value//[^[:print:]]/?}' and should be a whole number of at least $2"
+        fail "$1 is '${value//[^[:print:]]/?}' but must be a whole number of at least $2"
     fi
     echo $((10#$value))
 }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "this is a batch script: start it with sbatch"
-# The batch script runs on the node, outside the image. The folder of the job is at the same place inside.
+# The batch script runs on the node, outside the container. The job's folder has the same path inside it.
 container=()
 if [[ -n ${MEGATRON_VP_CONTAINER_IMAGE:-} ]]; then
     container=("--container-image=$MEGATRON_VP_CONTAINER_IMAGE" "--container-workdir=$PWD"
@@ -37,7 +38,7 @@ else
 fi
 readonly container python
 
-# Tasks that the user asked for, else one a GPU. A cluster that does not manage its GPUs is asked through the driver.
+# The number of tasks that the user asked for, or one per GPU. If SLURM does not manage GPUs, nvidia-smi counts them.
 count_ranks() {
     local gpus=0 tasks
     if [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then
@@ -52,10 +53,10 @@ count_ranks() {
     elif [[ -n ${SLURM_NTASKS:-} ]]; then
         tasks=$(number SLURM_NTASKS 1)
         ((tasks % nodes_of_job == 0)) ||
-            fail "$tasks tasks cannot be spread evenly over $nodes_of_job nodes: say --ntasks-per-node"
+            fail "$tasks tasks cannot be spread evenly over $nodes_of_job nodes: set --ntasks-per-node"
         echo $((tasks / nodes_of_job))
     else
-        fail "$SLURMD_NODENAME has no GPU: say how many ranks a node shall run, with sbatch --ntasks-per-node"
+        fail "$SLURMD_NODENAME has no GPU: set the number of ranks per node with sbatch --ntasks-per-node"
     fi
 }
 
@@ -65,30 +66,30 @@ job_number=$(number SLURM_JOB_ID 0)
 ranks_per_node=$(count_ranks)
 readonly nodes_of_job cpus_of_node job_number ranks_per_node ranks=$((ranks_per_node * nodes_of_job))
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-# Below the ports that the kernel gives to connections; jobs that share a node differ in their number.
+# A port below the ephemeral range; jobs that share a node have different numbers, and so different ports.
 export MASTER_ADDR=${nodes[0]} MASTER_PORT=$((15000 + job_number % 15000))
 export PYTHONUNBUFFERED=1
 
-# check ARGUMENT...: one process a node checks the node, the arguments and the inputs; nothing starts if one refuses.
+# check ARGUMENT...: one process per node checks the node, the arguments and the inputs. If one fails, nothing starts.
 check() {
     srun "${container[@]}" --ntasks="$nodes_of_job" --ntasks-per-node=1 \
         "$python" -m megatron_vp check --ranks "$ranks" --ranks-per-node "$ranks_per_node" "$@"
 }
 
-# A task of srun becomes a rank of torch.distributed: what torchrun would set, from what SLURM says. The addresses come
-# from above. exec: the process that SLURM sends its signals to is the rank itself.
+# Sets the variables that torchrun would set for a rank, from those of its SLURM task; MASTER_ADDR and MASTER_PORT are
+# set above. `exec` makes the rank itself the process to which SLURM sends signals.
 # shellcheck disable=SC2016 # the rank's shell expands it
 readonly as_rank='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
 export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
 exec "$@"'
 
-# train FOLDER MODULE ARGUMENT...: all ranks run a Python module, each with its log in FOLDER; the first that dies takes
-# the others with it.
+# train FOLDER MODULE ARGUMENT...: runs a Python module on all ranks, each with its log in FOLDER. If a rank fails,
+# SLURM ends the others.
 train() {
     local folder=$1 cpus=$((cpus_of_node / ranks_per_node))
     shift
     mkdir -p "$folder"
-    # srun replaces %4t by the rank, and would replace other percent signs, too.
+    # srun replaces %4t by the rank; other percent signs are doubled so that srun leaves them.
     srun "${container[@]}" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" \
         --cpus-per-task=$((cpus > 0 ? cpus : 1)) --kill-on-bad-exit=1 --output="${folder//%/%%}/rank_%4t.log" \
         bash -c "$as_rank" rank "$python" -m "$@"

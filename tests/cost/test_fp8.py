@@ -242,7 +242,7 @@ def test_the_tables_in_another_setting_are_this_projects():
         (["--hardware", "h100", "--fp8-recipe", "mxfp8"], "mxfp8 does not run on h100"),
         (["--fp8-recipe", "delayed"], "--fp8-recipe needs --hardware"),
         (["--hardware", "h100", "--fp8-recipe", "fp4"], "--fp8-recipe 'fp4' is unknown"),
-        (["--hardware", "h100", "--published", "cells.csv"], "leave out --hardware"),
+        (["--hardware", "h100", "--published", "cells.csv"], "--published cannot be combined with --hardware"),
     ):
         error = CliRunner().invoke(app, ["tables", *arguments]).exception
         assert isinstance(error, UserError) and words in str(error)

@@ -135,7 +135,10 @@ def test_the_command_predicts_every_cell(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--hardware", "h100"], "leave out --hardware"), (["--format", "png", "-o", "x.png"], "cannot be drawn")],
+    [
+        (["--hardware", "h100"], "--hardware does not apply"),
+        (["--format", "png", "-o", "x.png"], "--format png is not available"),
+    ],
 )
 def test_what_does_not_go_with_the_figure_is_refused(words, said):
     refused = run("tables", "--paper", "pipeoffload", *words).exception

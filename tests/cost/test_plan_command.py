@@ -155,10 +155,10 @@ def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in run("simulate", small).stdout
     harmless = ["--optimizer", "adam", "--mtp-num-layers", "0", "--attention-backend", "flash"]
     answer = run("simulate", small, *harmless, "--moe-latent-size", 8, "--fp4-format", "e2m1").stdout.splitlines()
-    assert "not counted, though it changes time or memory: --moe-latent-size, --fp4-format" in answer
+    assert "not counted, although they change time or memory: --moe-latent-size, --fp4-format" in answer
     others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
     answer = run("simulate", small, *others).stdout.splitlines()
-    said = "not counted, though it changes time or memory: --attention-backend, --recompute-granularity selective"
+    said = "not counted, although they change time or memory: --attention-backend, --recompute-granularity selective"
     assert f"{said} (core_attn)" in answer
     answer = run("simulate", small, *others, "--recompute-modules", "mlp", "layernorm").stdout.splitlines()
     assert f"{said} (layernorm)" in answer
@@ -171,7 +171,7 @@ def test_what_no_number_depends_on_is_listed_in_one_line(small):
     for command in ("simulate", "plan"):
         lines = run(command, small, *words).stdout.splitlines()
         listed = "--cpu, --lr, --no-rope-fusion, --tokenizer-model, --train-iters"
-        assert f"ignored, because the prediction does not depend on it: {listed}" in lines
+        assert f"ignored, because the prediction does not depend on them: {listed}" in lines
     document = json.loads(run("simulate", small, "--lr", "1", "--moe-latent-size", "8", "--format", "json").stdout)
     assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
 
@@ -300,7 +300,7 @@ def test_plan_prints_what_to_use(small, tmp_path):
     job = job_of(read_sizes([small], []).values)
     imbalance = 100 * (4 * job.shard_rows / 100096 - 1)
     assert lines[1] == "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)"
-    assert lines[2] == f"vocabulary shards of {job.shard_rows} rows, {imbalance:.1f} % above the mean"
+    assert lines[2] == f"vocabulary shards of at most {job.shard_rows} rows, {imbalance:.1f} % above the mean"
     used = next(line for line in lines if line.startswith("use: "))
     assert "--vocab-parallel" in used
     assert "  vocab_parallel: true" in lines
@@ -365,7 +365,7 @@ def test_a_check_loads_no_compiler():
 def test_what_training_refuses_under_any_schedule_is_said(small):
     small.write_text(SMALL + "optimizer:\n  weight_decay: -1\n")
     table = run("plan", small).stdout
-    assert "megatron-vp check refuses this job under any schedule: --weight-decay -1.0 cannot work" in table
+    assert "training would refuse this job under every schedule: --weight-decay -1.0 cannot work" in table
     assert "use: --vocab-parallel" in table
 
 
@@ -406,7 +406,7 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
 def test_plan_says_what_a_file_must_unset(small, evaluations):
     del evaluations[0][1]
     small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
-    assert "and without vocab_parallel, which a file must unset" in run("plan", small).stdout
+    assert "and unset in a configuration file: vocab_parallel" in run("plan", small).stdout
 
 
 def test_the_picture_marks_what_is_recommended_and_what_does_not_fit(small, tmp_path, monkeypatch, evaluations):

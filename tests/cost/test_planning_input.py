@@ -32,11 +32,14 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--memory", "inf"], "GiB per rank; got inf"),
         (["--memory", "nan"], "GiB per rank; got nan"),
         (["--memory", "1e-300"], "GiB per rank; got 1e-300"),
-        (["--memory", "80000"], "; as MiB that is --memory 78.12"),
-        (["--memory", "85899345920"], "; as bytes that is --memory 80"),
-        (["--memory", "40000", "--hardware", "cpu"], "; as MiB that is --memory 39.06"),
-        (["--nodes", "130000"], "--nodes 130000 mean 1,040,000 GPUs, more than any cluster has: give nodes of 8 GPUs"),
-        (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large for any job; give at most 67108864"),
+        (["--memory", "80000"], "; if you meant MiB, use --memory 78.12"),
+        (["--memory", "85899345920"], "; if you meant bytes, use --memory 80"),
+        (["--memory", "40000", "--hardware", "cpu"], "; if you meant MiB, use --memory 39.06"),
+        (
+            ["--nodes", "130000"],
+            "--nodes 130000 is too large: no cluster has 1,040,000 GPUs; give at most 125000 nodes",
+        ),
+        (["--seq-length", "1000000000"], "--seq-length 1000000000 is too large; give at most 67108864"),
         (["--lr", "nan"], "--lr nan is not a finite number"),
         (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
         (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
@@ -53,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
         (["--num-layers"], "--num-layers without a value is not a whole number"),
         (["--num-layers", "100000000"], "100000000 layers are too many for a model"),
-        (["--vocab-size", "1" + 30 * "0"], "is too large for any job; give at most 268435456"),
+        (["--vocab-size", "1" + 30 * "0"], "is too large; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "unknown schedule ''"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
@@ -108,7 +111,7 @@ def test_a_section_of_the_wrong_type_is_one_line(small, tmp_path, section):
     for files in ([small, "--config", overlay], [overlay, "--config", small]):
         error = run("plan", *files).exception
         assert isinstance(error, UserError) and "\n" not in str(error)
-        assert str(error).startswith(f"{overlay}: 'model' is not a section here, but it is one in {small}: ")
+        assert str(error).startswith(f"{overlay}: 'model' has a value here, but is a section in {small}: ")
     error = run("plan", overlay).exception
     assert isinstance(error, UserError) and "'model' in the top level is not a known argument" in str(error)
 

@@ -382,7 +382,7 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     assert command(tmp_path, "--search", *keep, "-o", str(picture)).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     done = command(tmp_path, "--search", *keep)
-    assert "The frontier: no other run is both faster and smaller." in done.output
+    assert "The frontier: no other run is both faster and needs less memory." in done.output
     assert "use: --" in done.output
 
 
@@ -390,7 +390,7 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
     table = command(tmp_path, *words).stdout
     (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
-    assert "--search-budget 2 was spent; a larger one simulates more." in heading
+    assert "All simulations of --search-budget 2 were used; a larger budget allows more." in heading
     again = command(tmp_path, *words).stdout
     assert again == table
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
@@ -418,10 +418,10 @@ def test_what_must_be_unset_is_in_the_json(megatron_loaded, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--search", "--keep", "schedule"], "--keep schedule names nothing that a search varies; use tensor, "),
+        (["--search", "--keep", "schedule"], "--keep schedule is not a setting that --search varies; use tensor, "),
         (["--keep", "tensor"], "--keep tensor has no effect without --search"),
         (["--search-budget", "9"], "--search-budget 9 has no effect without --search"),
-        (["--search", "--write-schedule", "x.json"], "--write-schedule writes the schedule of one job"),
+        (["--search", "--write-schedule", "x.json"], "--write-schedule cannot be combined with --search"),
     ],
 )
 def test_wrong_questions_are_refused(tmp_path, words, said):

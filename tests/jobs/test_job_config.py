@@ -26,7 +26,7 @@ def test_configuration_files_stand_anywhere_among_the_words():
         ["--lr", "1", "--bf16"],
     )
     for words in (["--config"], ["--config", "--bf16"], ["--config", "-a.yaml"]):
-        with pytest.raises(UserError, match=r"argument --config: expected one argument; .* is given as \./-NAME"):
+        with pytest.raises(UserError, match=r"argument --config: expected one argument; .* give it as \./-NAME"):
             split_config(words)
 
 

@@ -32,5 +32,5 @@ def test_anything_else_is_refused(text):
 
 @pytest.mark.parametrize("text", ["measured", "measured:"])
 def test_a_measurement_needs_a_folder(text):
-    with pytest.raises(UserError, match="names no folder"):
+    with pytest.raises(UserError, match="needs a folder"):
         ShardChoice.parse(text)

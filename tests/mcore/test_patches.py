@@ -188,7 +188,7 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     assert applied == ([] if arguments else list(declared.values()))
     for group in groups:
         assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
-        need = "essential" if group.essential else "left out where it does not fit"
+        need = "essential" if group.essential else "left out if it does not fit"
         assert f"  {need}; without it, {group.without}\n" in result.output
         for patch in declared[group.name]:
             assert patch.target in result.output and patch.reason in result.output

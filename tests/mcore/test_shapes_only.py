@@ -92,7 +92,7 @@ def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path, flags):
     done, found = _shapes_only(tmp_path, 1, [*flags, "--global-batch-size", "64"])
     assert (found["played"], found["microbatches"]) == (12, 32)
     assert done.stdout.startswith(
-        "pipeline rank 1 of 4, 32 microbatches, alone (12 simulated: more need no more memory)"
+        "pipeline rank 1 of 4, 32 microbatches, alone (12 simulated; the others need no additional memory)"
     )
     (all_of_them,) = run_ranks(1, _all_played, 1, [*flags, "--global-batch-size", "64"])
     more = all_of_them["peak"] - found["memory_bytes"]["peak"]

@@ -128,7 +128,7 @@ def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
     ("words", "environment", "said"),
     [
         ((), {}, "megatron_vp: error: no configuration"),
-        (("--script",), {}, "megatron_vp: error: --script names no file"),
+        (("--script",), {}, "megatron_vp: error: --script needs a file"),
         (("my.yaml",), {"MEGATRON_VP_PYTHON": "/nowhere/python"}, "error: no Python at /nowhere/python"),
         pytest.param(("nowhere.yaml",), {}, "cannot read configuration file nowhere.yaml", marks=pytest.mark.slow),
     ],
@@ -174,7 +174,7 @@ def test_a_check_that_always_dies_ends_the_job_at_the_third_attempt(cluster, sta
     job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=DIES))
     state = cluster.wait(job, 120)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "137:0", "2")
-    assert "3 attempts wrote no checkpoint" in cluster.output(job)
+    assert "3 attempts saved no checkpoint" in cluster.output(job)
 
 
 def test_what_ranks_print_does_not_decide_whether_training_has_finished(cluster, stand_in):
@@ -219,7 +219,7 @@ def test_a_dead_rank_ends_the_attempt_and_three_without_progress_the_job(cluster
     state = cluster.wait(job, 120)
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "2")
     assert "task 1: Exited with exit code 7" in cluster.output(job)
-    assert "3 attempts wrote no checkpoint" in cluster.output(job)
+    assert "3 attempts saved no checkpoint" in cluster.output(job)
     assert [len(logs(cluster, job, attempt)) for attempt in range(4)] == [4, 4, 4, 0]
 
 
@@ -269,12 +269,12 @@ def test_a_job_that_finds_no_room_for_its_logs_is_tried_three_times(cluster, sta
             cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 60, "the second attempt", job)
             subprocess.run(["mount", "-o", "remount,nr_inodes=1000", disk], check=True)
         state = cluster.wait(job, 180)
-        assert f"cannot make {disk}/slurm/{job}/attempt_0" in cluster.output(job)
+        assert f"cannot create {disk}/slurm/{job}/attempt_0" in cluster.output(job)
         if recovers:
             assert state["JobState"] == "COMPLETED" and 1 <= int(state["Restarts"]) <= 2, cluster.output(job)
         else:
             assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "1:0", "2")
-            assert "3 attempts wrote no checkpoint" in cluster.output(job)
+            assert "3 attempts saved no checkpoint" in cluster.output(job)
 
 
 TRAINS = (*QUICKSTART, *TINY, "--vocab-parallel", "--train-iters=100", "--num-workers=1")
