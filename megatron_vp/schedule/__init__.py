@@ -1,4 +1,4 @@
-"""Generates, proves, times, draws and lowers schedules, which are plain data; imports no torch."""
+"""Generates, validates, simulates, draws and lowers schedules. They are plain data; nothing here imports torch."""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced

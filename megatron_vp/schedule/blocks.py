@@ -10,19 +10,19 @@ from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
 Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
-"""(rank, microbatches, barriers) -> forward and backward of each pair."""
+"""(rank, microbatches, barriers) -> the (forward, backward) pairs of the rank that stay next to each other."""
 
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Nominal start times of microbatch 0 by virtual stage.
+    """Nominal start times of the passes of microbatch 0 (`forward`, `backward` and `weight`, by virtual stage).
 
-    Microbatches come in groups of `group`. Groups start `group` intervals apart, as fast as their work allows. Within a
-    group of several microbatches, these start `interval` / chunks apart, because the group goes through one chunk after
-    another. `weight` is None if B includes the weight gradient. `overlaps` names pairs of a forward and a backward of
-    different microbatches that stay next to each other. The backward of a pair is whole; all others are split. Times
-    need only respect the dependencies: they determine the order of passes, not when a pass runs. `forward_time` and
-    `backward_time` are the durations that these times allow for F and for B (including W if B includes it).
+    Microbatches come in groups of `group`. Groups start `group` intervals apart, as fast as their work allows. The
+    microbatches of a larger group start `interval` / chunks apart, because the group goes through one chunk after
+    another. `weight` is None if B includes the weight gradient. `overlaps` gives pairs of a forward and a backward of
+    different microbatches that stay next to each other. The backward of a pair is whole; all others are split. The
+    times determine only the order of passes, so they need only respect the dependencies. `forward_time` and
+    `backward_time` are the durations that the times leave for F and for B (including W if B includes it).
     """
 
     placement: Placement
@@ -41,7 +41,7 @@ class BuildingBlock:
         return self.interval if self.group == 1 else self.interval / self.placement.chunks
 
     def arrival(self, microbatch: int) -> float:
-        """How much later `microbatch` runs than microbatch 0."""
+        """Time from the start of microbatch 0 to the start of `microbatch`."""
         groups, place = divmod(microbatch, self.group)
         return groups * self.group * self.interval + place * self.step
 
@@ -49,7 +49,7 @@ class BuildingBlock:
 def weights_in_free_slots(
     placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[int]:
-    """Slot of each stage's W: the first free one after its B, if every pass takes one of the `slots` of an interval."""
+    """Slot of each stage's W: the first free slot after its B. An interval has `slots` slots, and a pass takes one."""
     weight = [0] * placement.stages
     for stages in placement.stage_of:
         taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}
@@ -62,9 +62,9 @@ def weights_in_free_slots(
 def v_shaped_block(
     pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int]
 ) -> BuildingBlock:
-    """Make a block of two chunks per rank in V shape, with B and W split and six slots per interval.
+    """Build the block of a V-shaped schedule: two chunks per rank, separate B and W, and six slots per interval.
 
-    `forward` and `backward` are slots by virtual stage; no two passes of a rank may share a slot modulo six.
+    `forward` and `backward` are slots by virtual stage; modulo six, the slots of a rank's passes must differ.
     """
     placement = Placement.v_shape(pipeline_size)
     weight = weights_in_free_slots(placement, 6, forward, backward)

@@ -1,9 +1,8 @@
-"""Finds the communicators that a schedule needs on each rank, without creating any.
+"""Lists the communicators that a schedule needs on each rank, without creating them.
 
-Each directed edge between two pipeline ranks has a separate communicator for each kind of message. The vocabulary
-collectives share one communicator, whose members are the ranks that take part in them (`Placement.vocab_members`): all
-p ranks of the pipeline, if every rank holds vocabulary rows. With tensor parallelism, the t ranks of a stage share one
-more communicator.
+Each directed edge between two pipeline ranks has one communicator per kind of message. The vocabulary collectives
+share one communicator of the ranks that take part in them (`Placement.vocab_members`). These are all p pipeline ranks
+if every rank holds vocabulary rows. With tensor parallelism, the t ranks of a stage share one more communicator.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.transfers import Channel
 
 Edge = tuple[int, int, Channel]
-"""A directed edge between two pipeline ranks (source, target), and what it carries."""
+"""Source rank, target rank, and the kind of data that is sent."""
 
 CHANNELS = 4
-"""Maximum number of NCCL channels, of one thread block each, that an operation on one of these communicators may use.
-"""
+"""Maximum number of NCCL channels (thread blocks) that an operation on one of these communicators may use."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,8 @@ class RankCommunicators:
     """The communicators of one rank.
 
     edges: the edges that start or end at this rank; each has its own communicator.
-    pipeline, tensor: sizes of the group of the vocabulary collectives and of the group of the stage's tensor ranks. A
-        group of one needs no communicator. Both sizes are 1 on a rank that takes no part in the vocabulary collectives.
+    pipeline, tensor: numbers of ranks in the vocabulary collectives and in the stage's tensor-parallel group. A group
+        of one needs no communicator. Both are 1 on a rank that does not take part in the vocabulary collectives.
     row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
     """
 
@@ -44,7 +42,7 @@ class RankCommunicators:
 
 
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
-    """Every directed edge that a schedule on `placement` uses.
+    """All directed edges that schedules with this `placement` use.
 
     sharded: whether the vocabulary layers are split. If they are whole and the last stage is not on rank p-1, three
         more edges connect it to the loss function on that rank.
@@ -68,7 +66,7 @@ def row_pairs(
     """Pairs of ranks that exchange embedding rows, the smaller rank first.
 
     The first stage's rank exchanges rows with their owners, which are `vocab_ranks` (None means all ranks). With
-    multi-token prediction (`embeds_on_last_stage`), the last stage's rank does, too.
+    multi-token prediction (`embeds_on_last_stage`), the last stage's rank also does.
     """
     owners = range(placement.ranks) if vocab_ranks is None else vocab_ranks
     words = {placement.first_rank} | ({placement.last_rank} if embeds_on_last_stage else set())
@@ -83,7 +81,7 @@ def communicators(
     embeds_on_last_stage: bool = False,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
-    """The communicators of every pipeline rank; a model replica consists of `tensor` pipelines side by side.
+    """The communicators of every pipeline rank, in a model replica of `tensor` tensor-parallel pipelines.
 
     `vocab_ranks` are the ranks that hold vocabulary rows (None means all ranks).
     """

@@ -2,7 +2,7 @@
 
 The rules (arXiv 2411.05288, section 4): F of a stage waits for F of the previous stage, S for the last stage's output
 (C0), T for the statistics of all shards (C1), B of the last stage for the vocabulary method's last barrier, and W for
-its B. Only ranks with vocabulary rows have IF, S, T and IB.
+its B. Only ranks with vocabulary rows run IF, S, T and IB.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
 """Passes of the transformer chunks, which occur in every schedule."""
 
 OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
-"""Passes of chunks whose activations are in host memory between forward and backward."""
+"""Passes that move activations to host memory and back."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""Passes of the vocabulary layers, in schedules whose method has them."""
+"""Passes of the vocabulary layers under any vocabulary method."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
-    """The passes that a rank must run exactly once each, with every BW given as its B and W.
+    """The passes that a rank must run exactly once each; a BW is listed as its B and W.
 
-    `holds_rows` says whether the rank holds vocabulary rows.
+    holds_rows: whether the rank holds vocabulary rows.
     """
     chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
     if schedule.has_backward:
@@ -49,8 +49,8 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once, and no others.
 
-    A rank lists either all vocabulary passes or none, and at least one rank lists them. A BW counts as a B and its W.
-    Passes that the method does not require (see `PassKind`) are listed at most once.
+    A rank must list all vocabulary passes or none, and at least one rank must list them. A BW counts as a B and its W.
+    Passes that the method does not require (see `PassKind`) may be listed once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -58,8 +58,8 @@ def check_passes(schedule: Schedule) -> None:
         )
     if schedule.vocab.is_sharded and not schedule.vocab_ranks:
         raise ScheduleError(
-            f"no rank has vocabulary passes, and {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
-            f"one ({schedule.name}, {schedule.vocab})"
+            f"no rank has vocabulary passes, but {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
+            f"one rank ({schedule.name}, {schedule.vocab})"
         )
     expected = {holds_rows: expected_passes(schedule, holds_rows) for holds_rows in (False, True)}
     demanded = {holds_rows: set(passes) for holds_rows, passes in expected.items()}
@@ -81,7 +81,7 @@ def check_passes(schedule: Schedule) -> None:
         defects = {
             "lacks": [step for step in passes if step in known and step not in found],
             "repeats": [step for step in found if found[step] > 1],
-            "has no place for": [step for step in found if step not in known and step not in optional],
+            "must not list": [step for step in found if step not in known and step not in optional],
         }
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:
@@ -90,7 +90,7 @@ def check_passes(schedule: Schedule) -> None:
 
 
 def _check_offloaded(schedule: Schedule) -> None:
-    """Raise ScheduleError if an offloaded chunk lacks an O or an R, or if nothing is computed between the two."""
+    """Raise ScheduleError if an offloaded chunk lacks an O or R, or if a rank computes nothing between O and R."""
     for rank, chunk in schedule.offloaded:
         order = schedule.ranks[rank]
         places: dict[PassKind, dict[int, int]] = {PassKind.O: {}, PassKind.R: {}}
@@ -105,7 +105,7 @@ def _check_offloaded(schedule: Schedule) -> None:
         ]
         if lacking:
             raise ScheduleError(
-                f"rank {rank} offloads chunk {chunk} and lacks {_listed(lacking)} ({schedule.name}, {schedule.vocab}): "
+                f"rank {rank} offloads chunk {chunk} but lacks {_listed(lacking)} ({schedule.name}, {schedule.vocab}): "
                 "give every microbatch of the chunk an O and an R, or none"
             )
         for microbatch, left in places[PassKind.O].items():
@@ -113,8 +113,8 @@ def _check_offloaded(schedule: Schedule) -> None:
             if all(step.kind in OFFLOAD_KINDS for step in order[left:back]):
                 raise ScheduleError(
                     f"rank {rank} has no pass between {Pass(PassKind.O, microbatch, chunk)} and "
-                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): do not offload the "
-                    "chunk there"
+                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): do not offload this "
+                    "chunk on this rank"
                 )
 
 
@@ -123,11 +123,11 @@ def _listed(steps: Sequence[Pass]) -> str:
 
 
 def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
-    """Build the dependencies among the passes of `schedule`; the order in which it lists them does not matter.
+    """Build the dependency graph of the passes of `schedule`; the order in which they are listed does not matter.
 
-    `with_loss` adds the loss function on rank p-1, and the operations that bring its input and send its gradient.
-    Without the loss, the graph is the published one, in which T waits only for the statistics. With
-    `embeds_on_last_stage` (multi-token prediction), the last stage also waits for the embedded rows.
+    `with_loss` adds the loss function on rank p-1 and the operations for its input and its gradient. Without the loss,
+    the graph is the published one, in which T waits only for the statistics. With `embeds_on_last_stage` (multi-token
+    prediction), the last stage also waits for the embedded rows.
     """
     variants, which = _variants(schedule)
     patterns = []
@@ -139,11 +139,11 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""Passes that a microbatch has in addition to those its method requires: rank and pass, given for microbatch 0."""
+"""Passes that a microbatch has in addition to the required ones, as (rank, pass) with microbatch 0."""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
-    """The variants that occur, and for each microbatch the index of its variant."""
+    """The variants in the schedule, and the index of each microbatch's variant."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
     if not special:
         return [frozenset()], [0] * schedule.microbatches
@@ -157,9 +157,9 @@ def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
-    """Make the Vs of a microbatch start together: their broadcast waits until every rank has reached its V.
+    """Make all V passes of a microbatch start together, by delaying their broadcast until every rank reaches its V.
 
-    `orders[r]` are the numbers of rank r's steps.
+    `orders[r]` lists the node numbers of rank r's steps.
     """
     for order in orders:
         for before, after in pairwise(order):
@@ -169,7 +169,7 @@ def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Lists the nodes of microbatch 0 and what each waits for; methods take and return indices into `nodes`."""
+    """Lists the nodes of microbatch 0 and their predecessors; methods take and return indices into `nodes`."""
 
     schedule: Schedule
     with_loss: bool
@@ -201,7 +201,7 @@ class _Rules:
         self.passes_of_choice()
 
     def backward(self, stage: int, arrived: list[int]) -> int:
-        """Add a whole backward, or B and W; return the pass that computes the input gradient."""
+        """Add a whole backward, or B and W. Returns the pass that computes the input gradient."""
         placement = self.schedule.placement
         whole = Pass(PassKind.BW, 0, placement.chunk_of(stage))
         if (placement.rank_of(stage), whole) in self.variant:
@@ -212,9 +212,9 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Add the optional passes that this schedule lists; each waits for what the entry of its kind names.
+        """Add the optional passes that this schedule lists; each waits for the passes that its `PassKind` entry names.
 
-        If such a pass takes memory that a backward or W gives back, the backward or W waits for it.
+        If a backward or W frees memory that such a pass allocates, the backward or W waits for the pass.
         """
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
@@ -234,7 +234,7 @@ class _Rules:
                     self.before[giver].append(filled)
 
     def output_layer(self, last_forward: int) -> list[int]:
-        """Add S, T, their collectives and the loss, or V; return what B of the last stage waits for."""
+        """Add S, T, their collectives and the loss, or V. Returns the nodes that B of the last stage waits for."""
         loss_rank, root = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
         broadcast = self.collective(CollectiveKind.C0, root, [last_forward])
         if self.schedule.vocab is VocabMethod.INTERLACED:
@@ -253,7 +253,7 @@ class _Rules:
         return gates
 
     def whole_output_layer(self, last_forward: int) -> list[int]:
-        """Add the loss, and its messages if it is not on the last stage's rank; return what that stage's B waits for.
+        """Add the loss, with messages if it is not on the last stage's rank. Returns the nodes the last B needs.
 
         Rank p-1 reads the labels, and sends them after its F of chunk 0.
         """
@@ -287,7 +287,7 @@ class _Rules:
         return self.add(Collective(kind, 0, root), after)
 
     def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
-        """Return what the target stage waits for: a message, or the source's own step if both stages share a rank."""
+        """Return the node that the target stage waits for: a message, or the source's step if both are on one rank."""
         source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
         if source == target:
             return before

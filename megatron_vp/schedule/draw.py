@@ -27,11 +27,11 @@ SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
 
 WIDEST = 16.0
-"""Largest width of a picture, in inches: a wider one would be shrunk for viewing. A window shows more detail."""
+"""Largest width of a picture in inches. A wider picture would be scaled down; `window` shows more detail."""
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Metrics, a line per rank, and what each rank runs over time in `width` columns; `window` limits the time."""
+    """Format metrics, a line of figures per rank, and a chart of `width` columns; `window` limits the chart's time."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   in host memory" if schedule.offloaded else ""
@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
     column = (last - first) / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
     shown = f"{first:.6g} to {last:.6g}: " if window else ""
-    lines += ["", f"{shown}one column is {column:.4g}; {marks}a dot is idle; passes much shorter may not show"]
+    lines += ["", f"{shown}one column is {column:.4g}; {marks}a dot is idle; much shorter passes may be invisible"]
     middles = [first + (place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
@@ -77,12 +77,12 @@ def _vocabulary(schedule: Schedule) -> str:
 
 
 def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
-    """Whether a legend must explain the kind's mark, because it differs from the kind's name."""
+    """Whether the legend must explain the kind's mark, because the mark is not the name of a kind."""
     return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
 def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
-    """The mark of what the rank runs at each of `times`."""
+    """One character per entry of `times`: the mark of the pass that the rank runs then, or a dot."""
     spans, order = timeline.spans[rank], timeline.schedule.ranks[rank]
     starts = [start for start, _ in spans]
     cells = []
@@ -94,9 +94,9 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
 
 
 def to_slots(timeline: Timeline) -> str:
-    """One line per rank, in cells of one unit of time: `F2` is F of microbatch 2, `f2` the same in chunk 1.
+    """Draw one line per rank, with one cell per unit of time: `F2` is F of microbatch 2, and `f2` is its F in chunk 1.
 
-    Dashes continue a longer pass; dots are idle time. This suits few microbatches and passes that last whole units.
+    Dashes continue a longer pass; dots are idle time. Use it for few microbatches and integer durations.
     """
     lines = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
@@ -111,10 +111,10 @@ def to_slots(timeline: Timeline) -> str:
 
 
 def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
-    """Draw what happens in `window`, or from start to end, as `svg` or `png`.
+    """Draw the timeline, or the part of it in `window`, as `svg` or `png`.
 
-    Each rank has a row with its passes, which show their microbatch's number if they are wide enough, and below them
-    the activations that the rank holds. Collectives that take time appear as a line under the passes.
+    Each rank has a row of passes, labelled with their microbatch if they are wide enough, and below it a chart of the
+    activations that the rank holds. Collectives that take time appear as a line under the passes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Equal schedules must give equal files: no date and no random identifiers. Text is stored as text, not as outlines.
+    # Without a date and random identifiers, equal schedules give equal files. Text is stored as text, not as outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -140,7 +140,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
         axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        host = "; blue line: in the host's memory" if schedule.offloaded else ""
+        host = "; blue line: in host memory" if schedule.offloaded else ""
         axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches{host}")
         axes.set_title(
             f"{title(schedule)}; makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
@@ -154,13 +154,13 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
 
 
 def _typical_duration(timeline: Timeline) -> float:
-    """Mean duration of the first rank's passes that take time; 1 if none does."""
+    """Mean duration of the first rank's passes that take time, or 1 if there are none."""
     taken = [end - start for start, end in timeline.spans[0] if end > start]
     return sum(taken) / len(taken) if taken else 1.0
 
 
 def shade(kind: PassKind, chunk: int) -> str:
-    """The colour of a kind's passes as #RRGGBB, paler for higher chunks."""
+    """The colour of a kind's passes as #RRGGBB, which is paler for higher chunks."""
     channels = bytes.fromhex(kind.colour.removeprefix("#"))
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
@@ -208,7 +208,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None
 
 
 def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
-    """Times, and the height of the memory strip from each time on."""
+    """Times at which the memory changes, and the vertical position of the memory chart from each time on."""
     times, levels = [0.0], [0.0]
     changes = activation_levels(timeline.schedule, rank, held)
     for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):
@@ -241,11 +241,10 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 
 
 def to_perfetto(timeline: Timeline) -> str:
-    """Chrome trace events for Perfetto: one process per rank; one unit of cost is shown as one millisecond.
+    """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    A process has the same lanes as in a recorded run: passes are on `compute`, and collectives on the `second stream`
-    of every rank that takes part in them. Each link has its own lane on the sending rank, and held activations are a
-    counter.
+    The lanes are those of a recorded run: passes are on `compute`, and collectives on the `second stream` of every rank
+    that takes part in them. Each link has a lane on the sending rank, and held activations are a counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

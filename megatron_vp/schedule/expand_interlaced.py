@@ -1,4 +1,4 @@
-"""Expands each V of an interlaced schedule into passes that the runtime can run."""
+"""Expands interlaced schedules: replaces each V by the passes S, T, IF and IB that the runtime can run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EMBEDDED_AHEAD = 2
 def expand_interlaced(schedule: Schedule) -> Schedule:
     """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return others unchanged.
 
-    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, just as
-    all ranks synchronise in V. An embedding gradient is added behind the next V.
+    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
+    synchronises all ranks as V does. Each embedding gradient (IB) is inserted after the next V.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
@@ -32,13 +32,13 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
 
 
 Behind = dict[Pass | None, list[Pass]]
-"""The passes to run right after each pass; those under None run before the first pass."""
+"""From a pass to the passes to insert after it; the key None is for passes to insert at the start."""
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """Return where IF and IB go on the first stage's rank, where they go on other ranks, and the IB left for the end.
+    """Return the places of IF and IB on the first stage's rank and on other ranks, and the IB left for the end.
 
-    On other ranks, they come behind the V that they follow on the rank of the first stage.
+    Other ranks run an IF or IB after the same V as the first stage's rank.
     """
     first = schedule.placement.first_rank
     chunk = schedule.placement.chunk_of(0)

@@ -1,7 +1,7 @@
-"""The schedule families: one record for each, with everything that code outside the generators may ask about it.
+"""The schedule families: one record for each, with all the properties that code outside the generators uses.
 
 To add a family, write its generator and add a record to FAMILIES. A schedule in a file gets a record of the same form.
-Code decides by a record's properties, never by its name.
+Code checks a record's properties, never its name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
-    """Add v-flex, which fills the memory range between the V-shaped families."""
+    """Add v-flex, whose memory can be set to values between those of the V-shaped families."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
-    summary = "V shape, the shortest within --activation-limit; zb-v without one"
+    summary = "V shape, the shortest within --activation-limit; without it, zb-v"
     flexible = replace(bases[0], name="v-flex", summary=summary, bases=bases, planned=False)
     return found | {flexible.name: flexible}
 
@@ -84,7 +84,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "zb-v",
-            "V shape, 1F1B's memory, hardly a bubble",
+            "V shape, 1F1B's memory, almost no bubble",
             _v_shape,
             lambda p, r, v, m: 2 * p,
             "p",
@@ -173,13 +173,13 @@ PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
 
 
 def family(name: str) -> Family:
-    """The record of a family, or of the schedule in a file. Raises UserError for a name that is neither."""
+    """The record of a family, or of the schedule in a file. Raises UserError if `name` is neither."""
     if name not in FAMILIES and is_file(name):
         return family_of_file(name)
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, 1, 0)
         raise UserError(
-            f"unknown schedule {name!r}: the nearest name is {near[0]!r}; use one of {', '.join(FAMILIES)}, or a file "
+            f"unknown schedule {name!r}; the nearest name is {near[0]!r}. Use one of {', '.join(FAMILIES)}, or a file "
             "whose name ends in .json or .csv"
         )
     return FAMILIES[name]
@@ -193,7 +193,7 @@ def is_file(name: str) -> bool:
 def family_of_file(path: str) -> Family:
     """The record of the schedule in a file; its name is the path.
 
-    Raises UserError for a file that cannot be read, and for a schedule that cannot run.
+    Raises UserError if the file cannot be read or the schedule cannot run.
     """
     file = Path(path)
     about = file.stat() if file.exists() else None
@@ -202,17 +202,17 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """Read a file's record; `changed` is its modification time in nanoseconds, None without a file."""
+    """Read a file's record. The cache key includes `changed`, the modification time in ns (None without a file)."""
     return family_of_text(path, text_of_file(path))
 
 
 def text_of_file(path: str) -> str:
-    """The contents of a schedule file. Raises UserError for one that cannot be read."""
+    """The contents of a schedule file. Raises UserError if it cannot be read."""
     return read_text(Path(path), "schedule file", 512 * MIB)
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule in `text`, which the file `path` holds. Raises UserError like `family_of_file`."""
+    """The record of the schedule in `text`, the contents of the file `path`. Raises UserError like `family_of_file`."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:
@@ -227,7 +227,7 @@ def family_of_text(path: str, text: str) -> Family:
         f"the schedule in {path}",
         lambda ranks, chunks: placement,
         lambda p, r, v, m: peak(schedule.ranks[r], Held.ACTIVATIONS),
-        "as the file has it",
+        "as in the file",
         chunks=placement.chunks,
         methods=(schedule.vocab,),
         splits_backward=schedule.split_backward,
@@ -236,7 +236,7 @@ def family_of_text(path: str, text: str) -> Family:
 
 
 def megatrons_own(chunks: int | None = None) -> Family:
-    """The schedule that Megatron itself runs with this number of chunks per rank."""
+    """The family of the schedule that Megatron runs with this number of chunks per rank."""
     several = (chunks or 1) > 1
     return next(each for each in FAMILIES.values() if each.in_megatron and (each.chunks is None) == several)
 
@@ -256,8 +256,8 @@ def generate(
 ) -> Schedule:
     """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
 
-    `activation_limit`: the limit that a flexible family is fitted to, in microbatches of a whole rank.
-    Raises UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.
+    `activation_limit` is the memory limit of a flexible family, in microbatches through all chunks of a rank. Raises
+    UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.
     """
     try:
         method = VocabMethod(vocab)

@@ -1,4 +1,4 @@
-"""Defines the record of a schedule family: what the rest of the package may ask about a way to order passes."""
+"""Defines the record of a schedule family: the properties that the rest of the package uses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Peak = Callable[[int, int, int, int], int]
 
 
 class OrderPolicy(StrEnum):
-    """Whether and how a building block's order is changed."""
+    """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """the order starts a search for the shortest order at the real costs, within the promised peaks"""
+    """a search from this order finds the shortest order for the real costs, within the promised peaks"""
     KEEP = "keep"
-    """the order is kept, whatever the costs"""
+    """the order is kept for all costs"""
 
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
@@ -42,57 +42,57 @@ class Family:
     placement: Callable[[int, int], Placement]
     """(pipeline size, chunks) -> the place of each virtual stage"""
     peak: Peak
-    """largest number of chunk activations on a rank without vocabulary passes; may exceed what m microbatches have"""
+    """largest number of chunk activations on a rank without vocabulary passes; may exceed m v"""
     peak_formula: str
-    """the same peak in microbatches of a whole rank, as text with p, r, v and m"""
+    """the peak as a formula in p, r, v and m, in microbatches through all chunks of a rank"""
     block: Block | None = None
-    """its building block, into which vocabulary passes are inserted"""
+    """the building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN
-    """how the block's order is changed"""
+    """whether the block's order may be changed"""
     order: Order | None = None
-    """the whole order, for a family whose order is fixed"""
+    """the complete schedule, for a family with a fixed order"""
     chunks: int | None = 1
-    """chunks per rank; None: the user chooses two or more"""
+    """chunks per rank; None if the user chooses (at least two)"""
     methods: tuple[VocabMethod, ...] = SHARDED
-    """vocabulary methods that it supports, the default first"""
+    """supported vocabulary methods, the default first"""
     splits_backward: bool = False
     """whether some weight gradients are separate passes W"""
     planned: bool = True
-    """whether `plan` considers it"""
+    """whether `megatron-vp plan` considers the family"""
     in_megatron: bool = False
     """whether Megatron itself runs this order if the vocabulary layers are whole"""
     bases: tuple[Family, ...] = ()
-    """for a flexible family that can be fitted to a memory limit: base families, whose schedules are never shorter
+    """for a flexible family, which is fitted to a memory limit: families whose schedules are never shorter than its own
     """
     shape: str = ""
-    """for a flexible family that was fitted: the shape of its building block"""
+    """for a fitted flexible family: the shape of its building block"""
     limit: int | None = None
-    """for a flexible family that was fitted with its own block: the largest number of chunk activations"""
+    """for a flexible family fitted with its own block: the largest number of chunk activations"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
-    """for a file: its schedule, with a fixed number of ranks and of microbatches"""
+    """for a file: its schedule, whose numbers of ranks and microbatches are fixed"""
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Chunks per rank if `chunks` are requested. Raises UserError if the family cannot have them."""
+        """Number of chunks per rank if `chunks` are requested. Raises UserError if the family does not support it."""
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
                 one = "zb-h1" if self.splits_backward else "1f1b"
                 raise UserError(
-                    f"schedule {self.name} needs at least 2 chunks per rank, got {chunks}; for 1 take {one}"
+                    f"schedule {self.name} needs at least 2 chunks per rank, got {chunks}; for 1 chunk, use {one}"
                 )
             return chunks
         if chunks not in (None, self.chunks):
             own = f"{self.chunks} chunk{'s' * (self.chunks > 1)}"
-            raise UserError(f"schedule {self.name} has {own} per rank, got {chunks}; leave the chunks out")
+            raise UserError(f"schedule {self.name} has {own} per rank, got {chunks}; leave out the number of chunks")
         return self.chunks
 
     def placement_of(self, pipeline_size: int, chunks: int | None = None) -> Placement:
-        """The placement of virtual stages. Raises UserError if the family cannot have `chunks`."""
+        """The placement of virtual stages. Raises UserError if the family does not support `chunks`."""
         return self.placement(pipeline_size, self.chunks_of(chunks))
 
     @property
     def ends_on_last_rank(self) -> bool:
-        """Whether the last virtual stage is on rank p-1, as in Megatron; in a V it is on rank 0."""
+        """Whether the last virtual stage is on rank p-1, as in Megatron; in a V shape it is on rank 0."""
         some = self._some_placement()
         return some.last_rank == some.ranks - 1
 
@@ -107,17 +107,17 @@ class Family:
 
     @property
     def own_method(self) -> VocabMethod | None:
-        """The family's only vocabulary method; None if there is a choice."""
+        """The vocabulary method, other than `none`, of a family that supports only this one; otherwise None."""
         return self.methods[0] if self.methods[1:] == () and self.methods[0] is not VocabMethod.NONE else None
 
     def method(self, vocab: VocabMethod) -> VocabMethod:
-        """The method that a run uses if `vocab` is requested."""
+        """The vocabulary method that a run uses if `vocab` is requested."""
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
-        """Largest number of chunk activations that `rank` may hold.
+        """The largest number of chunk activations that `rank` may hold.
 
-        This is the limit to which the family was fitted, or else its own peak plus one microbatch for each barrier.
+        This is the limit to which the family was fitted; without one, its peak plus one microbatch per barrier.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)
@@ -127,5 +127,5 @@ class Family:
         return min(peak, microbatches * chunks)
 
     def at_most(self, microbatches: int) -> int:
-        """The given number of microbatches, or the file's number if that is smaller."""
+        """`microbatches`, or the number of microbatches in the file if that is smaller."""
         return microbatches if self.fixed is None else min(microbatches, self.fixed.microbatches)

@@ -1,7 +1,7 @@
-"""Fits a flexible family to a memory limit: finds the building block whose schedule is shortest within the limit.
+"""Fits a flexible family to a memory limit: finds the building block with the shortest schedule within the limit.
 
-The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same one. It runs once, when a
-request is resolved. Its result is a family's record, and schedules are generated from it as for any other family.
+The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block. It runs once, when
+a request is resolved. Its result is a `Family`, from which schedules are generated as from any other family.
 """
 
 from __future__ import annotations
@@ -25,47 +25,46 @@ from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import simulate
 
 GAPS = range(4)
-"""Numbers of slots between forwards and backwards to try."""
+"""The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of peaks whose best blocks are compared: the largest peaks within the limit, half a microbatch apart. More
-memory makes schedules shorter, but not at every step.
+"""Number of memory peaks whose best blocks are compared: the largest ones within the limit, half a microbatch apart. A
+higher peak does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Ranks x microbatches of the sample on which blocks of one peak are compared, with at least 5/4 microbatches per rank.
-"""
+"""Ranks x microbatches of the sample on which blocks of one peak are compared. It has at least 5/4 p microbatches."""
 SMALL = 1_000
-"""Largest ranks x microbatches at which the best three blocks of each peak and all bases within the limit compete on
-all microbatches. Above it, only the best block of each peak and the base with the most memory compete.
+"""Up to this value of ranks x microbatches, the best three blocks of each peak and all bases within the limit are
+simulated with all microbatches. Above it, only the best block of each peak and the base with the most memory are.
 """
 
 
 @gc_paused()
 def fitted(request: ScheduleRequest, limit: float) -> Family:
-    """Fit a flexible family to a memory limit, and return its record.
+    """Fit a flexible family to a memory limit, and return the fitted family's record.
 
-    For the request's sizes, method and costs, its schedule keeps the limit, and is no longer than that of any base that
-    also keeps it.
+    For the request's sizes, method and costs, its schedule stays within the limit, and it is no longer than the
+    schedule of any base that also does.
 
-    `limit` counts activations on the device, in microbatches of a whole rank. Raises UserError for a family that is not
-    flexible, and for a limit below what any schedule needs.
+    `limit` counts activations on the device, in microbatches through all chunks of a rank. Raises UserError if the
+    family is not flexible, or if every schedule needs more memory than the limit.
     """
     family = request.family
     if not family.bases:
         raise UserError(
-            f"--activation-limit does not go with schedule {family.name}, whose memory is fixed; use v-flex"
+            f"--activation-limit cannot be used with schedule {family.name}, whose memory is fixed; use v-flex"
         )
     most = math.floor(limit * request.chunks + 1e-9)
     search = _Search(request, most)
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     found = found if is_small else found[:1]
-    # All microbatches may need more memory than the sample by which a block was chosen.
+    # Check the peak again, because all microbatches may need more memory than the sample.
     blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
     found += [each for each in blocks if each.peak <= most]
     if not found:
         raise UserError(
-            f"--activation-limit {limit:g} is less than any {family.name} schedule of {request.pipeline_size} ranks, "
-            f"{request.microbatches} microbatches and vocab method {request.method} needs; give at least "
+            f"--activation-limit {limit:g} is too small for a {family.name} schedule of {request.pipeline_size} ranks, "
+            f"{request.microbatches} microbatches and vocab method {request.method}; give at least "
             f"{search.least() / request.chunks:g}"
         )
     shortest = min(each.makespan for each in found) * (1 + 1e-9)
@@ -73,21 +72,21 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
 
 
 def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
-    """Read the value of --activation-limit. Raises UserError unless it is a positive number."""
+    """Parse the value of --activation-limit. Raises UserError unless it is a positive number."""
     try:
         limit = float(text)
     except ValueError:
         limit = math.nan
     if not limit > 0 or math.isinf(limit):
-        raise UserError(f"--activation-limit {text!r} is not a number of {unit}; give one such as 5 or 4.5")
+        raise UserError(f"--activation-limit {text!r} is not a positive number of {unit}; give one such as 5 or 4.5")
     return limit
 
 
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
-    """The record of a flexible family for a shape, which is the name of one of its bases or the text of a `Shape`.
+    """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
 
-    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError for any other
-    shape.
+    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError if `shape` is
+    neither.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -95,12 +94,12 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     block = Shape.parse(shape)
     if block is None:
         names = ", ".join(each.name for each in family.bases)
-        raise UserError(f"{shape!r} is not a shape of {family.name}; one is slack=NUMBER,gap=NUMBER, or {names}")
+        raise UserError(f"{shape!r} is not a shape of {family.name}; use slack=NUMBER,gap=NUMBER, or {names}")
     return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
 
 
 class _Generated:
-    """The figures of a schedule with all microbatches."""
+    """Generates a schedule with all microbatches, and keeps its peak memory and makespan."""
 
     def __init__(self, request: ScheduleRequest) -> None:
         schedule = request.schedule()
@@ -109,7 +108,7 @@ class _Generated:
 
 
 class _Search:
-    """Searches the schedules of a flexible family; blocks are first compared on a sample of the microbatches."""
+    """Searches the schedules of a flexible family; it first compares blocks on a sample of the microbatches."""
 
     def __init__(self, request: ScheduleRequest, most: int) -> None:
         self.request, self.family, self.most = request, request.family, most
@@ -119,11 +118,11 @@ class _Search:
         self.graphs: dict[tuple[tuple[int, int], ...], Graph] = {}
 
     def whole(self, shape: str) -> _Generated:
-        """The schedule that the request gets with this shape."""
+        """The peak memory and makespan of the request's schedule with this shape."""
         return _Generated(replace(self.request, family=shaped(self.family, shape, self.most)))
 
     def bases(self) -> list[str]:
-        """The shapes that are other families."""
+        """The names of the base families, which are shapes, too."""
         return [base.name for base in self.family.bases]
 
     def least(self) -> int:
@@ -138,7 +137,7 @@ class _Search:
         return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
 
     def makespan(self, shape: Shape) -> float:
-        """Makespan of the sample, with the best of a search's first orders."""
+        """Makespan of the sample in the best of the orders that `first_makespan` compares."""
         schedule = self.placed(str(shape))
         request = replace(self.sample, family=shaped(self.family, str(shape), self.most))
         if schedule.offloaded not in self.graphs:
@@ -146,9 +145,9 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the largest peaks within the limit, the blocks with the shortest samples, largest peak first.
+        """The `count` blocks with the shortest sample for each of the top peaks within the limit, largest peak first.
 
-        The blocks of a peak do not depend on the limit, so a looser limit drops only the lowest peak.
+        The blocks of a peak do not depend on the limit, so a higher limit drops only the lowest peak.
         """
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():

@@ -1,4 +1,4 @@
-"""Writes and reads schedules: JSON with times and metrics, and CSV with one line per pass."""
+"""Writes and reads schedules as JSON (optionally with times and metrics) and as CSV with one line per pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
 
 
 def chosen_entries(schedule: Schedule) -> dict[str, object]:
-    """Optional entries of a schedule's document: its building block's shape, and the offloaded (rank, chunk) pairs."""
+    """Optional entries of a schedule's JSON: the shape of its building block, and the offloaded (rank, chunk) pairs."""
     entries: dict[str, object] = {"shape": schedule.shape, "offloaded": schedule.offloaded}
     return {key: value for key, value in entries.items() if value}
 
@@ -63,8 +63,8 @@ def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
 def from_json(text: str) -> Schedule:
     """Read what `to_json` wrote, with or without times and metrics.
 
-    The backward is split if the file has W passes. `validate` checks whether the passes make a valid schedule. Raises a
-    UserError that names what does not fit.
+    The backward is split if the file has W passes. Raises a UserError that names the first format error; whether the
+    schedule is valid is checked only by `validate`.
     """
     try:
         document = json.loads(text)
@@ -81,7 +81,9 @@ def from_json(text: str) -> Schedule:
             document.get("shape", ""),
         )
     except KeyError as error:
-        raise UserError(f"schedule file lacks the key {error}; the JSON format needs all keys") from None
+        raise UserError(
+            f"schedule file lacks the key {error}; add it, because the JSON format requires all keys"
+        ) from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"schedule file is not in the JSON format: {error}") from None
     for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
@@ -89,7 +91,9 @@ def from_json(text: str) -> Schedule:
             raise UserError(f"schedule file has {key} {document[key]}, but its placement has {actual}")
     pairs = [list(pair) for pair in schedule.offloaded]
     if document.get("offloaded", pairs) != pairs:
-        raise UserError(f"schedule file says offloaded {document['offloaded']}, but its passes O and R are of {pairs}")
+        raise UserError(
+            f"schedule file has offloaded {document['offloaded']}, but its passes O and R are those of {pairs}"
+        )
     return schedule
 
 
@@ -111,10 +115,10 @@ def _assemble(
         if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_NAME:
             raise ValueError(f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters")
     if microbatches < 1:
-        raise ValueError(f"a schedule of {microbatches} microbatches is empty")
+        raise ValueError(f"a schedule needs at least 1 microbatch, got {microbatches}")
     longest = max(map(len, orders), default=0)
     if microbatches > longest:
-        raise ValueError(f"{microbatches} microbatches, but no rank lists more than {longest} passes")
+        raise ValueError(f"it has {microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
     schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), shape)
@@ -122,7 +126,7 @@ def _assemble(
 
 
 def _all_whole(schedule: Schedule) -> Schedule:
-    """Rename every BW to B, the name of a whole backward in a schedule without W."""
+    """Rename every BW to B, because whole backwards are called B in a schedule without W."""
     ranks = tuple(
         tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in order)
         for order in schedule.ranks
@@ -148,7 +152,7 @@ def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Read a schedule in any of the formats: JSON, CSV, or PyTorch's CSV of compute actions. Raises UserError."""
+    """Read a schedule from JSON, CSV, or PyTorch's CSV of compute actions. Raises UserError."""
     if text.lstrip().startswith("{"):
         return from_json(text)
     return from_torch_csv(text) if looks_like_actions(text) else from_csv(text)
@@ -157,14 +161,14 @@ def from_text(text: str) -> Schedule:
 def from_csv(text: str) -> Schedule:
     """Read what `to_csv` wrote; start and end may be missing. The placement comes from the F passes.
 
-    Raises a UserError that names what does not fit.
+    Raises a UserError that names the first format error.
     """
     header, _, body = text.partition("\n")
     about = _HEADER.fullmatch(header.rstrip())
     if about is None:
         raise UserError(
             "schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
-            "microbatches=M' (CSV), or with an action of PyTorch's, such as 0F0"
+            "microbatches=M' (CSV), or with a PyTorch action such as 0F0"
         )
     try:
         orders: dict[int, list[Pass]] = {}
@@ -174,10 +178,14 @@ def from_csv(text: str) -> Schedule:
             step = Pass(PassKind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
             orders.setdefault(rank, []).append(step)
             if step.kind is PassKind.F and stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
-                raise ValueError(f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} and {stage}")
+                raise ValueError(
+                    f"chunk {step.chunk} of rank {rank} is given as stages {stages[rank][step.chunk]} and {stage}"
+                )
         ranks = range(len(orders))
         if orders.keys() != set(ranks) or stages.keys() != set(ranks):
-            raise ValueError(f"F passes of ranks {sorted(stages)} of {sorted(orders)}; ranks count from 0")
+            raise ValueError(
+                f"ranks {sorted(stages)} of {sorted(orders)} have F passes; all ranks from 0 on must have some"
+            )
         placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
         return _assemble(
             about["name"], about["vocab"], placement, int(about["microbatches"]), [orders[rank] for rank in ranks]

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while large schedules are made."""
+"""Pauses Python's garbage collector while large schedules are generated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection in a block or a decorated function.
+    """Pause garbage collection in a `with` block or a decorated function.
 
-    A large schedule consists of several hundred thousand small objects without cycles. The collector would scan all of
-    them again and again as their number grows, which takes a third as long as making them.
+    A large schedule consists of several hundred thousand small objects without cycles. The collector would scan them
+    repeatedly as their number grows, which takes a third of the time that creating them takes.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Call the loss function for a microbatch, on rank p-1, and keep the gradient of each token's loss."""
+    """Call the loss function for a microbatch on rank p-1, and keep its gradient with respect to the token losses."""
 
     microbatch: int
 
@@ -43,7 +43,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start this rank's part of an operation; returns at once."""
+    """Start this rank's part of an operation, without waiting for it."""
 
     operation: Operation
 
@@ -53,7 +53,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until the operation's result is on this rank."""
+    """Wait until the operation's result is on this rank."""
 
     operation: Operation
 
@@ -71,12 +71,12 @@ class Program:
     rank: int
     instructions: tuple[Instruction, ...]
     collectives: tuple[Operation, ...]
-    """in the order in which all members post them; empty on a rank that is not a member"""
+    """the collectives, in the order in which all members post them; empty on a rank that is not a member"""
     vocab_members: tuple[int, ...]
     """the ranks that post the collectives, the same in the programs of all ranks"""
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """By kind of memory, the peak that the program's passes hold."""
+        """Peak memory held by the program's passes, by kind of memory."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

@@ -1,12 +1,11 @@
-"""The memory ledger: what every pass allocates, and which pass frees it.
+"""Counts memory: what every pass allocates, and which pass frees it.
 
-Everything that counts memory uses this ledger: the list scheduler's limits, the peaks and proofs of a schedule, the
-cost model, and the runtime's own counts. A pass takes the memory that its kind `holds`, and gives back the memory that
-its kind `releases` for the same microbatch and chunk. If several passes release it, the last of them gives it back, as
-W does if the backward is split.
+The list scheduler's limits, a schedule's peaks and memory checks, the cost model and the runtime all use this module. A
+pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
+and chunk. If several passes release it, the last of them frees it: with a split backward, that is W.
 
-If an operation fills the memory of a pass, the memory is taken at the pass whose data the operation moves. For example,
-host memory for activations is taken at their F, not at the O that waits until they have left the device.
+If an operation fills the memory of a pass, the memory is allocated at the pass whose data the operation moves. For
+example, host memory for activations is allocated at their F, not at the O that waits for the copy to the host.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from megatron_vp.schedule.passes import Pass, Schedule
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """Places in a rank's order of the passes that take this memory, each with the place of the pass that gives it back.
+    """Positions in a rank's order of the passes that allocate and free this memory, as (allocating, freeing) pairs.
 
-    If no pass gives it back, as in an evaluation, both places are the same: the memory is held while the pass runs.
+    If no pass frees it, as in an evaluation, both positions are the same: the memory is held only while the pass runs.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
@@ -43,7 +42,7 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """What each pass takes of this memory at its start and gives back at its end, counted by chunk or shard."""
+    """Numbers of chunks (or shards) of this memory that each pass allocates at its start and frees at its end."""
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
@@ -52,7 +51,7 @@ def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """The level of this memory during and after each pass of a rank's order."""
+    """The amount of this memory, in chunks or shards, during and after each pass of a rank's order."""
     found, level = [], 0
     for taken, given in changes(order, held):
         during = level + taken
@@ -62,14 +61,14 @@ def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def peak(order: Sequence[Pass], held: Held) -> int:
-    """The peak level of this memory."""
+    """The largest amount of this memory that the rank holds, in chunks or shards."""
     return max((during for during, _ in levels(order, held)), default=0)
 
 
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
-    """Activations held during and after each pass of `rank`, in microbatches of a whole rank.
+    """Activations held during and after each pass of `rank`, in microbatches: a chunk's activations count as 1/chunks.
 
-    A chunk counts as 1/chunks. `held` selects activations on the device or in host memory.
+    `held` selects activations on the device or in host memory.
     """
     found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

@@ -1,14 +1,14 @@
 """Lowers a schedule of passes to each rank's program, which includes communication.
 
-All events are placed on one line, by their times in the timeline: a pass or a loss where it ends, a communication where
-    its last input is ready. On this line, every event comes after all events that it waits for. So ranks that post and
-    wait in this order cannot block each other, even if every post waits until its operation is complete.
+All events of all ranks are placed on one line by their simulated times: a pass or a loss at its end, a communication at
+the time when its last input is ready. On this line, every event comes after all events that it waits for. So ranks that
+post and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
 
 CUDA devices need this guarantee for two reasons. Streams may share one hardware queue, in which an operation that
-cannot start stalls everything issued behind it. And the host may have to wait for the whole device at any step: when
+cannot start stalls everything issued after it. And the host may have to wait for the whole device at any step: when
 CUDA loads a kernel, when the allocator frees memory, in debuggers and under timers. Therefore no receive is posted
-ahead of its message's place on the line. It would occupy the device while this rank has yet to compute what the sender
-waits for.
+before its message's place on the line. Otherwise it could occupy the device while the sender waits for a pass that this
+rank has not run yet.
 
 Reading data takes no time on the line. A rank reads data right before the first instruction that uses it.
 """
@@ -34,11 +34,12 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 @gc_paused()
 def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
-    """Lower a schedule to the programs of all ranks, which finish even if hosts wait for their devices at any step.
+    """Lower a schedule to the programs of all ranks, which cannot deadlock even if hosts wait for their devices at any
+    step.
 
-    `costs` decide only where losses and communication are placed; the programs finish with any costs. With
-    `embeds_on_last_stage` (multi-token prediction), the last stage also uses the embedded rows. An interlaced schedule
-    is first expanded by `expand_interlaced`. Raises ScheduleError for a schedule that cannot run.
+    `costs` affect only where losses and communication are placed. With `embeds_on_last_stage` (multi-token prediction),
+    the last stage also uses the embedded rows. An interlaced schedule is first expanded by `expand_interlaced`. Raises
+    ScheduleError if the schedule cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
@@ -56,15 +57,16 @@ def check_reading(programs: Sequence[Program]) -> None:
         place = next(place for place, (one, other) in enumerate(zip(first, last, strict=True)) if one != other)
         raise ScheduleError(
             f"rank 0 reads microbatch {first[place]} where rank {len(programs) - 1} reads microbatch {last[place]}: "
-            "tokens and labels would not match; let the first and the last stage take microbatches in the same order"
+            "tokens and labels would not match; order the microbatches of the first and the last stage in the same way"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses: each rank's steps in order, the end of each step, and the collectives in order.
+    """The schedule with its losses: `orders` has each rank's steps, `over` the end of each node, `collectives` their
+    start times.
 
-    Any operation that all members post in one order counts as a collective (see `Operation.follows_step`).
+    Operations that all members post in the same order count as collectives (see `Operation.follows_step`).
     """
 
     schedule: Schedule
@@ -94,8 +96,8 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
     """Insert each loss into rank p-1's steps, before the first pass that starts after the loss's input has arrived.
 
-    The times are those of the schedule without losses, in which nothing waits for a loss. So no pass that starts
-    earlier can depend on a pass that waits for the loss.
+    Times come from the schedule without losses, so no pass that starts earlier can depend on one that waits for the
+    loss.
     """
     bare = build_graph(schedule)
     bare_orders = bare.numbers(schedule.ranks)
@@ -123,7 +125,7 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
 
 
 def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
-    """When the tokens of each microbatch are sent: before any rank starts to embed the previous microbatch."""
+    """The time at which each microbatch's tokens are sent: before any rank starts to embed the previous microbatch."""
     if not schedule.vocab.is_sharded:
         return []
     moments = []
@@ -138,7 +140,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[t
 
 
 class _RankLowering:
-    """Lowers one rank: its steps, the end of each step, and the moments at which it posts operations."""
+    """Lowers one rank: orders its steps and posts by time, and inserts the waits and reads that they need."""
 
     def __init__(self, line: _Line, rank: int) -> None:
         self.line, self.rank = line, rank
@@ -168,7 +170,7 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The post of an operation, preceded by what it needs here: reading data to send, or waiting for token ids."""
+        """The post of an operation, preceded by reading the data to send or by waiting for token ids, if needed."""
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):
@@ -176,14 +178,14 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether this rank receives embedding rows but has not waited for their token ids, because it runs no IF."""
+        """Whether this rank receives embedding rows but has not waited for their token ids, as ranks with IF have."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
         return embeds and self.rank in words and self.rank not in schedule.vocab_ranks
 
     def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
-        """Whether `work` is the first work of its microbatch that uses data which this rank reads.
+        """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids and rank p-1 labels. Both are sent if the vocabulary layers are sharded, and labels also
         if another rank holds a whole output layer. Otherwise the chunk that holds the layer uses them.
@@ -201,7 +203,7 @@ class _RankLowering:
         return False
 
     def inputs(self, number: int) -> list[Operation]:
-        """The operations whose result a step uses."""
+        """The operations whose results a step uses."""
         graph = self.line.graph
         found = [graph.nodes[before] for before in graph.predecessors[number]]
         operations = [node for node in found if not isinstance(node, Step)]
@@ -211,14 +213,14 @@ class _RankLowering:
         return operations
 
     def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The sends of what this rank's steps produce, each right after its step."""
+        """The sends of results of this rank's steps, each at the end of its step."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
             made = (graph.nodes[after] for after in graph.successors[number])
             yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
     def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The receives of what other ranks' steps produce, each at the end of the step, where its send is posted."""
+        """The receives of results of other ranks' steps, each at the end of the step, where the sender posts it."""
         graph = self.line.graph
         for number in self.order:
             for operation in self.inputs(number):

@@ -1,8 +1,8 @@
-"""The kinds of pass: one entry per kind, with everything that the rest of the package needs to know about it.
+"""The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. A pass of a
-kind that the schedule's method does not require may be listed at most once per microbatch (and chunk). It waits for
-what its entry says, and takes no time unless costs name its kind.
+Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. A schedule
+may list a pass of a kind that its method does not require at most once per microbatch (and chunk). Such a pass waits
+for the passes that its entry names, and takes no time unless the costs include its kind.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 from megatron_vp.schedule.transfers import Copy, Operation
 
 Through = Callable[[int, Any], Operation]
-"""(rank, one of its passes) -> an operation of that pass's microbatch."""
+"""(rank, one of its passes) -> an operation for the same microbatch."""
 
 
 class Held(StrEnum):
     """Kinds of memory that stay in use from one pass of a microbatch to another."""
 
     ACTIVATIONS = "activations"
-    """activations of a chunk, on the device"""
+    """a chunk's activations, on the device"""
     LOGITS = "logits"
     """E of the rank's vocabulary shard, on the device, kept from S to T"""
     HOST_ACTIVATIONS = "host activations"
@@ -54,9 +54,7 @@ class _Table(type):
 
 
 class PassKind(str, metaclass=_Table):
-    """The kind of work that a pass does. `PassKind.F` and `PassKind("F")` are the entry for F, which is also the string
-    "F".
-    """
+    """The kind of a pass. The entry for F is `PassKind.F` or `PassKind("F")`, and it equals the string "F"."""
 
     entries: ClassVar[dict[str, PassKind]] = {}
 
@@ -73,19 +71,19 @@ class PassKind(str, metaclass=_Table):
     forward: bool
     """whether evaluation runs it"""
     waits_for: tuple[str, ...]
-    """the kinds of the passes that it waits for, which have the same rank, microbatch and chunk"""
+    """kinds of the passes that it waits for; they have the same rank, microbatch and chunk"""
     through: Through | None
-    """makes the operation through which it waits for them; None: it waits for the passes themselves"""
+    """makes an operation that waits for those passes, and that this pass waits for; None: it waits for the passes"""
     holds: tuple[Held, ...]
-    """memory that it takes and still holds when it ends; with `through`, the operation fills this memory, so it is
-    taken already at the pass that this one waits for
+    """memory that it allocates and still holds when it ends; with `through`, the operation fills this memory, so it is
+    allocated at the pass that this one waits for
     """
     filled_by: Through | None
-    """makes the operation that fills the memory it takes; the backward or W that gives this memory back waits for the
-    operation; None: they wait for the pass itself
+    """makes the operation that fills its memory; the backward or W that frees this memory waits for the operation;
+    None: they wait for the pass itself
     """
     releases: tuple[Held, ...]
-    """memory that is free when it ends, unless a later pass of its microbatch and chunk also releases it"""
+    """memory that is freed when it ends, unless a later pass of its microbatch and chunk also releases it"""
 
     @classmethod
     def define(
@@ -104,7 +102,7 @@ class PassKind(str, metaclass=_Table):
         filled_by: Through | None = None,
         releases: tuple[Held, ...] = (),
     ) -> PassKind:
-        """Add an entry. Raises ValueError for a name that is taken."""
+        """Add an entry. Raises ValueError if the name is already in use."""
         if name in cls.entries:
             raise ValueError(f"pass {name} already exists")
         kind = str.__new__(cls, name)
@@ -113,7 +111,7 @@ class PassKind(str, metaclass=_Table):
         kind.waits_for, kind.through, kind.holds, kind.releases = waits_for, through, holds, releases
         kind.filled_by = filled_by
         cls.entries[name] = kind
-        # An attribute of the class itself is found without a call of `_Table.__getattr__`.
+        # As an attribute of the class, the entry is found without calling `_Table.__getattr__`.
         setattr(cls, name, kind)
         return kind
 

@@ -1,4 +1,4 @@
-"""Defines a schedule as data: the passes and their order on every rank, not how they run."""
+"""Defines schedules as data: the passes of every rank and their order, but not how passes run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vp.schedule.placement import Placement
 class ScheduleError(ValueError):
     """Raised for a schedule or program that cannot run.
 
-    The first line of the message names the defect; the others show the schedule around it.
+    The first line of the message states the error; the other lines show the schedule around it.
     """
 
 
@@ -29,19 +29,19 @@ class VocabMethod(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """Number of waits for all ranks between F and B of the last stage; each costs one more microbatch in flight."""
+        """Number of waits for all ranks between F and B of the last stage; each keeps one more microbatch in flight."""
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
     def passes(self) -> tuple[PassKind, ...]:
-        """The kinds that every rank with vocabulary rows runs once per microbatch."""
+        """The kinds of pass that every rank with vocabulary rows runs once per microbatch."""
         if self.is_sharded:
             return (PassKind.IF, PassKind.S, PassKind.T, PassKind.IB)
         return (PassKind.V,) if self is VocabMethod.INTERLACED else ()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks with vocabulary rows run IF, S, T and IB of each microbatch."""
+        """Whether ranks with vocabulary rows run IF, S, T and IB for each microbatch."""
         return self in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
 
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pass:
-        """Read back what `str` printed. Raises ValueError for anything else."""
+        """Parse the output of `str`. Raises ValueError for any other text."""
         match = _PASS.fullmatch(text.strip())
         if match is None or match[1] not in PassKind:
             raise ValueError(
@@ -72,7 +72,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ranks[r]` lists the passes of rank r in execution order.
+    """An order of passes for every rank: `ranks[r]` lists the passes of rank r in execution order.
 
     A backward is either split into B (input gradient) and W (weight gradient), or whole. A whole backward is called BW
     in a schedule that has W passes, and B in a schedule without them.
@@ -84,7 +84,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
     shape: str = ""
-    """for a flexible family fitted to a memory limit: the shape of its building block"""
+    """for a flexible family that was fitted to a memory limit: the shape of its building block"""
 
     @property
     def pipeline_size(self) -> int:
@@ -103,7 +103,7 @@ class Schedule:
 
     @cached_property
     def vocab_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold vocabulary rows: those that list a vocabulary pass; all in an interlaced schedule."""
+        """The ranks with vocabulary rows: all in an interlaced schedule, otherwise those with a vocabulary pass."""
         if self.vocab is VocabMethod.INTERLACED:
             return tuple(range(self.pipeline_size))
         kinds = self.vocab.passes
@@ -113,7 +113,7 @@ class Schedule:
     def vocab_members(self) -> tuple[int, ...]:
         """The ranks that take part in every vocabulary collective; none in a schedule without vocabulary passes.
 
-        The programs of all other ranks have no vocabulary collectives. See `Placement.vocab_members`.
+        See `Placement.vocab_members`.
         """
         if self.vocab is VocabMethod.NONE:
             return ()
@@ -121,7 +121,7 @@ class Schedule:
 
     @cached_property
     def offloaded(self) -> tuple[tuple[int, int], ...]:
-        """The (rank, chunk) pairs whose activations leave the device between forward and backward."""
+        """The (rank, chunk) pairs whose activations are offloaded to host memory between forward and backward."""
         if PassKind.O not in self.kinds and PassKind.R not in self.kinds:
             return ()
         moved = (PassKind.O, PassKind.R)
@@ -140,7 +140,7 @@ class Schedule:
 
     @cached_property
     def whole_backwards(self) -> dict[tuple[int, Pass], None]:
-        """Rank and pass of every BW, in order: the backwards that are whole although others are split."""
+        """Rank and pass of every BW, in order; empty if all backwards are whole or all are split."""
         if PassKind.BW not in self.kinds:
             return {}
         return {
@@ -153,6 +153,6 @@ class Schedule:
         return replace(self, ranks=kept)
 
     def first_microbatches(self, microbatches: int) -> Schedule:
-        """The same order with only the first `microbatches`. Microbatches do not depend on each other."""
+        """The same order with only the first `microbatches`, which is valid because microbatches are independent."""
         kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
         return replace(self, microbatches=microbatches, ranks=kept)

@@ -1,6 +1,6 @@
-"""Makes Chrome trace events, which Perfetto opens, both for simulated timelines and for recorded runs.
+"""Makes Chrome trace events for Perfetto, both for simulated timelines and for recorded runs.
 
-Every rank is a process. Times are given in milliseconds; events have them in microseconds, as the format requires.
+Every rank is a process. Arguments are in milliseconds; events have microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Event = dict[str, object]
 
 
 class Lane(IntEnum):
-    """Threads of a rank's process; from LINKS on, there is one for each link that leaves the rank."""
+    """Threads (lanes) of a rank's process; from LINKS on, each link that leaves the rank has one."""
 
     COMPUTE = 0
     SECOND_STREAM = 1
@@ -28,7 +28,7 @@ class Lane(IntEnum):
 
 
 def process(rank: int, *lanes: Lane) -> list[Event]:
-    """The events that name a rank's process and the given lanes."""
+    """The events that set the names of a rank's process and of the given lanes."""
     return [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
@@ -37,14 +37,14 @@ def process(rank: int, *lanes: Lane) -> list[Event]:
 
 
 def thread(rank: int, lane: int, title: str) -> Event:
-    """The event that names a lane."""
+    """The event that sets a lane's name."""
     return {"ph": "M", "pid": rank, "tid": int(lane), "name": "thread_name", "args": {"name": title}}
 
 
 def slice_event(
     rank: int, lane: int, name: str, category: str, start: float, end: float, args: dict[str, object]
 ) -> Event:
-    """Something that occupies a lane from `start` to `end`, in milliseconds."""
+    """The event for work that occupies a lane from `start` to `end`, in milliseconds."""
     return {
         "ph": "X",
         "pid": rank,
@@ -58,6 +58,6 @@ def slice_event(
 
 
 def level(rank: int, held: Held, time: float, level: float) -> Event:
-    """Microbatches whose activations a rank holds from `time` (milliseconds) on, on the device or in host memory."""
+    """The event that sets a rank's counter of held activations, in microbatches, from `time` (milliseconds) on."""
     counter = {"ph": "C", "pid": rank, "name": held.value, "ts": 1e3 * time}
     return counter | {"args": {"microbatches": level}}

@@ -1,10 +1,10 @@
 """Inserts copies of activations to host memory and back into a schedule in nominal order (PipeOffload).
 
-Ideally, activations leave as soon as their forward has run and come back just before their backward, so that they
-occupy the device only around these two passes. How close copies come to that depends on the rank's single copy lane, on
-which copies out and copies back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the grid
+Ideally, activations are copied out right after their forward and copied back just before their backward, so that they
+occupy the device only around these two passes. In practice, copies are delayed because a rank has a single copy lane,
+on which copies out and back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the time grid
 of the building block. There, forwards come no faster than in the steady state, so copies keep up even in the warm-up.
-Tightening the order later does not make the device hold more.
+Reordering the passes later does not increase the activations on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
 
 LEAST_OFFLOADED = 2**20
-"""Size in bytes of the smallest offloaded tensor: the copy of a smaller one would take longer to start than to run."""
+"""Size in bytes of the smallest offloaded tensor; a smaller copy would take longer to launch than to run."""
 
 Span = tuple[float, float]
 """Start and end."""
@@ -36,8 +36,9 @@ Key = tuple[int, int]
 def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     """Add passes O and R for the `chunks` chunks of every rank whose activations live longest.
 
-    `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk stays on the device only if one of its
-    microbatches would have to come back before it has left. Slow copies alone are not a reason: they may set the pace.
+    `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk is not offloaded if the copy back of
+    one of its microbatches would have to start before the copy out has ended. Copies that are slower than the passes
+    are allowed, although they slow down the schedule.
     """
     if not chunks:
         return nominal
@@ -66,7 +67,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Rank and R of activations that come back before anything else has been computed."""
+    """Rank and R of activations for which the rank computes nothing between O and R."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found
@@ -86,10 +87,8 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The same order with only the first `microbatches`.
 
-    If nothing is left to compute between an O and its R, the R moves behind the next computing pass, or the O moves
-    before the previous one.
-
-    If the chunk's backward comes right behind its forward, the chunk stays on the device instead.
+    If no computation is left between an O and its R, the R moves after the next computing pass, or the O moves before
+    the previous one. If the chunk's backward directly follows its forward, the chunk stays on the device instead.
     """
     cut = schedule.first_microbatches(microbatches)
     returning, orders = returning_at_once(cut), [list(order) for order in cut.ranks]
@@ -115,9 +114,9 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Links that keep a computing pass between each R in `returning` and its O, as in the placed schedule.
+    """Links that keep a computing pass between each R in `returning` and its O, as in the schedule `placed`.
 
-    Of the passes between them there, the links use the one that is nearest to the R in the schedule found.
+    Among the passes between O and R in `placed`, the links use the one that is nearest to the R in `found`.
     """
     links = []
     for rank, back in returning:
@@ -130,7 +129,7 @@ def computed_between(
 
 
 class _Placing:
-    """Finds places for the copies of one rank; a pass at place k is inserted before the k-th pass of the order."""
+    """Places the copies of one rank; a copy with place k is inserted before the k-th pass of the order."""
 
     def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
         self.order, self.spans = tuple(order), spans
@@ -149,11 +148,11 @@ class _Placing:
             elif step.kind is PassKind.W:
                 self.release[key] = place
         self.work = sum(end - start for start, end in spans) / len({microbatch for _, microbatch in self.forward})
-        # Sums of durations are not exact.
+        # Sums of durations have rounding errors.
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
     def lifespan(self, chunk: int) -> float:
-        """Mean time for which the device holds a microbatch of `chunk`."""
+        """Mean time for which the device holds a microbatch's activations of `chunk`."""
         return fmean(
             self.spans[self.release[key]][1] - self.starts[place]
             for key, place in self.forward.items()
@@ -161,16 +160,16 @@ class _Placing:
         )
 
     def longest_lived(self, count: int) -> list[int]:
-        """The `count` chunks that the device holds longest, beginning with the longest."""
+        """The `count` chunks whose activations the device holds longest, longest first."""
         return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
 
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
         """Places of O and R for every microbatch of the chunks in `durations`, which has their copy times out and back.
 
-        The lane's time is divided into slots of one copy out and one copy back. Each copy out takes the first free slot
-        behind its forward. Each copy back takes the last free slot before its backward; the last backward chooses
-        first. If copies take longer than the passes of a microbatch, the passes will wait for them, so the grid is
-        treated as that much slower.
+        The copy lane's time is divided into slots, each for one copy out and one copy back. Each copy out takes the
+        first free slot after its forward. Each copy back takes the last free slot before its backward, starting with
+        the last backward. If a microbatch's copies take longer than its passes, the passes will wait for them; copy
+        times are then scaled down to the grid.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
@@ -202,7 +201,7 @@ class _Placing:
         return {key: (leaves[key], returns[key]) for key in keys}
 
     def _outside_pairs(self, place: int, away: int) -> int:
-        """The nearest place to `place` that does not separate a pair of passes."""
+        """`place`, or its neighbour in direction `away` if `place` would separate a pair of passes."""
         return place + away if place in self.within_pairs else place
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:

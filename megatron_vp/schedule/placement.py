@@ -1,4 +1,4 @@
-"""A table of which virtual stage is on which rank and chunk, read in both directions."""
+"""Maps virtual stages to ranks and chunks, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """`stage_of[rank][chunk]` is a virtual stage; each of the stages 0 to p*v-1 appears once.
+    """The placement of virtual stages: `stage_of[rank][chunk]` is a stage, and each stage from 0 to p*v-1 appears once.
 
     Raises ValueError if the table is ragged or not a permutation of the stages.
     """
@@ -20,10 +20,12 @@ class Placement:
         widths = {len(row) for row in self.stage_of}
         if len(widths) != 1 or 0 in widths:
             raise ValueError(
-                f"placement rows hold {sorted(widths)} chunks; every rank needs the same number, at least 1"
+                f"placement has ranks with {sorted(widths)} chunks; every rank needs the same number, at least 1"
             )
         if sorted(stage for row in self.stage_of for stage in row) != list(range(self.stages)):
-            raise ValueError(f"placement must name each virtual stage 0..{self.stages - 1} once, got {self.stage_of}")
+            raise ValueError(
+                f"placement must have each virtual stage from 0 to {self.stages - 1} once, got {self.stage_of}"
+            )
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
@@ -37,7 +39,7 @@ class Placement:
 
     @classmethod
     def v_shape(cls, ranks: int) -> Placement:
-        """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r, so the first and the last stage are on rank 0."""
+        """Chunk 0 of rank r is stage r, and chunk 1 is stage 2p-1-r, so rank 0 holds the first and the last stage."""
         return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
     @property
@@ -70,17 +72,18 @@ class Placement:
     def vocab_members(self, vocab_ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks that take part in every vocabulary collective if `vocab_ranks` hold the vocabulary rows.
 
-        These are the holders; rank 0, which reads token ids; rank p-1, which reads labels and runs the loss function;
-        and the ranks of the first and the last stage, which receive embedding rows and send the output layer's input.
+        These are the ranks with rows; rank 0, which reads token ids; rank p-1, which reads labels and runs the loss
+        function; and the ranks of the first and last stage, which receive embedding rows and send the output layer's
+        input.
         """
         return tuple(sorted({*vocab_ranks, 0, self.ranks - 1, self.first_rank, self.last_rank}))
 
     @property
     def first_rank(self) -> int:
-        """Rank of stage 0, where the embedding's output goes."""
+        """Rank of stage 0, which receives the embedding's output."""
         return self.rank_of(0)
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage, where the output layer's input comes from."""
+        """Rank of the last stage, which produces the output layer's input."""
         return self.rank_of(self.stages - 1)

@@ -1,4 +1,4 @@
-"""Writes lowered programs as JSON: what every rank runs, posts and waits for, for other simulators and debuggers."""
+"""Writes lowered programs (every instruction of every rank) as JSON, for other simulators and debuggers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_vp.schedule.passes import Schedule
 def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
     """The programs of a schedule as JSON, with one list of instructions per rank.
 
-    An instruction is one of
+    Instructions have three forms:
 
     - `{"do": "run", "pass": "F", "chunk": 0, "microbatch": 3}`; the pass `LOSS` is the user's loss function, and
       `LOAD` reads the microbatch's data;
     - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
-    - the same with `"do": "wait"`.
+    - `{"do": "wait", ...}` with the same keys as a post.
 
     An operation has the same name on all its members. The operations of a lane complete in the order in which every
     member posted them. An interlaced schedule is lowered with S, T, IF and IB in place of V.

@@ -1,4 +1,4 @@
-"""Checks a request for a schedule once, and makes the schedule for it."""
+"""Checks a request for a schedule, and generates the schedule."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted ranks x microbatches x chunks: they take about three minutes on one core and 6 GB."""
+"""Largest accepted ranks x microbatches x chunks; it takes about three minutes on one core, and 6 GB of memory."""
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Everything that determines a schedule: equal requests give equal schedules; `of` fills in what is left open.
+    """Everything that determines a schedule: equal requests give equal schedules. `of` fills in defaults.
 
     Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for ranks or
-    microbatches that a file does not have, for fewer than one rank or microbatch, for vocabulary passes on fewer than
+    microbatches that differ from a file's, for fewer than one rank or microbatch, for vocabulary passes on fewer than
     two ranks, for costs of another number of stages or ranks, and for more than LARGEST forwards.
     """
 
     family: Family
-    """the family's record; for a file, the record that holds its schedule"""
+    """the family's record; for a file, a record with its schedule"""
     pipeline_size: int
     """number of ranks, p"""
     microbatches: int
@@ -43,16 +43,17 @@ class ScheduleRequest:
     chunks: int
     """number of chunks per rank, v"""
     costs: Costs
-    """the costs for which passes are ordered; with `StageCosts`, each rank's own durations"""
+    """the durations for which passes are ordered; `StageCosts` gives each rank its own"""
     vocab_ranks: tuple[int, ...]
-    """the ranks with vocabulary rows, which run the vocabulary passes, in ascending order"""
+    """the ranks that hold vocabulary rows and run vocabulary passes, in ascending order"""
     forward_only: bool = False
-    """whether this is an evaluation: only forward passes, in their own order; for a file, of any number of microbatches
+    """whether the schedule is for evaluation: only forward passes, in their own order; a file may then be used with any
+    number of microbatches
     """
     further_orders: bool = True
-    """False: only the first orders compete, see `reorder_for_costs`"""
+    """False: compare only the first orders; see `reorder_for_costs`"""
     offload_chunks: int = 0
-    """chunks per rank whose activations wait in the host's memory between forward and backward: see `placed_copies`"""
+    """chunks per rank whose activations are in host memory between forward and backward; see `placed_copies`"""
 
     @classmethod
     def of(
@@ -69,9 +70,9 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """Make a request; None means the family's own chunks, `PassCosts()` or all ranks.
+        """Make a request; None means the family's default chunks, `PassCosts()` and all ranks.
 
-        If a family has only one method, the method `none` stands for it.
+        If the family has only one method, it also replaces the method `none`.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -101,7 +102,7 @@ class ScheduleRequest:
 
     @gc_paused()
     def schedule(self) -> Schedule:
-        """The complete schedule, vocabulary passes included."""
+        """Generate the complete schedule, including vocabulary passes."""
         fixed = self.family.fixed
         if self.forward_only:
             forward = self._complete() if fixed is None else forwards(fixed, self.microbatches)
@@ -119,7 +120,7 @@ class ScheduleRequest:
         return self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
-        """The memory limits of a search for orders that starts from the schedule `nominal`."""
+        """The memory limits of the search for shorter orders, which starts from the schedule `nominal`."""
 
         def peaks(held: Held) -> tuple[int, ...]:
             return tuple(peak(order, held) for order in nominal.ranks)
@@ -127,12 +128,12 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # If the limit exceeded what a flexible block's own order needs, its schedule could become longer, and a looser
-        # limit would then give a longer schedule.
+        # A flexible family is limited to the peak of its nominal order. With a higher limit, the search may find a
+        # longer schedule, so that a higher --activation-limit could give a longer schedule.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less if every rank may hold as much as the fullest rank, and one chunk more on the host.
+        # Passes wait less if every rank may hold as much as the fullest rank, and one more chunk in host memory.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
@@ -141,8 +142,8 @@ class ScheduleRequest:
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
         """Reorder the nominal order for the costs.
 
-        If activations copied to the host would come back immediately, links keep some computation in between, as in the
-        nominal order.
+        If activations would be copied back immediately after they were copied out, links keep some computation in
+        between, as in the nominal order.
         """
         links: list[tuple[Step, Step]] = []
         for _ in range(4):
@@ -157,23 +158,23 @@ class ScheduleRequest:
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
-        """By rank, the largest number of chunk activations; the search for orders and the proofs use these limits."""
+        """Limit on the chunk activations of each rank, which the search for orders respects and validation checks."""
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
     def placed(self) -> Nominal:
-        """The nominal order, with the copies of offloaded chunks."""
+        """The nominal order, including the copies of offloaded chunks."""
         nominal = self.nominal()
         return nominal if self.forward_only else offload(nominal, self.offload_chunks, self.costs)
 
     def nominal(self) -> Nominal:
-        """The passes in the order of the family's building block, or in its own fixed order, with their times."""
+        """The passes with their nominal times, in the order of the family's building block or in its fixed order."""
         if self.family.order is not None:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)
         assert self.family.block is not None
-        # Nominal times only order the passes, so means over ranks and stages are enough. The block's forwards are
-        # longer by the vocabulary work, so that its nominal times leave room for it.
+        # Nominal times only order the passes, so means over ranks and stages are enough. The block's forwards include
+        # the vocabulary work, so that the nominal times leave room for it.
         mean = self.costs.nominal(self.pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
         block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
@@ -182,8 +183,8 @@ class ScheduleRequest:
     def _check_method(self) -> None:
         if self.method not in self.family.methods:
             own = self.family.own_method
-            takes = f"which has {own}" if own else f"which takes {', '.join(self.family.methods)}"
-            raise UserError(f"vocab method {self.method} does not go with schedule {self.family.name}, {takes}")
+            takes = f"which has only {own}" if own else f"which supports {', '.join(self.family.methods)}"
+            raise UserError(f"vocab method {self.method} cannot be used with schedule {self.family.name}, {takes}")
 
     def _check_sizes(self) -> None:
         name, ranks, microbatches = self.family.name, self.pipeline_size, self.microbatches
@@ -195,31 +196,33 @@ class ScheduleRequest:
                 f"pipeline size {ranks} is too small for {name}, vocab method {self.method}; give at least {least}"
             )
         if microbatches < 1:
-            raise UserError(f"a schedule of {microbatches} microbatches is empty; give at least 1")
+            raise UserError(f"{microbatches} microbatches are too few for a schedule; give at least 1")
         chunks = self.chunks if self.family.chunks is None else 1
         if ranks * microbatches * chunks > LARGEST:
             size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
             raise UserError(
-                f"{size} are more than {LARGEST:,} forwards, which would take "
-                "minutes and gigabytes; fewer microbatches show the same steady state"
+                f"{size} are more than {LARGEST:,} forwards, which would take minutes and gigabytes; give fewer "
+                "microbatches, which show the same steady state"
             )
 
     def _check_file(self, fixed: Schedule) -> None:
-        ranks = f"{fixed.pipeline_size} ranks, and {self.pipeline_size} are asked for"
-        steps = f"{fixed.microbatches} microbatches, and {self.microbatches} are asked for"
+        ranks = f"{fixed.pipeline_size} ranks, but the job has {self.pipeline_size}"
+        steps = f"{fixed.microbatches} microbatches, but the job has {self.microbatches}"
         enough = self.forward_only or self.microbatches <= fixed.microbatches
         for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
             if not fits:
-                raise UserError(f"the schedule in {self.family.name} has {has}; write one for these")
+                raise UserError(f"the schedule in {self.family.name} has {has}; give a file for this job")
 
     def _check_offload(self) -> None:
         name, chunks = self.family.name, self.offload_chunks
         if chunks and self.family.fixed is not None:
-            raise UserError(f"chunks to offload do not go with the schedule in {name}; write one with passes O and R")
+            raise UserError(
+                f"--offload-chunks cannot be used with the schedule in {name}; add passes O and R to the file instead"
+            )
         if not 0 <= chunks <= self.chunks:
             raise UserError(
-                f"{chunks} chunks to offload do not go with schedule {name}, which has {self.chunks} per rank; give a "
-                f"number from 0 to {self.chunks}, half or all"
+                f"cannot offload {chunks} chunks with schedule {name}, which has {self.chunks} per rank; give a number "
+                f"from 0 to {self.chunks}, half or all"
             )
 
     def _check_vocab_ranks(self) -> None:
@@ -229,14 +232,16 @@ class ScheduleRequest:
         asked, name = f"vocabulary rows on ranks {_listed(holders)}", self.family.name
         if self.family.fixed is not None:
             raise UserError(
-                f"{asked} do not go with the schedule in {name}, which has vocabulary passes on ranks "
-                f"{_listed(every)}; write one for these ranks"
+                f"{asked} cannot be used with the schedule in {name}, which has vocabulary passes on ranks "
+                f"{_listed(every)}; use these ranks or another file"
             )
         if not self.method.is_sharded:
-            need = "which every rank takes part in" if every else "which has no vocabulary passes"
-            raise UserError(f"{asked} do not go with schedule {name}, vocab method {self.method}, {need}")
+            need = "in which every rank takes part" if every else "which has no vocabulary passes"
+            raise UserError(f"{asked} cannot be used with schedule {name}, vocab method {self.method}, {need}")
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
-            raise UserError(f"{asked}: give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once")
+            raise UserError(
+                f"{asked} are invalid: give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once"
+            )
 
 
 def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tuple[int, ...]:
@@ -247,7 +252,7 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
 
 
 AUTO = "auto"
-"""The value of `--offload-chunks` that leaves the number to the cost model."""
+"""The value of `--offload-chunks` with which the cost model chooses the number."""
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:

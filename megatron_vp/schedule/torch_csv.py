@@ -1,7 +1,7 @@
-"""Reads schedules as `torch.distributed.pipelining` writes them: one line per rank, with actions separated by commas.
+"""Reads the schedules that `torch.distributed.pipelining` writes: one line per rank, actions separated by commas.
 
 An action consists of a virtual stage, a letter and a microbatch: `2F0` is a forward, `2I0` an input gradient, `2W0` a
-weight gradient, and `2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` is two actions side by side. Empty cells are
+weight gradient, and `2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` is two overlapped actions. Empty cells are
 bubbles.
 """
 
@@ -23,14 +23,14 @@ _FIRST = re.compile(r"[\s,]*\(?\d+[A-Z_]+\d*")
 
 
 def looks_like_actions(text: str) -> bool:
-    """Whether the first cell that is not empty is an action."""
+    """Whether the first non-empty cell of `text` looks like a PyTorch action."""
     return _FIRST.match(text) is not None
 
 
 def from_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's file of compute actions. The chunks of a rank are numbered by their stages.
+    """Read PyTorch's CSV of compute actions; a rank's chunks are numbered in the order of their stages.
 
-    Raises a UserError that names what does not fit.
+    Raises a UserError that names the first error.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
@@ -48,13 +48,13 @@ def from_torch_csv(text: str) -> Schedule:
     for rank, row in enumerate(rows):
         foreign = next((stage for stage, _, _ in row if stage not in stages[rank]), None)
         if foreign is not None:
-            raise UserError(f"schedule file: rank {rank} has no forward of stage {foreign}, but another pass of it")
+            raise UserError(f"schedule file: rank {rank} has a pass of stage {foreign}, but no forward of this stage")
         orders.append(tuple(Pass(kinds[a], microbatch, stages[rank].index(stage)) for stage, a, microbatch in row))
     microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
     longest = max(map(len, orders))
     if microbatches > longest:
         raise UserError(
-            f"schedule file names microbatch {microbatches - 1}, but no rank has more than {longest} passes"
+            f"schedule file has a microbatch {microbatches - 1}, but no rank has more than {longest} passes"
         )
     return Schedule("pytorch", VocabMethod.NONE, placement, microbatches, tuple(orders))
 
@@ -66,13 +66,13 @@ def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
         for each in together[1].split(";") if together else [cell]:
             match = _ACTION.fullmatch(each.strip())
             if match is None:
-                raise UserError(f"schedule file: {each[:40]!r} is not an action of PyTorch's, such as 2F0 or 2B0")
+                raise UserError(f"schedule file: {each[:40]!r} is not a PyTorch action such as 2F0 or 2B0")
             stage, letter, microbatch = match.groups()
             if letter not in ("F", "I", "W", "B"):
                 raise UserError(
-                    f"schedule file: {each[:40]} is not computation; let PyTorch write only its compute actions "
-                    "(_dump_csv with format compute_only)"
+                    f"schedule file: {each[:40]} is not a compute action; write the file with _dump_csv and format "
+                    "compute_only"
                 )
             if microbatch is None:
-                raise UserError(f"schedule file: {each[:40]} names no microbatch")
+                raise UserError(f"schedule file: {each[:40]} has no microbatch; write it as in 2F0")
             yield int(stage), letter, int(microbatch)

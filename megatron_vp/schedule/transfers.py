@@ -16,10 +16,10 @@ class Channel(StrEnum):
     __hash__ = str.__hash__  # see PassKind
 
     content: str
-    """what a rank waits for, in words"""
+    """description of the data that a rank waits for"""
 
     def __new__(cls, value: str, content: str) -> Self:
-        """Create an entry with its contents in words."""
+        """Create an entry with a description of its data."""
         channel = str.__new__(cls, value)
         channel._value_, channel.content = value, content
         return channel
@@ -27,12 +27,11 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """with whole vocabulary layers: from rank p-1, which reads them, to the last stage if that is on another rank"""
+    """with whole vocabulary layers: from rank p-1, which reads labels, to the last stage if it is on another rank"""
     TOKEN_LOSS = "token-loss", "the token losses"
     """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """with whole vocabulary layers: the loss function's gradient with respect to token losses, back to the last stage
-    """
+    """with whole vocabulary layers: the loss function's gradient with respect to token losses, to the last stage"""
 
 
 class Origin(Enum):
@@ -54,7 +53,7 @@ class CollectiveKind(StrEnum):
     origin: Origin
 
     def __new__(cls, value: str, origin: Origin) -> Self:
-        """Create an entry with the ranks it waits for."""
+        """Create an entry with its origin."""
         kind = str.__new__(cls, value)
         kind._value_, kind.origin = value, origin
         return kind
@@ -76,15 +75,15 @@ class CollectiveKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
-        """Accept the name that older traces use for LOSS_GRAD."""
+        """Accept ROW_GRADIENT, the name of LOSS_GRAD in older traces."""
         return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
 
 
 class Operation(Protocol):
-    """Interface of every kind of operation, which ranks start and later wait for.
+    """Interface of every kind of operation.
 
-    A kind is a NamedTuple with a field `microbatch`, and `str` of an operation is unique in its schedule. The runtime
-    has one runner per kind (`megatron_vp.runtime.pipeline`).
+    A kind is a NamedTuple with a field `microbatch`. `str` of an operation is unique in its schedule. The runtime has
+    one runner per kind (`megatron_vp.runtime.pipeline`).
     """
 
     @property
@@ -93,22 +92,23 @@ class Operation(Protocol):
 
     @property
     def follows_step(self) -> bool:
-        """Whether its members post it right behind the step that produces its data.
+        """Whether its members post it right after the step that produces its data.
 
-        Otherwise they post it at its turn in the lane, and all members post the lane's operations in the same order.
+        Otherwise they post it when its turn in the lane comes; all members post the lane's operations in the same
+        order.
         """
 
     @property
     def lane(self) -> str:
-        """The lane it travels on: operations of one lane run one after another."""
+        """Name of its lane; the operations of a lane run one after another."""
 
     @property
     def cost(self) -> str:
-        """The name of its duration in `PassCosts`."""
+        """Name of its duration in `PassCosts`."""
 
     @property
     def per_chunk(self) -> bool:
-        """Whether that duration is for all chunks of a rank, of which this operation carries one."""
+        """Whether that duration is for all chunks of a rank, while this operation is for one chunk."""
 
     @property
     def timing_key(self) -> Hashable:
@@ -120,16 +120,16 @@ class Operation(Protocol):
 
     @property
     def track(self) -> tuple[int, str] | None:
-        """In traces, the rank that shows it and the title of its track; None: the second stream of all members."""
+        """The rank and track title under which traces show it; None for the second stream of all members."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
-        """The ranks that post it; `vocab_members` take part in the vocabulary collectives."""
+        """The ranks that post it. `vocab_members` are the ranks that take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describe what a waiting rank waits for, and from whom; `ranks` are the names of the pipeline ranks."""
+        """Describe the data that a waiting rank needs, and its sources; `ranks` has the numbers to print for ranks."""
 
     def _replace(self, *, microbatch: int) -> Self:
-        """The same operation of another microbatch."""
+        """The same operation for another microbatch."""
 
 
 class Message(NamedTuple):
@@ -150,17 +150,17 @@ class Message(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """True: it follows the step of the sender."""
+        """True: it follows the sender's step."""
         return True
 
     @property
     def lane(self) -> str:
-        """One for each directed edge and channel."""
+        """One lane per directed edge and channel."""
         return f"{self.source}>{self.target} {self.channel}"
 
     @property
     def cost(self) -> str:
-        """The same for all communication."""
+        """`comm`, as for all communication."""
         return "comm"
 
     @property
@@ -170,12 +170,12 @@ class Message(NamedTuple):
 
     @property
     def timing_key(self) -> tuple[int, int, Channel]:
-        """The edge and the channel."""
+        """Edge and channel."""
         return (self.source, self.target, self.channel)
 
     @property
     def category(self) -> str:
-        """The same for all channels."""
+        """`message` for all channels."""
         return "message"
 
     @property
@@ -188,12 +188,12 @@ class Message(NamedTuple):
         return (self.source, self.target)
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describe the data and name its sender."""
+        """Describe the data and its sender."""
         return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 
 class Collective(NamedTuple):
-    """One operation of all members; `root` is the rank at which it starts or ends."""
+    """A collective operation of all members; `root` is the rank that sends or receives the data."""
 
     kind: CollectiveKind
     microbatch: int
@@ -204,17 +204,17 @@ class Collective(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """False: it follows no single step, and members post it in their lane's order."""
+        """False: it does not follow a single step, so members post it in the lane's order."""
         return False
 
     @property
     def lane(self) -> str:
-        """One for all collectives."""
+        """One lane for all collectives."""
         return "collectives"
 
     @property
     def cost(self) -> str:
-        """The same for all communication."""
+        """`comm`, as for all communication."""
         return "comm"
 
     @property
@@ -229,7 +229,7 @@ class Collective(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The same for all kinds."""
+        """`collective` for all kinds."""
         return "collective"
 
     @property
@@ -241,7 +241,7 @@ class Collective(NamedTuple):
         return vocab_members
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describe the collective, and name the ranks whose data it needs before it can end."""
+        """Describe the collective and the ranks whose data it waits for."""
         match self.kind.origin:
             case Origin.READERS:
                 sources = f"ranks {ranks[0]} and {ranks[-1]}"
@@ -273,27 +273,27 @@ class Copy(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """One for each rank."""
+        """One lane per rank."""
         return f"copies of rank {self.rank}"
 
     @property
     def cost(self) -> str:
-        """The same for both directions."""
+        """`copy` for both directions."""
         return "copy"
 
     @property
     def per_chunk(self) -> bool:
-        """True: a copy takes its chunk's share."""
+        """True: a copy moves one chunk."""
         return True
 
     @property
     def timing_key(self) -> tuple[bool, int, int]:
-        """The direction, the rank and the chunk."""
+        """Direction, rank and chunk."""
         return (self.to_host, self.rank, self.chunk)
 
     @property
     def category(self) -> str:
-        """The same for both directions."""
+        """`copy` for both directions."""
         return "copy"
 
     @property

@@ -1,4 +1,4 @@
-"""Proves a schedule and its programs: each pass occurs once, dependencies and memory bounds hold, nothing deadlocks."""
+"""Validates schedules and programs: each pass occurs once, dependencies and memory bounds hold, nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Prove that a schedule runs, both as a schedule and as lowered programs; return its timeline.
+    """Check that a schedule runs, both as a schedule and as lowered programs, and return its timeline.
 
     `memory_bound[r]` is the largest number of activations that rank r may hold, in microbatches of a whole rank. Raises
-    ScheduleError for a missing, repeated or unexpected pass, an order that deadlocks, and a bound that is exceeded.
+    ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded memory bound.
     """
     timeline = simulate(schedule, costs)
     check_memory(schedule, memory_bound or ())
@@ -33,24 +33,24 @@ def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
             if level > bound + 1e-9:
                 step = schedule.ranks[rank][place]
                 raise ScheduleError(
-                    f"rank {rank} holds {level:g} microbatches at {step}, more than its bound of {bound:g}\n"
+                    f"rank {rank} holds {level:g} microbatches at {step}, which is more than its bound of {bound:g}\n"
                     + around(rank, schedule.ranks[rank], place)
                 )
 
 
 def around(rank: int, steps: Sequence[object], place: int) -> str:
-    """A line with a rank's steps around `place`, of which the one at `place` is marked."""
+    """A line with a rank's steps around `place`; the step at `place` is marked as `>step<`."""
     first = max(0, place - 6)
     shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
-    """Simulate the programs on ranks whose hosts wait at every post until the operation is complete.
+    """Simulate the programs on ranks that block at every post until the operation is complete.
 
-    Ranks cannot block each other more than that. This covers hosts that wait for their devices at any point (kernel
-    loading, the allocator, timers, debuggers), and streams that all share one hardware queue. An operation is complete
-    when all its members have posted it.
+    This is the worst case of blocking. It covers hosts that wait for their devices at any point (kernel loading, the
+    allocator, timers, debuggers), and streams that share one hardware queue. An operation is complete when all its
+    members have posted it.
 
     Raises ScheduleError if the i-th operations of two members on a communicator differ, if a member never posts an
     operation, or if ranks wait for each other.
@@ -82,7 +82,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
-    """Check that a lane's members post the same operations in the same order, and wait only for posted ones."""
+    """Check that the members of each lane post the same operations in the same order, and wait only for posted ones."""
     vocab_members = programs[0].vocab_members
     sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:
@@ -91,7 +91,7 @@ def _check_posts(programs: Sequence[Program]) -> None:
             if isinstance(instruction, Post):
                 operation = instruction.operation
                 if program.rank not in operation.members(vocab_members):
-                    raise _error(program, place, f"posts {operation}, of which it is not a member")
+                    raise _error(program, place, f"posts {operation}, but is not one of its members")
                 if operation in mine:
                     raise _error(program, place, f"posts {operation} twice")
                 mine.add(operation)

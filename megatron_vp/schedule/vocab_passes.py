@@ -1,7 +1,7 @@
 """Inserts the vocabulary passes into any base schedule.
 
-Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right behind its forwards of chunk
-0. For each barrier of the method, the last stage waits one more interval between a microbatch's F and its B. Each
+Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right after its forward of chunk 0.
+For each barrier of the method, the last stage waits one more interval between a microbatch's F and its B. Each
 vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots are narrow, because nominal
 times only order the passes; `reorder_for_costs` applies the real costs.
 """
@@ -16,15 +16,15 @@ from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 TimedPass = tuple[float, Pass]
-"""A nominal start time, and the pass that starts then."""
+"""A pass and its nominal start time."""
 
 
 @dataclass(frozen=True)
 class Nominal:
-    """A schedule in nominal order, which is valid.
+    """A valid schedule in nominal order.
 
-    `pairs` has, by rank, the forwards and backwards that stay next to each other. `spans` has the start and end of each
-    pass of each rank on the block's grid.
+    `pairs` lists, for each rank, the (forward, backward) pairs that stay next to each other. `spans` has the nominal
+    start and end of each rank's passes.
     """
 
     schedule: Schedule
@@ -35,7 +35,7 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Put every rank's passes into nominal order; each barrier keeps one more microbatch in flight.
+    """Sort every rank's passes by their nominal times; each barrier keeps one more microbatch in flight.
 
     `vocab_ranks` are the ranks that hold vocabulary rows.
     """
@@ -62,7 +62,7 @@ def nominal_schedule(
 
 
 def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:
-    """Put the whole backward of every pair right behind its forward."""
+    """Replace the B and W of every pair by a whole backward right after the pair's forward."""
     behind = dict(pairs)
     gone = {backward._replace(kind=kind) for backward in behind.values() for kind in (PassKind.B, PassKind.W)}
     found: list[TimedPass] = []
@@ -76,10 +76,11 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
 
 @dataclass(frozen=True, slots=True)
 class _VocabSlots:
-    """A rank's slot is the end of its forward of chunk 0; each of S, T, IF and IB takes `width` of it, in turn.
+    """Assigns times to vocabulary passes. A rank's slot is the end of its forward of chunk 0, of which each of S, T, IF
+    and IB takes `width`.
 
-    S comes within one step after the last stage's forward, and T within the next step, wherever a rank's slot is in the
-    step. So one step per barrier is enough, and at most two microbatches are between S and T.
+    S runs within one step after the last stage's forward, and T within the next step, for all positions of a rank's
+    slot. So one step per barrier is enough, and at most two microbatches are between S and T.
     """
 
     block: BuildingBlock
@@ -90,19 +91,19 @@ class _VocabSlots:
         block, width = self.block, self.width
         end = block.forward_time - 4 * width
         opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
-        # The loss function runs on rank p-1 between two passes: at the latest, when that rank has run its own S.
+        # The loss function runs on rank p-1 between two passes, at the latest after that rank's own S.
         loss = output + block.step + width
         backward = block.backward[0] + self.delay + block.backward_time
         return [
             (self.first(opens + 2 * width, -block.step - width), Pass(PassKind.IF, 0)),
             (self.first(opens, output), Pass(PassKind.S, 0)),
             (self.first(opens + width, loss), Pass(PassKind.T, 0)),
-            # Nothing waits for IB. Two steps later, it is out of the way of the last backwards.
+            # No pass waits for IB, so it runs two steps later, where it does not delay the last backwards.
             (self.first(opens + 3 * width, backward + 2 * block.step), Pass(PassKind.IB, 0)),
         ]
 
     def first(self, opens: float, after: float) -> float:
-        """First time not before `after` that is a whole number of steps from `opens`."""
+        """The first time from `after` on that is a whole number of steps from `opens`."""
         return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 

@@ -1,4 +1,4 @@
-"""Shows one timeline, or two above each other, in a browser page: one HTML file that needs no network."""
+"""Makes an HTML page that shows one timeline, or two above each other, and that needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vp.schedule.timeline import Span, Timeline
 
 
 def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
-    """Make the page; all timelines share a time axis, which at first shows `window` (start and end) or everything."""
+    """Make the page. All timelines share a time axis, which initially shows `window` (start and end) or all of it."""
     styles = _styles(timelines)
     places = {(style["kind"], style["chunk"]): place for place, style in enumerate(styles)}
     start, end = window or (0.0, max(timeline.makespan for timeline in timelines))
@@ -33,7 +33,7 @@ def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
     text, script = (folder.joinpath(f"web_page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js"))
     parts = {
         "TITLE": escape(" and ".join(draw.title(timeline.schedule) for timeline in timelines)),
-        # Escaped, so that no schedule's name can end the element that holds the data.
+        # Escape "<", so that a schedule's name cannot end the HTML element that holds the data.
         "PAGE": json.dumps(page, separators=(",", ":")).replace("<", "\\u003c"),
         "SCRIPT": script,
     }
@@ -41,7 +41,7 @@ def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
 
 
 def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
-    """Colour and meaning of every kind of pass and chunk, and of communication; the legend omits empty meanings."""
+    """Colour and legend text of every kind of pass and chunk, and of communication; empty texts are not shown."""
     used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
     chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
     styles: list[dict[str, object]] = []
@@ -51,7 +51,7 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
     categories = {operation.category for each in timelines for operation in each.operations}
     for category, colour, meaning in (
         ("collective", draw.SECOND_STREAM, "collectives"),
-        ("copy", draw.COPIES, "copies to and from the host; line: activations in its memory"),
+        ("copy", draw.COPIES, "copies to and from the host; line: activations in host memory"),
         ("message", "", ""),
     ):
         if category in categories:
@@ -60,10 +60,10 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
 
 
 def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> dict[str, object]:
-    """A timeline as data: passes rank by rank in their order, then communication, each with what it waits for.
+    """A timeline as JSON data: nodes for each rank's passes in order, followed by nodes for communication.
 
-    A node is a list: name, place of its style, rank (None: all members), start, end, places of the nodes that it waits
-    for, and place of the previous node on its rank or communicator (None if it is the first).
+    A node is a list: name, index of its style, rank (None: all members), start, end, indices of the nodes that it waits
+    for, and index of the previous node on its rank or communicator (None if it is the first).
     """
     schedule, (graph, start, end) = timeline.schedule, timeline.nodes
     steps = [number for order in graph.numbers(schedule.ranks) for number in order]
@@ -103,7 +103,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
 
 
 def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
-    """By rank, the times at which the held memory changes, each with the new level in microbatches."""
+    """For each rank, the times at which the held memory changes, each with the new level in microbatches."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         changes: list[list[float]] = []
@@ -116,5 +116,5 @@ def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
 
 
 def _rounded(time: float) -> float:
-    """Round to nine digits, which is invisible in a picture and keeps the file small."""
+    """Round to nine significant digits, which keeps the file small and is invisible in the picture."""
     return float(f"{time:.9g}")

@@ -431,4 +431,4 @@ def test_wrong_questions_are_refused(tmp_path, words, said):
 
 def test_a_search_needs_the_cluster():
     done = CliRunner().invoke(app, ["plan", "configs/llama3_8b.yaml", "--search"])
-    assert isinstance(done.exception, UserError) and "give --nodes" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "give the number of nodes with --nodes" in str(done.exception)

@@ -53,7 +53,7 @@ def check(flags, **settings):
         ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
         (
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit 0.5",
-            "--activation-limit 0.5 is less than any v-flex schedule of 2 ranks, ",
+            "--activation-limit 0.5 is too small for a v-flex schedule of 2 ranks, ",
         ),
         (
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",

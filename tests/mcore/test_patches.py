@@ -261,7 +261,7 @@ def test_the_command_says_what_runs_leave_out(monkeypatch):
     monkeypatch.setattr(utils, "compile_helpers", lambda changed: None)
     result = invoke("--dry-run")
     assert result.exit_code == 1 and "DOES NOT FIT  megatron.core.datasets.utils:compile_helpers" in result.output
-    assert "runs leave out: wheel\n1 do not fit megatron-core" in result.output
+    assert "runs leave out these groups: wheel\n1 do not fit megatron-core" in result.output
 
 
 def start_with(_rank, _world_size, tamper):

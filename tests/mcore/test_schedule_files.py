@@ -218,9 +218,9 @@ def test_a_file_that_does_not_suit_the_job_is_refused_in_one_line(messages, case
     ("text", "said"),
     [
         ("{", "JSON format"),
-        ("0F0,0X0", "'0X0' is not computation|0X0 is not computation"),
+        ("0F0,0X0", "0X0 is not a compute action"),
         ("0F0,0B0\n1F0,1B0,2F1", "placement"),
-        ("0F0,1B0", "rank 0 has no forward of stage 1"),
+        ("0F0,1B0", "rank 0 has a pass of stage 1, but no forward"),
         ("0F0,0SEND_F0,0B0", "compute_only"),
         ("0B0,0F0", "cannot run"),
         ("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1", "cannot run: rank 0 reads microbatch 1 where rank 1 reads microbatch 0"),

@@ -109,7 +109,9 @@ def test_it_prints_memory_alone(tmp_path):
     place, *memory, of_what, layers = done.stdout.splitlines()  # and nothing of Megatron's log
     assert place == "pipeline rank 1 of 4, 4 microbatches, alone"
     assert [line.split()[0] for line in memory] == ["parameters", "gradients", "allocated", "peak"]
-    assert of_what.startswith("of tensors, ") and layers.startswith("layers: Megatron's local ones with PyTorch's")
+    assert of_what.startswith("memory of tensors only, ") and layers.startswith(
+        "layers: Megatron's local ones with PyTorch's"
+    )
 
 
 def test_experts_are_refused_in_one_line(tmp_path):

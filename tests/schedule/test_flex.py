@@ -137,7 +137,7 @@ def test_the_shape_is_written_and_makes_the_same_schedule_without_a_search(monke
 
 def test_a_shape_prints_and_parses_back():
     assert Shape.parse(str(Shape(12, 2))) == Shape(12, 2)
-    with pytest.raises(UserError, match="'wide' is not a shape of v-flex; one is slack=NUMBER,gap=NUMBER, or zb-v, "):
+    with pytest.raises(UserError, match="'wide' is not a shape of v-flex; use slack=NUMBER,gap=NUMBER, or zb-v, "):
         shaped(FAMILIES["v-flex"], "wide", 4)
 
 
@@ -163,10 +163,10 @@ def test_offloaded_chunks_leave_more_room_within_a_limit():
     [
         (
             ["v-flex", "--activation-limit", "1"],
-            "--activation-limit 1 is less than any v-flex schedule of 8 ranks, 12 ",
+            "--activation-limit 1 is too small for a v-flex schedule of 8 ranks, 12 ",
         ),
         (["v-flex", "--activation-limit", "5GiB"], "'5GiB' is not a number of microbatches"),
-        (["v-half", "--activation-limit", "4"], "--activation-limit does not go with schedule v-half"),
+        (["v-half", "--activation-limit", "4"], "--activation-limit cannot be used with schedule v-half"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, words):

@@ -289,11 +289,13 @@ def test_the_file_says_what_is_offloaded_and_reads_back(some):
     assert document["metrics"]["peak_host"] == list(simulate(some).peak_host)
     assert from_json(json.dumps(document)) == some
     document["offloaded"] = [[0, 1]]
-    with pytest.raises(UserError, match=r"says offloaded \[\[0, 1\]\], but its passes O and R are of \[\[0, 0\], "):
+    with pytest.raises(
+        UserError, match=r"has offloaded \[\[0, 1\]\], but its passes O and R are those of \[\[0, 0\], "
+    ):
         from_json(json.dumps(document))
 
 
 @pytest.mark.parametrize(("name", "count"), [("v-half", 3), ("1f1b", 2), ("po", -1)])
 def test_more_chunks_than_there_are_is_refused(name, count):
-    with pytest.raises(UserError, match=f"{count} chunks to offload do not go with schedule {name}, which has"):
+    with pytest.raises(UserError, match=f"cannot offload {count} chunks with schedule {name}, which has"):
         generate(name, 4, 8, offload_chunks=count)

@@ -138,8 +138,8 @@ def test_microbatches_and_ranks_may_have_it_or_not(kind):
     [
         (Pass.parse("F0"), "repeats F0"),
         ("Q0", "repeats Q0"),
-        ("Q7", "has no place for Q7"),
-        ("Q0.2", "has no place for Q0.2"),
+        ("Q7", "must not list Q7"),
+        ("Q0.2", "must not list Q0.2"),
     ],
 )
 def test_it_is_refused_twice_and_where_there_is_no_such_microbatch_or_chunk(schedule, kind, extra, words):

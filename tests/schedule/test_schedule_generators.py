@@ -163,8 +163,8 @@ def test_forward_only_keeps_the_order_of_what_is_left():
         (("interlaced", 4, 8), {"chunks": 2}, "interlaced has 1 chunk per rank, got 2"),
         (("interleaved", 4, 8), {"chunks": 1}, "at least 2 chunks per rank, got 1"),
         (("1f1b", 4, 8), {"vocab": "vocab-9"}, "vocab-9"),
-        (("1f1b", 4, 8), {"vocab": "interlaced"}, "interlaced does not go with schedule 1f1b"),
-        (("interlaced", 4, 8), {"vocab": "vocab-1"}, "vocab-1 does not go with schedule interlaced"),
+        (("1f1b", 4, 8), {"vocab": "interlaced"}, "interlaced cannot be used with schedule 1f1b"),
+        (("interlaced", 4, 8), {"vocab": "vocab-1"}, "vocab-1 cannot be used with schedule interlaced"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_with_the_reason(arguments, options, words):

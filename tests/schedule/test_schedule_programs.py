@@ -361,8 +361,8 @@ def swap(first, second):
     [
         (lambda order: order.remove(Pass.parse("S2")), "rank 1 lacks S2"),
         (lambda order: order.append(Pass.parse("B0")), "repeats B0"),
-        (lambda order: order.append(Pass.parse("F9")), "has no place for F9"),
-        (lambda order: order.__setitem__(0, Pass.parse("F0.1")), r"lacks IF0 and has no place for F0\.1"),
+        (lambda order: order.append(Pass.parse("F9")), "must not list F9"),
+        (lambda order: order.__setitem__(0, Pass.parse("F0.1")), r"lacks IF0 and must not list F0\.1"),
         (swap("F1", "B1"), r"deadlock(.|\n)*>B1<"),
         (swap("S0", "T0"), r"deadlock(.|\n)*>T0<"),
     ],

@@ -32,9 +32,12 @@ def test_what_is_left_open_is_what_could_have_been_said():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": VocabMethod.INTERLACED}, "interlaced does not go with schedule v-half, which takes none, vocab-1"),
+        (
+            {"method": VocabMethod.INTERLACED},
+            "interlaced cannot be used with schedule v-half, which supports none, vocab-1",
+        ),
         ({"chunks": 3}, "v-half has 2 chunks per rank, got 3"),
-        ({"microbatches": 0}, "a schedule of 0 microbatches is empty"),
+        ({"microbatches": 0}, "0 microbatches are too few"),
         ({"pipeline_size": 1, "vocab_ranks": (0,)}, "pipeline size 1 is too small for v-half, vocab method vocab-2"),
         ({"vocab_ranks": (0, 4)}, "vocabulary rows on ranks 0, 4: give at least one of the ranks 0 to 3"),
         ({"microbatches": 250_001}, "4 ranks x 250001 microbatches are more than 1,000,000 forwards"),

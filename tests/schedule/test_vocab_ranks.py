@@ -197,7 +197,7 @@ def test_a_rank_outside_that_posts_a_collective_is_refused():
     programs = list(lower(generate("1f1b", 4, 2, vocab="vocab-2", vocab_ranks=(0,))))
     collective = Post(programs[0].collectives[0])
     programs[1] = replace(programs[1], instructions=(*programs[1].instructions, collective))
-    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, of which it is not a member"):
+    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, but is not one of its members"):
         validate_programs(programs)
 
 
@@ -237,7 +237,7 @@ def test_an_interlaced_schedule_by_hand_needs_v_on_every_rank():
         ("1f1b", "vocab-2", (0, 4), "rows on ranks 0, 4: give at least one of the ranks 0 to 3"),
         ("1f1b", "vocab-2", (-1,), "rows on ranks -1: give"),
         ("v-half", "vocab-1", (2, 2), "rows on ranks 2, 2: give at least one of the ranks 0 to 3, each at most once"),
-        ("1f1b", "none", (1,), "rows on ranks 1 do not go with schedule 1f1b, vocab method none"),
+        ("1f1b", "none", (1,), "rows on ranks 1 cannot be used with schedule 1f1b, vocab method none"),
         ("interlaced", "interlaced", (1, 2), "interlaced, which every rank takes part in"),
     ],
 )
@@ -256,7 +256,9 @@ def test_a_file_says_which_ranks_hold_rows(tmp_path):
         assert request.schedule().vocab_ranks == (0, 3)
         assert replace(request, microbatches=9, forward_only=True).schedule().vocab_ranks == (0, 3)
     for forward_only in (False, True):
-        with pytest.raises(UserError, match=r"ranks 1 do not go with the schedule in .*, which has .* on ranks 0, 3;"):
+        with pytest.raises(
+            UserError, match=r"ranks 1 cannot be used with the schedule in .*, which has .* on ranks 0, 3;"
+        ):
             ScheduleRequest.of(record, 4, 6, vocab_ranks=(1,), forward_only=forward_only)
 
 

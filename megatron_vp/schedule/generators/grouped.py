@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with the backward split: groups of microbatches go through a rank's chunks in turn (PipeOffload)."""
+"""Interleaved 1F1B with split backwards; groups of microbatches run through a rank's chunks in turn (PipeOffload)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_vp.schedule.placement import Placement
 
 
 def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Make a block in which groups of `group` microbatches go through the chunks, each chunk `step` microbatches later.
+    """Build a block for groups of `group` microbatches, in which each chunk runs `step` microbatches after the previous.
 
-    Each microbatch of each chunk has three slots: one for F, one for B, and one for W right behind B.
+    Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, some chunks would share slots; these are moved apart by one microbatch.
+    # With one microbatch per group, some chunks would share slots, so later ones wait one more microbatch.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # Neighbouring ranks are two slots apart while there is room before the next chunk, and one slot after that. So no
-    # chunk's backward on the last rank comes before the backward of the following chunk on rank 0.
+    # Ranks are two slots apart as long as there is room before the next chunk; the remaining ranks are one slot apart.
+    # So a chunk's backward on the last rank never comes before the next chunk's backward on rank 0.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
     forward = [late[chunk] + rank + shift[rank] for chunk in range(v) for rank in range(p)]
@@ -42,7 +42,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p: rank r holds at most p v - r chunks, and W fills bubbles.
+    """Groups of p microbatches: rank r holds activations of at most p v - r chunks, and W fills bubbles.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -53,13 +53,13 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: p microbatches go through chunk 0, then through chunk 1 (`f`).
     2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right behind it or in a gap.
+    3. Drain: B, with W right after it or in a gap.
     """
     return _grouped(pipeline_size, pipeline_size, pipeline_size, chunks, costs)
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p/2, rounded up: about half the memory of `gis`.
+    """Groups of p/2 microbatches, rounded up: about half the memory of `gis`.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -70,14 +70,14 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: groups of p/2 microbatches go through chunk 0, then through chunk 1 (`f`).
     2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right behind it or in a gap.
+    3. Drain: B, with W right after it or in a gap.
     """
     half = (pipeline_size + 1) // 2
     return _grouped(half, half, pipeline_size, chunks, costs)
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """The same steps as in `gis_h`, but one microbatch at a time, so that every chunk's lifespan repeats evenly.
+    """The steps of `gis_h` with groups of one microbatch, so that a chunk's lifespan is the same for all microbatches.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -88,6 +88,6 @@ def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: forwards of chunk 0; chunk 1 (`f`) starts p/2 microbatches later and takes turns with it.
     2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right behind it or in a gap.
+    3. Drain: B, with W right after it or in a gap.
     """
     return _grouped((pipeline_size + 1) // 2, 1, pipeline_size, chunks, costs)

@@ -1,4 +1,4 @@
-"""Interlaced: one chunk per rank, and for each microbatch one vocabulary pass V that all ranks run at the same time."""
+"""Interlaced: one chunk per rank; all ranks run the vocabulary pass V of a microbatch at the same time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_vp.schedule.placement import Placement
 def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
     """Rank r holds at most floor(1.5 p) - r microbatches.
 
-    Between one V and the next, every rank runs one forward and one backward. The last rank runs the backward first, its
-    neighbour the forward, and so on alternately. So within such a period, on every second rank, a forward can follow
-    the forward of the previous rank, but no backward can follow that of the next rank. Forwards therefore advance two
-    ranks per period, and backwards one.
+    Between two Vs, every rank runs one forward and one backward. The last rank runs the backward first, the rank before
+    it the forward first, and so on in turn. So within such a period, a forward on every second rank can follow the
+    forward of the previous rank, but no backward can follow the backward of the next rank. Forwards therefore advance
+    two ranks per period, and backwards one.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 

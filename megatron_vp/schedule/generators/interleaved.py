@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks per rank, round robin; groups of p microbatches go through chunk after chunk."""
+"""Interleaved 1F1B: round-robin chunks; groups of p microbatches run through a rank's chunks one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Rank r runs 2(p - 1 - r) + (v - 1)p forwards, and then alternates with backwards, as in Megatron.
+    """Rank r runs 2(p - 1 - r) + (v - 1)p forwards, then one forward and one backward in turn, as in Megatron.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -23,7 +23,7 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
     """
     p, v = pipeline_size, chunks
     stages, interval = p * v, costs.F + costs.B + costs.W
-    # A step has one forward and one backward of a chunk, so microbatches move one stage per step, down and up again.
+    # A step has one forward and one backward of a chunk, so microbatches advance one stage per step in both directions.
     step = interval / v
     return BuildingBlock(
         placement=Placement.round_robin(p, v),

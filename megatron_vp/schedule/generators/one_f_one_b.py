@@ -1,4 +1,4 @@
-"""1F1B: a microbatch runs down the ranks and straight back up; one forward and one backward alternate on every rank."""
+"""1F1B: after the fill, every rank runs one forward and one backward in turn."""
 
 from __future__ import annotations
 

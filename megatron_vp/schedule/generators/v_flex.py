@@ -1,10 +1,10 @@
-"""V-Flex: chunks in V shape with slack on some ranks, for any memory between V-Min's and ZB-V's.
+"""V-Flex: chunks in V shape with slack on some ranks, for memory limits between V-Min's and ZB-V's peaks.
 
 Forwards of one microbatch by virtual stage, with p = 4, slack 2 and gap 1:
 
 rank 0: F0 . . . . . . F7        rank r has chunk 0 = stage r and chunk 1 = stage 2p - 1 - r;
-rank 1: . F1 . . . . F6 .        ranks 2 and 3, the last two, take two slots on the way down,
-rank 2: . . F2 . . F5 . .        the others one, and every rank one slot on the way up.
+rank 1: . F1 . . . . F6 .        ranks 2 and 3, the last two, take two slots on the way down, the
+rank 2: . . F2 . . F5 . .        others take one, and every rank takes one slot on the way up.
 rank 3: . . . . F3 F4 . .
 """
 
@@ -21,22 +21,22 @@ from megatron_vp.schedule.placement import Placement
 
 
 class Shape(NamedTuple):
-    """A block of V-Flex; prints as `slack=12,gap=2`."""
+    """The parameters of a V-Flex block; prints as `slack=12,gap=2`."""
 
     slack: int
-    """Number of steps by which ranks are given slack. With 0, every rank takes one slot on the way down the V and one
-    on the way up, as in V-Min. Each of the first p steps gives one more rank, beginning with the last, a second slot on
-    the way down: p is V-Half. Each of the next p steps gives one more rank three slots each way: 2p is ZB-V.
+    """Amount of slack, from 0 to 2p. With 0, every rank takes one slot on the way down the V and one on the way up, as
+    in V-Min. Up to p, each unit gives one more rank, starting from the last, a second slot on the way down: p is
+    V-Half. Above p, each unit gives one more rank three slots each way: 2p is ZB-V.
     """
     gap: int
-    """slots between forwards and backwards at the end of the V"""
+    """number of slots between forwards and backwards at the end of the V"""
 
     def __str__(self) -> str:
         return f"slack={self.slack},gap={self.gap}"
 
     @classmethod
     def parse(cls, text: str) -> Shape | None:
-        """Read back what `str` printed; None for anything else."""
+        """Parse the output of `str`; None for any other text."""
         match = re.fullmatch(r"slack=(\d{1,6}),gap=(\d{1,2})", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
@@ -47,9 +47,9 @@ class Shape(NamedTuple):
 
 
 def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Make the block of a shape, with W right behind its B.
+    """Build the block of a shape, with W right after its B.
 
-    Passes may share a slot, because only the order of nominal times counts.
+    Passes may share a slot, because nominal times only order the passes.
 
     Five microbatches on four ranks, at most 3.5 held; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -88,7 +88,7 @@ def _slots(ranks: int, rank: int, slack: int) -> tuple[int, int]:
 
 
 def _through_the_v(start: int, down: tuple[int, ...], up: tuple[int, ...]) -> list[int]:
-    """The slot at which each rank has its turn, on the way down and then on the way up, from slot `start` on rank 0."""
+    """The slots in which a microbatch is on each rank, down and up the V, if it starts on rank 0 in slot `start`."""
     places = [start]
     for slots in down[:-1]:
         places.append(places[-1] + slots)

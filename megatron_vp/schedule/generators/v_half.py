@@ -1,4 +1,4 @@
-"""V-Half: chunks in V shape with slack only on the way down: half of 1F1B's activations, equal on all ranks."""
+"""V-Half: chunks in V shape with slack only on the way down. All ranks hold half of 1F1B's peak activations."""
 
 from __future__ import annotations
 

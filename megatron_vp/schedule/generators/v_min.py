@@ -1,4 +1,4 @@
-"""V-Min: chunks in V shape, every pass right behind the one before it: a third of 1F1B's activations."""
+"""V-Min: chunks in V shape without slack between ranks. All ranks hold a third of 1F1B's peak activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 2  ....F0....f0....F1..b0f1w0B0F2W0b1f2w1B1F3W1b2f3w2B2F4W2b3f4w3B3W3..b4w4..B4W4....
         rank 3  ......F0f0........F1f1b0B0w0W0F2f2b1B1w1W1F3f3b2B2w2W2F4f4b3B3w3W3....b4B4w4W4....
 
-    1. Fill: one forward after the other goes down the V and straight back up.
+    1. Fill: forwards go down the V and straight back up, one after another.
     2. Steady: per microbatch one F, B and W of each chunk, with no slack between ranks.
     3. Drain: B first; W fills the gaps.
     """

@@ -1,4 +1,4 @@
-"""ZB-V: chunks in V shape, every pass three slots behind the one before it: 1F1B's activations, almost no bubble."""
+"""ZB-V: chunks in V shape with two slots of slack per stage: 1F1B's peak activations, almost no bubble."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_vp.schedule.costs import PassCosts
 def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p microbatches.
 
-    Forwards and backwards both advance one rank every third slot, down the V and back up. Only the step from one chunk
-    to the other chunk of the same rank takes one slot. The slack of two slots per stage fills the warm-up and hides
+    Forwards and backwards both advance one rank every third slot, down the V and back up. Only the step between
+    the two chunks of a rank takes one slot. The slack of two slots per stage fills the warm-up and hides
     communication.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
