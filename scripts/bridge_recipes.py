@@ -4,9 +4,9 @@
 
 FOLDER contains Megatron-Bridge and the packages that it imports (see `tests/mcore/bridge_loop.py`). The script builds
 each recipe for H100, B200 and GB300 that has two or more pipeline stages, with the sizes of its Hugging Face model
-below, and turns it into Megatron's flags. It judges these as `scripts/nvidia_jobs.py` judges NVIDIA's other jobs. What
-a recipe adds to a model afterwards (adapters, frozen weights) has no flag and is not judged. Nothing is downloaded or
-started.
+below, and turns it into Megatron's flags. It checks these as `scripts/nvidia_jobs.py` checks NVIDIA's other jobs.
+Changes that a recipe makes to the built model (adapters, frozen weights) have no flag and are not checked. Nothing is
+downloaded or started.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# docs.sh [FOLDER]: build the documentation as a site into FOLDER (default: site), without a network. A link or an anchor
-# that leads nowhere is an error. PYTHON chooses an interpreter that has the `docs` extra of pyproject.toml.
+# docs.sh [FOLDER]: build the documentation site in FOLDER (default: site), without a network. Broken links and anchors
+# are errors. PYTHON sets the interpreter, which needs the `docs` extra of pyproject.toml.
 set -euo pipefail
 output=$(realpath -m "${1:-site}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 """Generates parts of the documentation's pages when the site is built.
 
-A page marks the place with a line `<!-- generated: NAME -->`, where NAME is a key of PARTS.
+A page marks the place of a part with a line `<!-- generated: NAME -->`, where NAME is a key of PARTS.
 """
 
 from __future__ import annotations

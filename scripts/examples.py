@@ -1,4 +1,4 @@
-"""Run commands and record their output: as the example in a command's `--help`, and in the pages of the documentation.
+"""Run commands and record their output, in the examples of `--help` and on the pages of the documentation.
 
     python scripts/examples.py [COMMAND|PAGE ...]     # such as plan, 'paper jobs', README.md; default: all (20 minutes)
 
@@ -7,12 +7,12 @@ fence may say which lines are kept, and how the test compares them:
 
     <!-- run: keep="times as fast|^use:" most=8 slow -->
 
-`head=N` keeps the first N lines, `keep="PATTERN"` those that contain the pattern, and `most=N` at most N of these;
-`...` stands for omitted lines. `status=N` is the expected exit status. `numbers` says that digits differ from run to
-run. `slow` says that the command takes long or reads what earlier blocks on the page wrote; it is tested only with `-m
-slow`. `as="COMMAND"` runs another command in its place, for example if the command itself would set up an environment.
-The commands of a page run in order, in a new folder. A comment `<!-- file: NAME -->` above any fence writes the content
-of the fence to the file NAME in that folder.
+`head=N` keeps the first N lines, `keep="PATTERN"` keeps the lines that contain the pattern, and `most=N` keeps at most
+N of these; `...` stands for omitted lines. `status=N` is the expected exit status. `numbers` means that digits differ
+from run to run. `slow` means that the command takes long or reads files that earlier blocks on the page wrote; it is
+tested only with `-m slow`. `as="COMMAND"` runs another command instead, for example if the command itself would set up
+an environment. The commands of a page run in order, in a new folder. A comment `<!-- file: NAME -->` above any fence
+writes the content of the fence to the file NAME in that folder.
 """
 
 from __future__ import annotations

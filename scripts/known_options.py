@@ -1,9 +1,10 @@
-"""Write `megatron_vp/jobs/known_options.txt`: every option of a training script, for commands without Megatron.
+"""Write `megatron_vp/jobs/known_options.txt`, which lists all training options for commands without Megatron.
 
     python scripts/known_options.py [--check]
 
-With a later release of Megatron than the first supported one, it writes `known_options_SERIES.txt`, with the options
-that the release adds or changes. `--check` writes nothing and exits with status 1 if the file is out of date.
+If the installed Megatron is of a later series than the first supported one, the script writes
+`known_options_SERIES.txt` with the options that this series adds or changes. `--check` writes nothing and exits with
+status 1 if the file is out of date.
 """
 
 from __future__ import annotations

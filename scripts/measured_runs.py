@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/measured_runs.py     # six runs of two ranks: three minutes on two cores
 
-Rank reports of all runs, and traces of half of them, go to tests/cost/measured_runs/.
+Rank reports of all runs, and traces of half of the runs, are written to tests/cost/measured_runs/.
 """
 
 import shutil

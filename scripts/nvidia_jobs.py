@@ -3,10 +3,10 @@
     python scripts/nvidia_jobs.py MEGATRON_LM [--write] [--list]
 
 The script reads the functional tests and the shell scripts of examples that train GPT or hybrid models with two or more
-pipeline stages. It judges each job by the checks of `megatron-vp check`: first unchanged, then with vocabulary
-parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), then under v-half. `--write` writes
-the tables to the page of evidence, and `--list` prints every job. Nothing is started, and data, tokenizers and
-checkpoints are not read.
+pipeline stages. It runs the checks of `megatron-vp check` on each job three times: unchanged, with vocabulary
+parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), and with it under v-half. `--write`
+writes the tables to the evidence page, and `--list` prints every job. No job is started, and no data, tokenizer or
+checkpoint is read.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     scripts/quickstart.sh [--output DIR] [--iterations N]
 
 Four pipeline ranks run on GPUs if the machine has four, otherwise as CPU processes over gloo. The training text is the
-source and the docstrings of the running Python's standard library. Everything that is printed or drawn, except
-predictions, is measured in the run.
+source code of the running Python's standard library. All printed and drawn figures are measured in the two runs, except
+those that are marked as predictions.
 """
 
 from __future__ import annotations

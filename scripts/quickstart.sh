@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh machine to a training run with and without vocabulary parallelism. A first `--latest` installs the newest
-# versions of everything instead of those that were tested together; other arguments go to quickstart.py.
+# Set up an environment, then train a small model with and without vocabulary parallelism. If the first argument is
+# `--latest`, install the newest versions of all packages instead of the tested ones; other arguments go to
+# quickstart.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1:-} == --latest ]]; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Write everything that scripts generate in README, docs and package: some minutes, and with the pages' examples half an hour. Then look at `git diff`.
+# Regenerate everything that scripts write into README, docs and package. This takes half an hour, mostly for the
+# examples on the pages. Check the result with `git diff`.
 #
 #     scripts/regenerate.sh
 set -euo pipefail

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# setup_env.sh [--latest] [--system-site-packages]: makes .venv in the repository and installs the project into it, with
-# the versions of constraints.txt; does nothing where that is done already. --latest installs the newest versions that
-# pyproject.toml allows, and asks for newer ones each time. --system-site-packages is for containers that bring PyTorch:
-# the environment sees what the container has, and leaves PyTorch, Transformer Engine, Apex and what they are compiled
-# with as they are. It stays so until .venv is removed. PYTHON=/path/to/python chooses the interpreter.
+# setup_env.sh [--latest] [--system-site-packages]: creates .venv in the repository and installs the project into it,
+# with the versions of constraints.txt. It does nothing if that is already done. --latest installs the newest versions
+# that pyproject.toml allows, and upgrades them at every call. --system-site-packages is for containers that come with
+# PyTorch: .venv then uses the container's packages, and PyTorch, Transformer Engine, Apex and their compiled
+# dependencies are not changed. This choice is kept until .venv is removed. PYTHON=/path/to/python sets the interpreter.
 #
-# On a machine with an NVIDIA GPU, Transformer Engine is compiled too, unless it is there or nvcc is not.
+# On a machine with an NVIDIA GPU and nvcc, Transformer Engine is also compiled if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly venv=.venv
 readonly constraints=scripts/constraints.txt
-# `own` marks an environment that this script has made, from before anything is in it; `stamp` one that is complete.
+# The file `own` marks an environment that this script has created, and `stamp` marks a complete one.
 readonly own=$venv/.megatron_vp_own stamp=$venv/.megatron_vp_complete
-# An activated environment must not be asked to remake itself.
+# An activated .venv must not be used to recreate itself.
 PATH=${PATH//"$PWD/$venv/bin:"/}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -38,8 +38,8 @@ if [[ $shared == yes && $latest == yes ]]; then
 fi
 readonly latest shared
 
-# Runs the candidate, because a pyenv shim exists for versions that it then refuses to start. Free-threaded builds and
-# other implementations have no wheels of our dependencies; Debian's python3 may come without ensurepip.
+# Tests a candidate by running it, because a pyenv shim exists even for versions that it refuses to start. Our
+# dependencies have no wheels for free-threaded builds and other implementations. Debian's python3 may lack ensurepip.
 suitable() {
     "$1" -c '
 import ensurepip, sys, sysconfig, venv
@@ -48,7 +48,7 @@ sys.exit(not fits or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/n
         { [[ $shared == no ]] || "$1" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; }
 }
 
-# Oldest version first: prebuilt wheels of the dependencies exist for it the longest.
+# Oldest version first, because it is the most likely to have prebuilt wheels of all dependencies.
 candidates() {
     local version root roots=("${PYENV_ROOT:-${HOME:-}/.pyenv}")
     if command -v pyenv >/dev/null; then roots+=("$(pyenv root 2>/dev/null || true)"); fi
@@ -83,7 +83,7 @@ find_python() {
     return 1
 }
 
-# What a complete environment was made from; fails if its interpreter no longer runs.
+# Prints a hash of everything that .venv was created from; fails if its interpreter no longer runs.
 fingerprint() {
     "$venv/bin/python" -c '
 import hashlib, pathlib, sys
@@ -95,7 +95,7 @@ print(hashlib.sha256(text).hexdigest())' "$latest" "$constraints" 2>/dev/null
 
 complete() { [[ -f $stamp ]] && [[ $(<"$stamp") == "$(fingerprint)" ]]; }
 
-# An environment of the user's own is never removed, and nothing is installed into it.
+# If .venv is not from this script, rename it, so that nothing in it is removed or changed.
 keep_what_is_not_ours() {
     local kept=$venv.kept number=1
     if [[ ! -e $venv && ! -L $venv ]] || [[ -e $own || -e $stamp ]]; then return; fi
@@ -116,7 +116,8 @@ create() {
     "$python" -m venv "${sees[@]}" "$venv"
 }
 
-# What pip may not change where the container's packages are shared, and the tested versions of what it does not have.
+# Prints pip constraints for a shared environment: the container's compiled packages, and tested versions of missing
+# ones.
 shared_constraints() {
     "$venv/bin/python" -c '
 import importlib.metadata, pathlib, re, sys
@@ -135,7 +136,7 @@ install() {
     say "installing the project and its dependencies (PyTorch is several GB; this takes minutes)"
     local versions=(--constraint "$constraints")
     if [[ $shared == yes ]]; then
-        # The container's own constraints are about its own programs; these packages are seen by .venv alone.
+        # The container's own constraints are for its programs; packages in .venv are visible only there.
         unset PIP_CONSTRAINT
         shared_constraints >"$venv/shared_constraints.txt"
         versions=(--constraint "$venv/shared_constraints.txt")
@@ -145,7 +146,7 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test,docs]' >&2
 }
 
-# Megatron's fast layers. Nothing is lost where they cannot be compiled but speed.
+# Transformer Engine has Megatron's fast layers. If it cannot be compiled, training works but is slower.
 install_engine() {
     if [[ $shared == yes || $(nvidia-smi --list-gpus 2>/dev/null || true) != *GPU* ]]; then return; fi
     if "$venv/bin/python" -W ignore -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
@@ -155,7 +156,7 @@ install_engine() {
             "scripts/setup_transformer_engine.sh --build"
 }
 
-# An install that was interrupted can leave packages that pip believes to be whole.
+# After an interrupted installation, pip may take incomplete packages for complete ones.
 works() { "$venv/bin/python" -W ignore -c 'import torch, megatron.core, megatron_vp, pytest' >/dev/null 2>&1; }
 
 done_already() { [[ $latest == no ]] && { [[ $asked_to_share == no ]] || shares; } && complete; }

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# setup_megatron.sh VERSION|PATH: makes an environment with another megatron-core on top of .venv, and prints its folder:
-# .venv-megatron-VERSION with that release, or .venv-megatron-NAME-COMMIT with what the checkout of Megatron-LM at PATH
-# holds now. The checkout is copied, and stays as it is. Whatever that megatron-core does not ask for in another version
-# (PyTorch above all) is .venv's, and costs nothing. Series that the patches are not made for are refused.
+# setup_megatron.sh VERSION|PATH: creates an environment with another megatron-core on top of .venv, and prints its
+# folder. This is .venv-megatron-VERSION for a release, or .venv-megatron-NAME-COMMIT for the current state of the
+# Megatron-LM checkout at PATH, which is copied and not changed. Packages that this megatron-core accepts in .venv's
+# version, such as PyTorch, are shared and not installed again. Release series that the patches do not support are
+# refused.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,7 +32,7 @@ from megatron_vp.mcore.patches import require_supported
 with one_line_errors():
     require_supported(sys.argv[1])
 END
-# A checkout that was changed since its commit has no name of its own: its environment is made anew each time.
+# The environment of a checkout with uncommitted changes is recreated each time, because its name does not show them.
 changed=$([[ -z $checkout ]] || git -C "$checkout" status --porcelain 2>&1 | head -1)
 if [[ -z $changed && -f $stamp ]] && cmp -s "$stamp" .venv/.megatron_vp_complete; then
     echo "$venv"
@@ -43,7 +44,7 @@ rm -rf "$venv"
 .venv/bin/python -m venv "$venv"
 base=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# As a site folder, so that editable installs in it count; after the own one, so that what is installed here wins.
+# Add .venv as a site folder, so that its editable installs work. It comes last, so that packages installed here win.
 "$venv/bin/python" - "$base" >"$own/base.pth" <<'END'
 import sys
 

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# setup_transformer_engine.sh [VERSION...]: unpacks the Python of Transformer Engine (a wheel of 1 MB, without what it
-# compiles) into .transformer-engine-VERSION, for tests that run its layers on the CPU. Nothing is installed: Megatron
-# would find it. Without a VERSION it is those that the tests run by default.
+# setup_transformer_engine.sh [VERSION...]: unpacks the Python code of Transformer Engine (a wheel of 1 MB, without
+# compiled parts) into .transformer-engine-VERSION, for tests that run its layers on the CPU. It is not installed into
+# .venv, where Megatron would use it. The default is the versions that the tests use.
 #
-# setup_transformer_engine.sh --build [VERSION]: compiles and installs it into .venv for GPUs, against the PyTorch that is
-# installed there. Needs nvcc and the headers of cuDNN and NCCL. Without a VERSION it is the one that Megatron is tested
-# with.
+# setup_transformer_engine.sh --build [VERSION]: compiles it for GPUs against the PyTorch in .venv, and installs it
+# there. This needs nvcc and the headers of cuDNN and NCCL. The default is the version that Megatron is tested with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +12,7 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 
 if [[ ${1:-} == --build ]]; then
     if ! command -v nvcc >/dev/null && [[ ! -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; then
-        say "Transformer Engine is compiled here, and nvcc is not found: install the CUDA toolkit or set CUDA_HOME"
+        say "nvcc, which compiles Transformer Engine, was not found: install the CUDA toolkit or set CUDA_HOME"
         exit 2
     fi
     scripts/setup_env.sh
@@ -38,7 +37,7 @@ for version in "$@"; do
     folder=.transformer-engine-$version
     if [[ -d $folder ]]; then continue; fi
     rm -rf "$folder.part"
-    # Its other dependencies are the project's own, or not asked for by the layers.
+    # Other dependencies are already in .venv, or the layers do not need them.
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target "$folder.part" \
         "transformer-engine==$version" einops==0.8.2
     mv "$folder.part" "$folder"

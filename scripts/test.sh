@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Lint, format check, types and tests, in an environment that is made if needed. Without arguments three pytests run at
-# once: for runs under Megatron, for tests that wait much of the time, and for all others; the output of the last two
-# follows at the end. Arguments go to a single pytest, except for the first:
-#   --quick             what an inner loop needs: schedules, cost model, configuration, the vocabulary
+# Run linter, format check, type checker and tests, in an environment that is created if needed. Without arguments,
+# three pytest processes run in parallel: for runs under Megatron, for tests that mostly wait, and for all other tests.
+# The output of the last two follows at the end. Arguments go to a single pytest, except these, which must come first:
+#   --quick             tests for the edit-test loop: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
-#   --megatron VERSION  run the tests against that megatron-core, in an environment of its own
-#   --megatron PATH     the same with a checkout of Megatron-LM, and with NVIDIA's own scripts from there
-#   --latest            install the newest versions of everything instead of those that were tested together
+#   --megatron VERSION  test with this version of megatron-core, in a separate environment
+#   --megatron PATH     test with a checkout of Megatron-LM, including NVIDIA's own scripts in it
+#   --latest            install the newest versions of all packages instead of the tested ones
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv quick=no
@@ -27,7 +27,7 @@ case ${1:-} in
         ;;
     *) scripts/setup_env.sh ;;
 esac
-# Every test process is one rank of several on the same cores.
+# A test runs several ranks, each in a process, on the same cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
@@ -36,7 +36,7 @@ types() { .venv/bin/python -m mypy; }
 
 tests() { "$venv/bin/python" -m pytest -q "$@"; }
 
-# timed NAME COMMAND...: runs it and says how long it took.
+# timed NAME COMMAND...: runs a command and prints how long it took.
 timed() {
     local name=$1 start=$SECONDS status=0
     shift
@@ -87,7 +87,7 @@ quick_tests=(
     tests/vocab/test_output.py
 )
 
-# Each lane is a pytest of its own. The waiting ones watch ranks that hang, stop and die, mostly idle.
+# Each lane is a separate pytest. The tests that wait are mostly idle: their ranks hang, stop and die.
 runs_under_megatron() {
     if [[ $quick == yes ]]; then
         tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@"
@@ -116,7 +116,7 @@ all_others() {
 
 outputs=$(mktemp -d)
 status=0
-set -m # process groups of their own: each ends as a whole, and is not deaf to interruptions as background commands are
+set -m # each background command gets a process group, which can be killed as a whole and receives interrupts
 waiting "$@" >"$outputs/1" 2>&1 &
 waiting=$!
 all_others "$@" >"$outputs/2" 2>&1 &
