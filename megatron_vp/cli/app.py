@@ -1,4 +1,4 @@
-"""Entry point of `megatron-vp`: collects the subcommands, and turns bad input into a one-line error and status 2."""
+"""Entry point of `megatron-vp`: collects the subcommands and reports bad input as a one-line error with status 2."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process.
 
-    If a command returns a function, it is called after typer has returned. Bad input prints a one-line error and exits
+    A function that a command returns is called after typer has returned. Bad input prints a one-line error and exits
     with status 2. Only a bug shows a traceback.
     """
     try:

@@ -45,7 +45,7 @@ def check(
     output: Annotated[
         Literal["text", "json"],
         typer.Option(
-            "--format", help="json lists the Megatron flags that the run would add, and which library runs each part."
+            "--format", help="json lists the Megatron flags that the run would add and the library that runs each part."
         ),
     ] = "text",
 ) -> None:

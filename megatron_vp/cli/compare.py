@@ -32,7 +32,9 @@ def report(
     ],
     logs: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--logs", metavar="PLAIN_LOG VP_LOG", help="Logs of the two runs, if not in these folders."),
+        typer.Option(
+            "--logs", metavar="PLAIN_LOG VP_LOG", help="Logs of the two runs, if they are not in these folders."
+        ),
     ] = None,
     asked: Annotated[Format | None, typer.Option("--format", help="Output format; png needs -o FILE.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,

@@ -36,10 +36,10 @@ def data(
         str, typer.Option("--name", help="Prefix of the results: NAME_text_document and NAME_tokenizer.")
     ] = "corpus",
     json_key: Annotated[
-        str, typer.Option("--json-key", help="Key under which the objects of .jsonl files hold the text.")
+        str, typer.Option("--json-key", help="Key of the text in the objects of .jsonl files.")
     ] = "text",
     split_lines: Annotated[
-        bool, typer.Option("--split-lines", help="Make every line of a text file a document of its own.")
+        bool, typer.Option("--split-lines", help="Make every line of a text file a separate document.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing dataset and tokenizer of this name.")
@@ -81,7 +81,7 @@ def data(
     if "--split" in flags:
         say(
             f"{prepared.documents} documents are too few for Megatron's default --split {MEGATRONS_SPLIT}, which would "
-            "leave one of its parts empty: train with the --split below"
+            "leave a part empty: train with the --split below"
         )
     counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on them with:")

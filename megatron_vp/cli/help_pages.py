@@ -28,7 +28,7 @@ class Sections(TyperGroup):
 
 
 def add_examples(app: typer.Typer, prefix: str = "") -> None:
-    """Give every command of `app` and of its groups the example that scripts/examples.py recorded for it."""
+    """Add the example that scripts/examples.py recorded to the help of every command of `app` and of its groups."""
     for command in app.registered_commands:
         text = files("megatron_vp.cli").joinpath("examples", f"{prefix}{command.name}.txt").read_text(encoding="utf-8")
         command.epilog = f"Example:\n\n\b\n{text}"

@@ -10,7 +10,7 @@ import typer
 from megatron_vp.jobs.command_line import name_of
 
 TAKES_A_JOB = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings for a command that takes a job: options that the command does not know belong to the job."""
+"""Settings for a command that takes a job: options that the command does not define are the job's."""
 
 JobArgument = Annotated[
     list[str] | None,
@@ -22,7 +22,7 @@ JobArgument = Annotated[
 ]
 ConfigOption = Annotated[
     list[Path] | None,
-    typer.Option("--config", metavar="FILE", help="File that overrides CONFIG; may be repeated: the last file wins."),
+    typer.Option("--config", metavar="FILE", help="File that overrides CONFIG and earlier files; may be repeated."),
 ]
 
 

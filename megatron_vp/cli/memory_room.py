@@ -19,7 +19,7 @@ def memory_room(
 ) -> list[str]:
     """Lines that say how much memory a run leaves free and, if that is within the prediction's error, how to free more.
 
-    There are none if the run does not fit.
+    The list is empty if the run does not fit.
 
     `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
     """

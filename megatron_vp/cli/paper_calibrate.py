@@ -23,8 +23,8 @@ def calibrate() -> None:
 
     Prints the constants and the errors of the predicted pass times and of table 3. For cross-validation, it leaves out
     all cells of one setup (table, number of GPUs, sequence length) at a time, and all of table 5 on 16 GPUs, and prints
-    the errors of these cells with constants fitted to the others. Last come the intervals of the H100's constants that
-    follow from published runs, and the errors of runs that were left out of a fit. Takes two or three minutes.
+    the errors of these cells with constants fitted to the others. Finally it prints intervals of the H100's constants,
+    estimated from published runs, and the errors of runs that were left out of a fit. Takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -63,7 +63,8 @@ def public_lines(found: PublicFit) -> list[str]:
     for each in found.intervals:
         lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
     lines.append(
-        "mean and largest error in percent with: present constants; constants fitted to all runs; to all other families"
+        "mean and largest error in percent with: present constants; constants fitted to all runs; constants fitted "
+        "to all other families"
     )
     for row in zip(found.present, found.fitted, found.left_out, strict=True):
         errors = "".join(f"{100 * each.mean:9.1f} {100 * each.worst:5.1f}" for each in row)

@@ -29,7 +29,7 @@ class Format(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("public", short_help="Predict published runs of Megatron, and compare.")(public)
+    app.command("public", short_help="Compare published Megatron runs with predictions.")(public)
 
 
 def public(

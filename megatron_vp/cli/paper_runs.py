@@ -35,7 +35,7 @@ def list_jobs(
     ] = Path("runs/tables"),
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node.")] = 8,
 ) -> None:
-    """List the runs for every cell of the paper's tables, for SLURM job arrays.
+    """List the runs for all cells of the paper's tables, for submission as SLURM job arrays.
 
     Writes one list for each number of GPUs, and prints the command that submits it. When the runs have finished,
     collect their logs with megatron-vp paper collect DIR.
@@ -54,7 +54,7 @@ def collect(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", help="GPU whose peak FLOP/s define MFU, such as h100 (default: A100, as in the tables)."
+            "--hardware", help="GPU to whose peak MFU is relative, such as h100 (default: A100, as in the tables)."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,

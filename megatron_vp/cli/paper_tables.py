@@ -40,7 +40,7 @@ class Paper(StrEnum):
 def tables(
     paper: Annotated[
         Paper,
-        typer.Option(help="Paper to predict: the tables of vocabulary parallelism, or figure 15 of PipeOffload."),
+        typer.Option(help="Paper whose runs are predicted: vocabulary (tables 3, 5 and 6) or pipeoffload (figure 15)."),
     ] = Paper.VOCABULARY,
     published: Annotated[
         Path | None,
@@ -50,7 +50,7 @@ def tables(
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Predict this project's code in bf16 on this hardware, not the authors' code on A100s."),
+        typer.Option(help="Predict this project's code in bf16 on this hardware instead of the authors' on A100s."),
     ] = None,
     fp8_recipe: Annotated[
         str | None,
@@ -82,7 +82,7 @@ def tables(
     setting = _setting(hardware, fp8_recipe)
     if setting is not None and published is not None:
         raise UserError(
-            "--published cannot be combined with --hardware, because its values were measured on A100s; leave out one"
+            "--published cannot be combined with --hardware, because its values were measured on A100s; leave one out"
         )
     known = {} if published is None else read_cells(published)
     rows = make_rows(_predict(list(jobs()), setting), known)

@@ -96,7 +96,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank all schedules for a job by predicted time: plain, with layers moved, and with vocabulary parallelism.
+    """Rank all schedules for a job by predicted time: plain, with redistributed layers, and vocabulary-parallel.
 
     All other arguments are the job's training arguments; flags override files.
 

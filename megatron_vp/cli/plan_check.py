@@ -41,7 +41,7 @@ Ask = Callable[[list[str], int], str | None]
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """Check in this process, as an `Ask` does; the first call takes some seconds, because it loads Megatron."""
+    """The `Ask` that checks in this process. Its first call takes some seconds, because it loads Megatron."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)

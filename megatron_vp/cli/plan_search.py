@@ -42,13 +42,13 @@ class Answer:
     """A note that is printed with the recommendation."""
 
     def request(self, found: Found) -> Request:
-        """The request that `plan` would have for the job with the sizes of this run."""
+        """The planning request for the job with this run's parallel sizes."""
         variant = self.search.variants[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """The settings that differ from the configuration in this run."""
+        """The settings in which this run differs from the configuration."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
@@ -71,12 +71,12 @@ class Answer:
         """One line that explains the frontier and says which runs may be missing from it."""
         found = self.search
         if not found.partial:
-            return "The frontier: no other run is both faster and needs less memory."
+            return "The frontier: no other run needs both less time and less memory."
         fastest = found.fitting(self.limit)[0].seconds
         return (
             f"The frontier is partial: {found.untried:,} more combinations may be on it, "
             + ("including the fastest run" if found.untried_seconds <= fastest else "but not the fastest run")
-            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} of them are likely. "
+            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} probably are on it. "
             f"All simulations of --search-budget {found.budget} were used; a larger budget allows more."
         )
 

@@ -47,7 +47,9 @@ def sbatch(
     overlays: ConfigOption = None,
     script: Annotated[
         str | None,
-        typer.Option("--script", metavar="FILE", help="Train with your own Megatron script instead of ours."),
+        typer.Option(
+            "--script", metavar="FILE", help="Train with your own Megatron script instead of pretrain_gpt_vp.py."
+        ),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: enough for one model replica).")
@@ -75,12 +77,12 @@ def sbatch(
         typer.Option(
             "--container-mounts",
             metavar="FROM:TO,...",
-            help="Folders to mount in the container, such as the data's. The current folder is always mounted.",
+            help="Folders to mount in the container, such as the data. The current folder is always mounted.",
         ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", help="Python of the ranks (default: this one; `python` in a container)."),
+        typer.Option("--python", help="Python interpreter of the ranks (default: this one; `python` in a container)."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job and print the sbatch command without running it.")

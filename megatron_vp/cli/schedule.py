@@ -79,8 +79,8 @@ def schedule(
         typer.Option(
             help="Durations in any unit, without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, "
             "comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of a rank "
-            "together, comm is for each message or collective, and copy is for one microbatch's activations of a rank "
-            "to host memory, or back."
+            "together, comm is for each message or collective, and copy is for moving one microbatch's activations "
+            "of a rank to host memory, or back."
         ),
     ] = "",
     asked_format: Annotated[
@@ -102,9 +102,7 @@ def schedule(
     ] = None,
     evaluation: Annotated[
         bool,
-        typer.Option(
-            "--evaluation", help="Show the schedule for evaluation, which has only forward passes, reordered."
-        ),
+        typer.Option("--evaluation", help="Show the order of the forward passes that evaluation runs."),
     ] = False,
     compare: Annotated[
         str | None,
@@ -193,7 +191,7 @@ def _window(
     if not 0 <= start < end < math.inf or start >= makespan:
         raise UserError(
             f"--from-time {start:g} --until {end:g} is not a part of the schedule, which takes {makespan:.6g}: give "
-            "a start of at least 0, within the schedule, and a later end"
+            "a start between 0 and that time, and a later end"
         )
     return start, min(end, makespan)
 

@@ -159,7 +159,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
-            f"of that: work of the mean rank {seconds(loss.work)} s, the busiest rank above it {loss.imbalance:.3g} s, "
+            f"of it: mean work per rank {seconds(loss.work)} s, more work on the busiest rank {loss.imbalance:.3g} s, "
             f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s"
             + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
             f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
@@ -212,7 +212,7 @@ def _copies(request: Request, found: Evaluation) -> str:
     if has_one_queue(request.job, request.hardware):
         lines.append(
             f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
-            "queued after it; this model has not been compared with a GPU"
+            "queued after it; this was not compared with a GPU run"
         )
     return rendered(table) + "\n".join(lines) + "\n"
 

@@ -40,8 +40,8 @@ _LINES = {
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
     """The kind of layers that a job's `arguments` (by long name, with underscores) select.
 
-    Without `transformer_impl`, they are Transformer Engine's, Megatron's default, or local if `core_attention` is sdpa,
-    which only local layers support. Raises UserError for an implementation that does not exist.
+    Without `transformer_impl`, layers are local if `core_attention` is sdpa, which only local layers support, and
+    otherwise Transformer Engine's, as in Megatron. Raises UserError for an implementation that does not exist.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:

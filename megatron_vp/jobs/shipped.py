@@ -29,5 +29,5 @@ def configuration(path: Path) -> Path:
     if shipped.is_file():
         return shipped
     if len(path.parts) == 1:
-        raise UserError(f"{path} is neither a file nor a configuration of megatron_vp, which has {', '.join(names())}")
+        raise UserError(f"{path} is neither a file nor a configuration of megatron_vp; use one of {', '.join(names())}")
     return path

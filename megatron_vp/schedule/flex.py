@@ -122,7 +122,7 @@ class _Search:
         return _Generated(replace(self.request, family=shaped(self.family, shape, self.most)))
 
     def bases(self) -> list[str]:
-        """The names of the base families, which are shapes, too."""
+        """The shapes that are names of base families."""
         return [base.name for base in self.family.bases]
 
     def least(self) -> int:
@@ -156,7 +156,7 @@ class _Search:
         return [str(shape) for level in levels for shape in sorted(by_level[level], key=self.makespan)[:count]]
 
     def _near_the_limit(self) -> list[Shape]:
-        """Shapes, in order of slack and gap, whose peak is within the limit but not many levels below it."""
+        """Shapes whose peak is among the highest within the limit, sorted by slack and gap."""
         slacks = range(2 * self.sample.pipeline_size + 1)
         found = []
         for gap in GAPS:

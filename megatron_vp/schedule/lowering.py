@@ -187,8 +187,9 @@ class _RankLowering:
     def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
-        Rank 0 reads token ids and rank p-1 labels. Both are sent if the vocabulary layers are sharded, and labels also
-        if another rank holds a whole output layer. Otherwise the chunk that holds the layer uses them.
+        Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
+        their data to others. Rank p-1 also sends labels if a whole output layer is on another rank. Otherwise the chunk
+        that holds the vocabulary layer uses the data.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1
@@ -213,14 +214,14 @@ class _RankLowering:
         return operations
 
     def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The sends of results of this rank's steps, each at the end of its step."""
+        """The sends of this rank's results, each at the end of the step that produces it."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
             made = (graph.nodes[after] for after in graph.successors[number])
             yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
     def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The receives of results of other ranks' steps, each at the end of the step, where the sender posts it."""
+        """The receives of other ranks' results, each at the end of the step that produces it."""
         graph = self.line.graph
         for number in self.order:
             for operation in self.inputs(number):

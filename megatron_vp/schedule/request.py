@@ -72,7 +72,7 @@ class ScheduleRequest:
     ) -> ScheduleRequest:
         """Make a request; None means the family's default chunks, `PassCosts()` and all ranks.
 
-        If the family has only one method, it also replaces the method `none`.
+        If the family has only one method, the method `none` stands for it.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)

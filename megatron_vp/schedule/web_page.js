@@ -1,9 +1,9 @@
 "use strict";
-// Draws the schedules of the page, the second below the first, with one time axis. web_page.py says what the data are.
+// Draws the schedules of the page, the second below the first, on one time axis. web_page.py defines the data.
 
 const page = JSON.parse(document.getElementById("page").textContent);
 const about = document.getElementById("about");
-const GUTTER = 58, AXIS = 18; // pixels for the ranks' names and for the times
+const GUTTER = 58, AXIS = 18; // pixels for rank names and for the time axis
 const LONGEST = Math.max(...page.schedules.map((each) => each.makespan)) || 1;
 const shown = { from: page.from, until: page.until };
 const chosen = { view: null, node: null, kept: false, chain: false };
@@ -34,7 +34,7 @@ class View {
     this.canvas.view = this;
   }
 
-  // Where things are, in pixels of the page.
+  // Positions in pixels of the page.
   x(time) { return GUTTER + (time - shown.from) / (shown.until - shown.from) * (this.width - GUTTER); }
   time(x) { return shown.from + (x - GUTTER) / (this.width - GUTTER) * (shown.until - shown.from); }
   top(rank, lane = "compute") {
@@ -47,13 +47,13 @@ class View {
     const rank = Math.floor((y - AXIS) / this.pitch);
     if (x < GUTTER || rank < 0 || rank >= this.ranks) return null;
     const lane = ["compute", "collective", "copy"].find((each) => y < this.top(rank, each) + this.height[each]);
-    const near = 2 * (shown.until - shown.from) / this.width; // 2 pixels, for passes that are thinner
+    const near = 2 * (shown.until - shown.from) / this.width; // 2 pixels, so that thinner passes can be hit
     const time = this.time(x), row = lane ? this.rows[rank][lane] : [];
     return row.find((node) => node.start <= time && time < node.end)
       || row.find((node) => node.end > node.start && node.start - near <= time && time < node.end + near) || null;
   }
 
-  // Passes and communication that took time, reached against or along the arrows; what took none is passed through.
+  // Nodes that took time, reached backwards or forwards along the dependencies; nodes that took no time are skipped.
   reach(node, way) {
     const found = new Set(), open = [...node[way]];
     while (open.length) {
@@ -65,7 +65,7 @@ class View {
     return found;
   }
   previous(node) { return this.nodes[node.turn] || null; } // on its rank or communicator
-  decider(node) { // what ended last of all that it waited for; at the same time, rather than the one before it
+  decider(node) { // the node that ended last of those it waited for; in a tie, not the previous node on its rank
     return node.before.map((index) => this.nodes[index])
       .reduce((last, each) => !last || each.end >= last.end ? each : last, this.previous(node));
   }
@@ -190,7 +190,7 @@ class View {
     draw.strokeRect(left, this.top(node.rank, lane), this.x(node.end) - left, this.height[lane]);
   }
 
-  // What the box says of a pass, or of communication.
+  // The text of the box on a pass or communication.
   words(node) {
     const lines = [`${number(node.start)} to ${number(node.end)} (${number(node.end - node.start)})`];
     const name = (each) => each.isPass ? `${each.name} on rank ${each.rank}` : each.name;
@@ -244,7 +244,7 @@ function zoom(factor, around = (shown.from + shown.until) / 2) {
   show(around - (around - shown.from) / factor, around + (shown.until - around) / factor);
 }
 
-function comeInto(node) { // moves the window so that it holds the pass
+function comeInto(node) { // moves the window so that it shows the node
   const span = shown.until - shown.from;
   if (node.start < shown.from || node.end > shown.until) show(node.start - span / 3, node.start + span * 2 / 3);
 }

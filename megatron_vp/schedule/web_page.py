@@ -90,8 +90,8 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     return {
         "title": draw.title(schedule),
         "figures": f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %, "
-        f"most activations {max(timeline.peak_activation):.4g} microbatches"
-        + (f", most in host memory {max(timeline.peak_host):.4g}" if schedule.offloaded else ""),
+        f"peak activations {max(timeline.peak_activation):.4g} microbatches"
+        + (f", peak in host memory {max(timeline.peak_host):.4g}" if schedule.offloaded else ""),
         "makespan": timeline.makespan,
         "ranks": schedule.pipeline_size,
         "members": list(schedule.vocab_members),

@@ -382,7 +382,7 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     assert command(tmp_path, "--search", *keep, "-o", str(picture)).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     done = command(tmp_path, "--search", *keep)
-    assert "The frontier: no other run is both faster and needs less memory." in done.output
+    assert "The frontier: no other run needs both less time and less memory." in done.output
     assert "use: --" in done.output
 
 

@@ -45,7 +45,10 @@ FILES = {
 OF_SIZES = [
     ("plan", "hidden_size is missing"),
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
-    ("plan llama4_8b", "llama4_8b is neither a file nor a configuration of megatron_vp, which has gemma2_9b, gpt_10b,"),
+    (
+        "plan llama4_8b",
+        "llama4_8b is neither a file nor a configuration of megatron_vp; use one of gemma2_9b, gpt_10b,",
+    ),
     ("plan configs", "cannot read configuration file configs: Is a directory"),
     ("simulate {}/list.yaml", "list.yaml does not contain a mapping"),
     ("simulate {}/word.yaml", "a section holds 'argument_name: value' lines"),
