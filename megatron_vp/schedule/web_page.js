@@ -53,7 +53,7 @@ class View {
       || row.find((node) => node.end > node.start && node.start - near <= time && time < node.end + near) || null;
   }
 
-  // Nodes that took time, reached backwards or forwards along the dependencies; nodes that took no time are skipped.
+  // Nodes in one direction of the dependencies, up to the nearest passes; the search continues through communication.
   reach(node, way) {
     const found = new Set(), open = [...node[way]];
     while (open.length) {
