@@ -206,12 +206,12 @@ class ScheduleRequest:
             )
 
     def _check_file(self, fixed: Schedule) -> None:
-        ranks = f"{fixed.pipeline_size} ranks, but the job has {self.pipeline_size}"
-        steps = f"{fixed.microbatches} microbatches, but the job has {self.microbatches}"
+        ranks = f"{fixed.pipeline_size} ranks, but {self.pipeline_size} are requested"
+        steps = f"{fixed.microbatches} microbatches, but {self.microbatches} are requested"
         enough = self.forward_only or self.microbatches <= fixed.microbatches
         for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
             if not fits:
-                raise UserError(f"the schedule in {self.family.name} has {has}; give a file for this job")
+                raise UserError(f"the schedule in {self.family.name} has {has}; use a file of this size")
 
     def _check_offload(self) -> None:
         name, chunks = self.family.name, self.offload_chunks
@@ -240,7 +240,7 @@ class ScheduleRequest:
             raise UserError(f"{asked} cannot be used with schedule {name}, vocab method {self.method}, {need}")
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
             raise UserError(
-                f"{asked} are invalid: give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once"
+                f"{asked} are not possible; give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once"
             )
 
 

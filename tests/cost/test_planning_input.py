@@ -71,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--bf16", "no"], "--bf16 is a switch and takes no value; it was given 'no'"),
         (["--lr", "1", "2"], "--lr takes one value; it was given 2: 1, 2"),
         (["--lr"], "--lr needs a value: a number"),
-        (["--data-path", "x", "-f", "json"], "--data-path must be a text, not '-f'"),
+        (["--data-path", "x", "-f", "json"], "--data-path must be a string, not '-f'"),
         (["--recompute-granularity", "ful"], "must be one of full, selective, not 'ful'"),
     ],
 )

@@ -45,7 +45,7 @@ def check(flags, **settings):
         ("--vocab-parallel --vocab-shards 64,64", "but the padded vocabulary has 64: remove 64"),
         (
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
-            "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks do the vocabulary",
+            "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the vocabulary",
         ),
         ("--log-straggler", "--log-straggler must be implemented by the script"),
         ("--dataloader-type external", "--dataloader-type external must be implemented by the script"),
@@ -57,7 +57,7 @@ def check(flags, **settings):
         ),
         (
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
-            "--activation-limit 'much' is not a number of microbatches; give one such as 5 or 4.5",
+            "--activation-limit 'much' is not a positive number of microbatches; give one such as 5 or 4.5",
         ),
         ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half, all or auto"),
         (

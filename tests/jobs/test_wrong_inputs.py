@@ -105,7 +105,7 @@ OF_SIZES = [
     ("simulate LLAMA --vocab-parallel=yes", "--vocab-parallel is a switch"),
     ("simulate LLAMA --pipeline-schedule gpipe", "unknown schedule 'gpipe'"),
     ("simulate LLAMA --pipeline-schedule v_half", "nearest name is 'v-half'"),
-    ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks, and 8 are asked for"),
+    ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks, but 8 are requested"),
     ("simulate LLAMA --pipeline-schedule {}/no_json.json", "no_json.json: schedule file is not in the JSON format"),
     ("simulate LLAMA --pipeline-schedule {}/no_keys.json", "no_keys.json: schedule file lacks the key 'placement'"),
     ("simulate LLAMA --pipeline-schedule {}/notes.txt", "a file whose name ends in .json or .csv"),

@@ -165,7 +165,7 @@ def test_offloaded_chunks_leave_more_room_within_a_limit():
             ["v-flex", "--activation-limit", "1"],
             "--activation-limit 1 is too small for a v-flex schedule of 8 ranks, 12 ",
         ),
-        (["v-flex", "--activation-limit", "5GiB"], "'5GiB' is not a number of microbatches"),
+        (["v-flex", "--activation-limit", "5GiB"], "'5GiB' is not a positive number of microbatches"),
         (["v-half", "--activation-limit", "4"], "--activation-limit cannot be used with schedule v-half"),
     ],
 )

@@ -251,7 +251,7 @@ def test_activations_that_come_back_behind_their_backward_are_refused(some):
 
 @pytest.mark.parametrize("kind", ["O", "R"])
 def test_a_file_with_incomplete_copies_is_refused(some, kind):
-    with pytest.raises(ScheduleError, match=f"rank 0 offloads chunk 0 and lacks {kind}1 .*give every microbatch"):
+    with pytest.raises(ScheduleError, match=f"rank 0 offloads chunk 0 but lacks {kind}1 .*give every microbatch"):
         validate(edited(some, lambda order: order.pop(find(order, kind, 1))))
 
 

@@ -218,7 +218,7 @@ def test_offloaded_activations_show_in_all_formats(tmp_path):
         (["--from", "file", "--vocab", "vocab-1"], "leave out --vocab"),
         (["--from", "file", "--vocab-ranks", "0"], "leave out --vocab-ranks"),
         ([*FAMILY, "--vocab-ranks", "0,x"], "--vocab-ranks '0,x' is not a list of ranks"),
-        ([*FAMILY, "--vocab-ranks", "0,3"], "ranks 0, 3: give at least one of the ranks 0 to 2"),
+        ([*FAMILY, "--vocab-ranks", "0,3"], "ranks 0, 3 are not possible; give at least one of the ranks 0 to 2"),
         (["zb-v", "-p", 3, "-m", 4, "--vocab-ranks", "0"], "cannot be used with schedule zb-v, vocab method none"),
         ([*FAMILY, "--offload-chunks", "some"], "'some' is not a number of chunks; give one from 0 to 1, half or all"),
         ([*FAMILY, "--offload-chunks", 2], "cannot offload 2 chunks with schedule 1f1b, which has 1 per rank"),

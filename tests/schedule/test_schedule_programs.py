@@ -411,7 +411,9 @@ def test_a_rank_too_few_is_refused():
 
 
 def test_a_passed_memory_bound_is_refused_at_its_step():
-    with pytest.raises(ScheduleError, match=r"rank 0 holds 3 microbatches at F2, more than its bound of 2(.|\n)*>F2<"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 holds 3 microbatches at F2, which is more than its bound of 2(.|\n)*>F2<"
+    ):
         validate(generate("1f1b", 3, 5), memory_bound=[2, 2, 1])
 
 
@@ -454,7 +456,7 @@ def exchange(first, second):
         (drop("+EMBED:3"), "where rank 0 posts EMBED:3"),
         (drop("+activation:3[1>2]"), "which rank 1 never posts"),
         (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
-        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not a member"),
+        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not one of its members"),
     ],
 )
 def test_a_broken_program_is_refused_where_it_breaks(edit, words):

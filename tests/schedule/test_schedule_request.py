@@ -39,7 +39,10 @@ def test_what_is_left_open_is_what_could_have_been_said():
         ({"chunks": 3}, "v-half has 2 chunks per rank, got 3"),
         ({"microbatches": 0}, "0 microbatches are too few"),
         ({"pipeline_size": 1, "vocab_ranks": (0,)}, "pipeline size 1 is too small for v-half, vocab method vocab-2"),
-        ({"vocab_ranks": (0, 4)}, "vocabulary rows on ranks 0, 4: give at least one of the ranks 0 to 3"),
+        (
+            {"vocab_ranks": (0, 4)},
+            "vocabulary rows on ranks 0, 4 are not possible; give at least one of the ranks 0 to 3",
+        ),
         ({"microbatches": 250_001}, "4 ranks x 250001 microbatches are more than 1,000,000 forwards"),
         (
             {"costs": StageCosts((1.0,), (1.0,), (1.0,))},
@@ -67,5 +70,5 @@ def test_a_file_evaluates_any_number_of_microbatches_and_trains_its_own(tmp_path
     request = ScheduleRequest.of(family(str(path)), 2, 3)
     assert replace(request, microbatches=2).schedule().microbatches == 2
     assert replace(request, microbatches=7, forward_only=True).schedule().microbatches == 7
-    with pytest.raises(UserError, match="has 3 microbatches, and 7 are asked for"):
+    with pytest.raises(UserError, match="has 3 microbatches, but 7 are requested"):
         replace(request, microbatches=7)

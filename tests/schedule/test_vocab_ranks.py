@@ -217,7 +217,7 @@ def test_a_schedule_by_hand_may_leave_ranks_without_vocabulary_passes():
     [
         (("F0 B0", "F0 S0 B0 T0 IB0"), r"^rank 1 lacks IF0 \(by hand, vocab-2\)$"),
         (("F0 B0 IB0", "IF0 F0 S0 B0 T0 IB0"), r"^rank 0 lacks IF0 S0 T0 \(by hand, vocab-2\)$"),
-        (("F0 B0", "F0 B0"), r"^no rank has vocabulary passes, and vocab-2 needs IF, S, T, IB on at least one"),
+        (("F0 B0", "F0 B0"), r"^no rank has vocabulary passes, but vocab-2 needs IF, S, T, IB on at least one"),
     ],
 )
 def test_a_part_of_the_vocabulary_passes_is_refused(ranks, words):
@@ -233,12 +233,17 @@ def test_an_interlaced_schedule_by_hand_needs_v_on_every_rank():
 @pytest.mark.parametrize(
     ("name", "vocab", "ranks", "words"),
     [
-        ("1f1b", "vocab-2", (), "rows on ranks none: give at least one of the ranks 0 to 3"),
-        ("1f1b", "vocab-2", (0, 4), "rows on ranks 0, 4: give at least one of the ranks 0 to 3"),
-        ("1f1b", "vocab-2", (-1,), "rows on ranks -1: give"),
-        ("v-half", "vocab-1", (2, 2), "rows on ranks 2, 2: give at least one of the ranks 0 to 3, each at most once"),
+        ("1f1b", "vocab-2", (), "rows on ranks none are not possible; give at least one of the ranks 0 to 3"),
+        ("1f1b", "vocab-2", (0, 4), "rows on ranks 0, 4 are not possible; give at least one of the ranks 0 to 3"),
+        ("1f1b", "vocab-2", (-1,), "rows on ranks -1 are not possible; give"),
+        (
+            "v-half",
+            "vocab-1",
+            (2, 2),
+            "rows on ranks 2, 2 are not possible; give at least one of the ranks 0 to 3, each at most once",
+        ),
         ("1f1b", "none", (1,), "rows on ranks 1 cannot be used with schedule 1f1b, vocab method none"),
-        ("interlaced", "interlaced", (1, 2), "interlaced, which every rank takes part in"),
+        ("interlaced", "interlaced", (1, 2), "interlaced, in which every rank takes part"),
     ],
 )
 def test_ranks_that_cannot_hold_rows_are_refused(name, vocab, ranks, words):
