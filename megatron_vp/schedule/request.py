@@ -240,7 +240,8 @@ class ScheduleRequest:
             raise UserError(f"{asked} cannot be used with schedule {name}, vocab method {self.method}, {need}")
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
             raise UserError(
-                f"{asked} are not possible; give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most once"
+                f"{asked} are not possible; give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most "
+                "once"
             )
 
 

@@ -191,11 +191,11 @@ def test_letters_that_are_not_known_are_named():
 @pytest.mark.parametrize(
     ("pattern", "flags", "line"),
     [
-        ("*-x", [], "'x' is not a layer"),
-        ("*-D", [], "does not mix attention"),
-        ("|", [], "has no layer"),
+        ("*-x", [], "'x' is not a layer's letter"),
+        ("*-D", [], "cannot combine attention"),
+        ("|", [], "has no layers"),
         ("*E", [], r"has experts \(E\), but their number is missing: add --num-experts"),
-        ("*-/*/-", [], "must be the same"),
+        ("*-/*/-", [], "make them the same"),
         ("*-*-", ["--pipeline-model-parallel-layout", "Et|tL"], "cannot be combined with --hybrid-layer-pattern"),
         ("*-*-", ["--num-virtual-stages-per-pipeline-rank", "2"], "cannot be combined with --hybrid-layer-pattern"),
     ],

@@ -184,7 +184,9 @@ def test_what_a_job_leaves_open_is_said(small):
     document = json.loads(run("simulate", small, *words, "--format", "json").stdout)
     attention, experts = document["assumed"]
     assert "FlashAttention 2's and cuDNN 9's times" in attention and "--moe-token-dispatcher-type is flex" in experts
-    assert f"assumed, because the job does not say it: {attention}; {experts}" in run("simulate", small, *words).stdout
+    assert (
+        f"assumed, because the job does not specify it: {attention}; {experts}" in run("simulate", small, *words).stdout
+    )
     words += ["--attention-backend", "fused", "--moe-token-dispatcher-type", "alltoall", "--format", "json"]
     assert json.loads(run("simulate", small, *words).stdout)["assumed"] == []
     near = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--nodes", "1", "--format", "json"]

@@ -34,7 +34,7 @@ def check(flags, **settings):
         ("--vocab-shards even", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
         ("--vocab-shards 32,32", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
         ("--vocab-parallel --vocab-shards equal", "--vocab-shards: equal cannot be parsed: use balanced, even"),
-        ("--vocab-parallel --vocab-shards measured:", "--vocab-shards: measured: names no folder"),
+        ("--vocab-parallel --vocab-shards measured:", "--vocab-shards: measured: needs a folder"),
         ("--vocab-parallel --vocab-shards 64", "gives rows for 1 pipeline rank, but the pipeline has 2"),
         ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
         (
@@ -45,7 +45,7 @@ def check(flags, **settings):
         ("--vocab-parallel --vocab-shards 64,64", "but the padded vocabulary has 64: remove 64"),
         (
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
-            "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the vocabulary",
+            "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the",
         ),
         ("--log-straggler", "--log-straggler must be implemented by the script"),
         ("--dataloader-type external", "--dataloader-type external must be implemented by the script"),
