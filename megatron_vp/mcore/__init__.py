@@ -1,3 +1,3 @@
-"""The only packages that import Megatron. They replace functions of Megatron through `patches.py`, which checks and
-applies the patches; `patch_table.py` says when each patch is applied.
+"""The only packages that import Megatron. They replace functions of Megatron with patches: `patches.py` checks and
+applies them, and `patch_table.py` says when each is applied.
 """

@@ -1,10 +1,10 @@
-"""Layers for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and prediction heads made of these.
+"""A layer stack for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and MTP layers of both.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
-Megatron's own stacks consist of Transformer Engine layers, and their Mamba and gated delta net layers also need CUDA
-kernels. Import this module only through `--spec`, because the patches must already be applied when it looks up the
-layers.
+Megatron's own stacks consist of Transformer Engine's layers, and their Mamba and gated delta net layers also need CUDA
+kernels. Import this module only through `--spec`: it looks up layers on import, and the patches must be applied before
+that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Megatron's arguments that we read, by the package that reads them.
 
 If a release of Megatron renames one of them, the job stops at startup with one line that names the argument and says
-why we read it. Without this table it would fail with an AttributeError in the middle of a run. Our own options are not
-listed.
+why we read it. Without this table, it would fail later with an AttributeError. Our own options are not listed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """The arguments that a package reads, and why: `use` completes the sentence "megatron_vp reads it ..."."""
+    """The arguments that a package reads. `use` says why, as the end of the sentence "megatron_vp reads it ..."."""
 
     use: str
     names: tuple[str, ...]
@@ -202,11 +201,11 @@ IN_TRAINING = ("curr_iteration",)
 
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
-"""Arguments that a release series of megatron-core lacks and that our sources do not need there."""
+"""Arguments that a release series of megatron-core lacks, and without which our sources work there."""
 
 
 def missing() -> list[Problem]:
-    """Arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser."""
+    """The arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
@@ -237,7 +236,7 @@ def _require(args: argparse.Namespace, derived: bool) -> None:
     for name, use in _read_here():
         if (name in DERIVED) == derived and not hasattr(args, name):
             raise UserError(
-                f"megatron-core {present_version()} has no argument '{name}', and megatron_vp reads it "
+                f"megatron-core {present_version()} has no argument '{name}', but megatron_vp reads it "
                 f"{use} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
                 f"megatron-core=={RELEASE}"
             )

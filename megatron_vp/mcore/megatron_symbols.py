@@ -1,9 +1,9 @@
-"""Every function, class and constant of Megatron's that we use without patching it, by the package that uses it.
+"""Every function, class and constant of Megatron that we use without patching it, by the package that uses it.
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
 entry maps `module:path` to what we expect there, in the notation of `patches.check_symbol`: a signature; `takes a, b`
-if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; or `present`.
-`IN_SERIES` lists what differs in a release series.
+if only the arguments that we pass matter; `class` for a class that we subclass or recognize; `value`; or `present`.
+`IN_SERIES` lists the differences in a release series.
 """
 
 from __future__ import annotations
@@ -316,11 +316,11 @@ REACHED: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Symbols that our sources reach through Megatron's objects, such as methods and fields of configurations."""
+"""Symbols that our sources use through Megatron's objects, such as methods, and fields of configurations."""
 
 
 UNUSED = "unused"
-"""Marks a symbol in `IN_SERIES` that our sources do not use in that series and that the series may lack."""
+"""Marks a symbol in `IN_SERIES` that our sources do not use in that series, and that the series may lack."""
 
 IN_SERIES: dict[str, dict[str, str]] = {
     "0.20": {
@@ -329,21 +329,21 @@ IN_SERIES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""For each release series of megatron-core, the symbols in the tables above for which we expect something else."""
+"""For each release series of megatron-core, the symbols for which we expect something other than the tables above."""
 
 
 def rooms() -> list[str]:
-    """Names of the packages that use Megatron, and of the training script."""
+    """The names of the packages that use Megatron, and of the training script."""
     return list(dict.fromkeys([*IMPORTED, *REACHED]))
 
 
 def count(room: str) -> int:
-    """Number of symbols that a package uses in the installed release series."""
+    """The number of symbols that a package uses in the installed release series."""
     return len(_expected(room))
 
 
 def check_symbols(room: str) -> list[Problem]:
-    """Symbols that a package uses but that the installed Megatron lacks or has with another signature."""
+    """The symbols that a package uses but that the installed Megatron lacks or has with another signature."""
     problems = (check_symbol(target, expected) for target, expected in _expected(room))
     return [problem for problem in problems if problem is not None]
 

@@ -1,7 +1,7 @@
 """The table of patches: lists every group of patches for Megatron, the runs that need it, and when it is applied.
 
-A group names the module of its patches as text, so that this table does not import Megatron. Other packages ask only
-for the groups that a run selects. `megatron-vp patches` and the documentation print the table.
+A group names the module of its patches as text, so that importing this table does not import Megatron. Only the modules
+of groups that a run needs are imported. `megatron-vp patches` and the documentation print the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """When a group is applied during startup. All groups that a run selects are checked before the first stage."""
+    """When a group is applied during startup. All groups that a run needs are checked before the first stage."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
     AFTER_VALIDATION = "after Megatron validated the arguments"
@@ -33,8 +33,8 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments or, before parsing, the early ones. Conditions may read only those of
-    `options.early_arguments`.
+    """Megatron's arguments or, before parsing, those of `options.early_arguments`. Conditions may read only arguments
+    that `early_arguments` knows.
     """
     machine: Installed
     """The packages installed where the job runs."""
@@ -43,7 +43,7 @@ class Run:
     shapes_only: bool = False
     """Whether this is a replay of shapes."""
     counts_engine: bool = False
-    """Whether the replay counts Transformer Engine's layers."""
+    """Whether this is a replay of shapes that counts the memory of Transformer Engine's layers."""
 
     @property
     def settings(self) -> RunSettings:
@@ -64,7 +64,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition under which a group applies to a run: a sentence for users, and the test."""
+    """The condition under which a run needs a group: a description for users, and the test."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -81,10 +81,10 @@ class PatchGroup:
     applies: the runs that need them.
     stage: when they are applied during startup.
     without: the consequence of leaving them out.
-    essential: whether a run that selects them is refused if they do not fit Megatron. True if a run without them would
+    essential: whether a run that needs them is refused if they do not fit Megatron. True if a run without them would
         compute something else, hang, or risk its checkpoints. False if it would only lose a convenience or stop with an
         error from Megatron; such patches are then left out, with a line in the log.
-    package: the package that owns the symbols, if not Megatron; if it is not installed, nothing is checked.
+    package: the package that owns the patched symbols, if not Megatron; if it is not installed, nothing is checked.
     """
 
     name: str
@@ -134,7 +134,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron ends a job of local layers with --sequence-parallel",
+        "Megatron ends a job that has local layers and --sequence-parallel",
         essential=False,
     ),
     PatchGroup(
@@ -149,28 +149,28 @@ GROUPS = (
         "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "checkpoints could hold wrong optimizer state, and two runs could overwrite each other's",
+        "checkpoints could hold wrong optimizer state, and two runs could overwrite each other's checkpoints",
     ),
     PatchGroup(
         "same job",
         "megatron_vp.mcore.start.same_job:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "ranks with other settings would hang the job or silently spoil the model",
+        "ranks with different settings would hang the job or silently spoil the model",
     ),
     PatchGroup(
         "no transformer engine",
         "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
         Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "Adam would count a step for every parameter, and checkpoints would not load",
+        "Adam would count one step for every parameter, and checkpoints would not load",
     ),
     PatchGroup(
         "warm-up",
         "megatron_vp.mcore.platform.without_transformer_engine:WARM_UP_PATCHES",
         Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "a start on a GPU spends minutes compiling kernels that no layer uses",
+        "a job on GPUs starts minutes later, because Megatron compiles kernels that no layer uses",
         essential=False,
     ),
     PatchGroup(
@@ -189,7 +189,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.cpu:PATCHES",
         Condition("only where no CUDA device is used", lambda run: run.cpu),
         Stage.BEFORE_PARSING,
-        "a run would ask for CUDA, and compute wrong gradient norms",
+        "a run would need CUDA, and compute wrong gradient norms",
     ),
     PatchGroup(
         "replay",
@@ -203,7 +203,7 @@ GROUPS = (
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
         Condition("only in a replay with --shapes-only", lambda run: run.shapes_only),
         Stage.BEFORE_PARSING,
-        "a replay would ask tensors without contents for random states",
+        "a replay would read random states from tensors without contents",
     ),
     PatchGroup(
         "shapes of Transformer Engine",
@@ -213,7 +213,7 @@ GROUPS = (
             lambda run: run.counts_engine,
         ),
         Stage.BEFORE_PARSING,
-        "a replay would count memory that compiled kernels do not take",
+        "a replay would count memory that compiled kernels do not use",
     ),
     PatchGroup(
         "curves",
@@ -223,7 +223,7 @@ GROUPS = (
             lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,
         ),
         Stage.AFTER_VALIDATION,
-        "a full disk behind --tensorboard-dir ends training",
+        "training ends when the disk of --tensorboard-dir is full",
         essential=False,
     ),
     PatchGroup(
@@ -262,21 +262,21 @@ GROUPS = (
         "megatron_vp.mcore.model.attention:PATCHES",
         Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
         Stage.AFTER_VALIDATION,
-        "a run would use another attention than requested",
+        "a run would use a different attention implementation than requested",
     ),
     PatchGroup(
         "vocabulary parallelism",
         "megatron_vp.mcore.training.vocab_patches:PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
-        "shards would be compared as if they were copies, and further predictions fail",
+        "Megatron would compare shards as if they were copies, and multi-token prediction would fail",
     ),
     PatchGroup(
         "memory estimate",
         "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
-        "Megatron logs an estimate of memory that has whole vocabulary layers",
+        "Megatron logs a memory estimate that assumes whole vocabulary layers",
         essential=False,
     ),
     PatchGroup(
@@ -287,7 +287,7 @@ GROUPS = (
             lambda run: run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
-        "a run would have another schedule and whole vocabulary layers",
+        "a run would use Megatron's schedule and whole vocabulary layers",
     ),
     PatchGroup(
         "models of own scripts",
@@ -305,39 +305,39 @@ GROUPS = (
             _with_bridges_models,
         ),
         Stage.AFTER_VALIDATION,
-        "models of its providers would keep whole vocabulary layers, and our schedules would refuse them",
+        "Megatron-Bridge's models would keep whole vocabulary layers, and our schedules would refuse them",
         package="megatron.bridge",
     ),
     PatchGroup(
         "exports of Megatron-Bridge",
         "megatron_vp.mcore.model.whole_vocabulary:BRIDGE_PATCHES",
         Condition(
-            "the same, with --vocab-parallel",
+            "only after `megatron_vp.enable` with vocab_parallel, if Megatron-Bridge's models have been imported",
             lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
         ),
         Stage.AFTER_VALIDATION,
-        "its export would find shards instead of vocabulary layers",
+        "Megatron-Bridge's export would find shards instead of whole vocabulary layers",
         package="megatron.bridge",
     ),
     PatchGroup(
         "optimizer state of own loops",
         "megatron_vp.mcore.storage.optimizer_form:PATCHES",
         Condition(
-            "only after `megatron_vp.enable` in a training loop that is not Megatron's, with a schedule of ours",
+            "only after `megatron_vp.enable` in a training loop other than Megatron's, with one of our schedules",
             _in_own_loop,
         ),
         Stage.AFTER_VALIDATION,
-        "checkpoints would load in another layout without an error, with the moments of other parameters",
+        "a run with another layout would load the moments of other parameters without an error",
     ),
     PatchGroup(
         "optimizer state of Megatron-Bridge",
         "megatron_vp.mcore.storage.optimizer_form:BRIDGE_PATCHES",
         Condition(
-            "the same, in a process that has imported Megatron-Bridge's training loop",
+            "only after `megatron_vp.enable` with one of our schedules, if Megatron-Bridge's loop has been imported",
             lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
         Stage.AFTER_VALIDATION,
-        "its default form of checkpoints would be refused when they are written",
+        "saving checkpoints in Megatron-Bridge's default form would be refused",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -345,7 +345,7 @@ GROUPS = (
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
         Stage.AFTER_VALIDATION,
-        "backwards would not be split, and W passes would add nothing",
+        "backward passes would not be split, and W passes would do nothing",
     ),
     PatchGroup(
         "delayed weight gradients",
@@ -359,17 +359,17 @@ GROUPS = (
             ),
         ),
         Stage.AFTER_VALIDATION,
-        "backwards would not be split, and W passes would add nothing",
+        "backward passes would not be split, and W passes would do nothing",
     ),
     PatchGroup(
         "chunk placement",
         "megatron_vp.mcore.model.chunk_layout:PATCHES",
         Condition(
-            "only with a --pipeline-schedule that places chunks otherwise than Megatron",
+            "only with a --pipeline-schedule that places chunks differently from Megatron",
             lambda run: run.settings.places_chunks,
         ),
         Stage.AFTER_VALIDATION,
-        "layers would run in another order than the model's",
+        "layers would run in the wrong order",
     ),
     PatchGroup(
         "plain schedule",
@@ -394,7 +394,7 @@ GROUPS = (
 
 
 def patches_of(name: str) -> tuple[Patch, ...]:
-    """The patches of one group for the installed Megatron."""
+    """The patches of the group called `name`, for the installed Megatron."""
     return next(group for group in GROUPS if group.name == name).for_series(patches.present_series())
 
 
@@ -404,7 +404,7 @@ def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
 
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
-    """A group's patches for the installed Megatron, and every reason why they cannot be applied."""
+    """Return a group's patches for the installed Megatron, and every reason why they cannot be applied."""
     if group.package is not None:
         try:
             importlib.import_module(group.package)
@@ -419,15 +419,15 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
 
 
 def require_fit(run: Run) -> None:
-    """Check all groups that a run selects, of every stage. Raises UserError if an essential one does not fit."""
+    """Check all groups that a run needs, of every stage. Raises UserError if an essential group does not fit."""
     _fitting(selected(run))
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches that a run selects for one stage. If one does not fit, apply none and raise UserError.
+    """Apply the patches that a run needs at one stage. If an essential patch does not fit, apply none and raise
+    UserError.
 
-    A group that is not essential is left out if it does not fit, and the rank that writes the log prints a line about
-    it.
+    A group that is not essential is left out if it does not fit, and the rank that writes the log prints a line.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
@@ -436,15 +436,15 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply those of the named groups that a run selects, ahead of their stage. If one does not fit, apply none and
-    raise UserError.
+    """Apply the named groups before their stage, if the run needs them. If one does not fit, apply none and raise
+    UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """The patches of the groups that fit, and a line for each group that does not. Raises UserError if such a group is
-    essential.
+    """Return the patches of the groups that fit, and a line for each group that does not. Raises UserError if an
+    essential group does not fit.
     """
     fitting: list[Patch] = []
     left_out, problems = [], []
@@ -458,5 +458,5 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
             left_out.append(f"left out '{group.name}': {found[0]}; without it, {group.without}")
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; none of these patches was applied (see `megatron-vp patches`)")
+        raise UserError(f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` shows all differences")
     return fitting, left_out

@@ -1,9 +1,9 @@
 """Checks patches against the installed Megatron, applies them, and undoes them.
 
 A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
-that it was written against. A set of patches is applied completely or not at all, and can be undone; applying it again
-has no effect. If a target has changed, an error names it. No patch is ever silently skipped. `patch_table.py` declares
-which patches exist and when they are applied.
+that the original is expected to have. A set of patches is applied completely or not at all, and can be undone. Applying
+it again has no effect. If a target has changed, an error names it. No patch is ever skipped silently. `patch_table.py`
+declares which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20 development line at d98e8a64")
 RELEASE = "0.19.2"
 """The newest tested release on PyPI."""
 INSTALL = f"pip install --no-deps megatron-core=={RELEASE}"
-"""The command that installs only this release into an environment that has everything else, such as NVIDIA's container.
-"""
+"""The command that installs this release and nothing else, for environments such as NVIDIA's container."""
 
 _MISSING = object()
 
@@ -36,7 +35,7 @@ class Variant:
     signature: str
     """The target's signature in that series."""
     make: Callable[[Any], Any] | None = None
-    """The function that makes the replacement in that series; None if it is the patch's own."""
+    """The function that makes the replacement in that series; None to use the patch's own function."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class Patch:
     target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
-    signature: `signature_of(original)` when the patch was written. Two are joined by " or " if another package decides
-        which one Megatron has; `nothing` means that Megatron lacks the symbol if that package is missing.
-    variants: differences by release series (such as `0.20`), with None for a series that does not need the patch.
+    signature: the expected `signature_of(original)`. Alternatives are joined by " or " if another package decides which
+        one Megatron has; `nothing` means that Megatron lacks the symbol if that package is missing.
+    variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
     """
 
     target: str
@@ -58,7 +57,7 @@ class Patch:
     variants: Mapping[str, Variant | None] = field(default_factory=dict)
 
     def for_series(self, series: str) -> Patch | None:
-        """The patch that a release series needs; None if it needs none."""
+        """Return this patch as a release series needs it; None if the series does not need it."""
         if series not in self.variants:
             return self
         variant = self.variants[series]
@@ -69,8 +68,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class Problem:
-    """A difference between Megatron and what we expect, in a symbol that we patch or use or in an argument that we
-    read.
+    """A difference between Megatron and what we expect of it: in a symbol that we patch or use, or in an argument that
+    we read.
     """
 
     target: str
@@ -86,7 +85,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Applied:
-    """The data needed to undo a patch: `raw` is the owner's own entry, or _MISSING if it was inherited."""
+    """The data with which to undo a patch: `raw` is the owner's own entry, or _MISSING if the entry was inherited."""
 
     patch: Patch
     owner: Any
@@ -100,10 +99,10 @@ _applied: dict[str, _Applied] = {}
 
 
 def signature_of(value: Any) -> str:
-    """The parameters of a callable as `(a, b=1, *, c)`; `builtin` if Python does not know them; `value` if it is not
-    callable.
+    """Return the parameters of a callable as `(a, b=1, *, c)`, `builtin` if Python does not know them, or `value` for
+    something that is not callable.
 
-    Annotations are left out, because they may change without changing calls.
+    Annotations are left out, because a changed annotation does not affect callers.
     """
     if not callable(value):
         return "value"
@@ -132,8 +131,8 @@ def installed_version() -> str:
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
         raise UserError(
-            f"{_refusal(module)}; it is imported from {folder}, ahead of the megatron-core "
-            f"{_distribution().version} that is installed: take that folder out of PYTHONPATH"
+            f"{_refusal(module)}; it is imported from {folder}, ahead of the installed megatron-core "
+            f"{_distribution().version}: remove that folder from PYTHONPATH"
         )
     return module
 
@@ -144,13 +143,13 @@ def present_series() -> str:
 
 
 def check(patches: Iterable[Patch]) -> list[Problem]:
-    """All reasons why these patches cannot be applied, in the order of the patches; empty if all fit."""
+    """Return every reason why these patches cannot be applied, in the order of the patches; empty if all fit."""
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """The reason why a symbol of Megatron does not fit what we expect, or None. If it is patched, the original is
-    checked.
+    """Return how a symbol of Megatron differs from what we expect; None if it does not. If the symbol is patched, the
+    original is checked.
 
     `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
     b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
@@ -173,8 +172,8 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all patches, or if one does not fit apply none and raise UserError; return those that were not applied
-    before.
+    """Apply all patches and return those that were not applied before. If one does not fit, apply none and raise
+    UserError.
     """
     installed_version()
     targets = [patch.target for patch in patches]
@@ -191,7 +190,7 @@ def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
 
 
 def undo(patches: Iterable[Patch]) -> None:
-    """Put the originals back. Patches that are not applied are ignored."""
+    """Restore the originals. Patches that are not applied are ignored."""
     for patch in reversed(tuple(patches)):
         entry = _applied.pop(patch.target, None)
         if entry is None:
@@ -220,7 +219,7 @@ def in_force() -> tuple[Patch, ...]:
 def require_supported(version: str) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if _series(version) not in SUPPORTED_SERIES:
-        raise UserError(f"{_refusal(version)}; `{INSTALL}` replaces it and leaves all other packages as they are")
+        raise UserError(f"{_refusal(version)}: replace it with `{INSTALL}`, which leaves all other packages unchanged")
 
 
 def _refusal(version: str) -> str:
@@ -235,7 +234,9 @@ def _distribution() -> importlib.metadata.Distribution:
     try:
         return importlib.metadata.distribution("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"megatron-core is not installed; install megatron-core[training]=={RELEASE}") from None
+        raise UserError(
+            f"megatron-core is not installed: run `pip install megatron-core[training]=={RELEASE}`"
+        ) from None
 
 
 def _series(version: str) -> str:
@@ -263,9 +264,9 @@ def _problem(patch: Patch) -> Problem | None:
         found = signature_of(current)
         return None if found in patch.signature.split(" or ") else Problem(patch.target, patch.signature, found)
     if entry.patch != patch:
-        return Problem(patch.target, "an unpatched symbol", f"another patch in force: {entry.patch.reason}")
+        return Problem(patch.target, "an unpatched symbol", f"another patch that is applied: {entry.patch.reason}")
     if inspect.getattr_static(owner, name) is not entry.replacement:
-        return Problem(patch.target, "our replacement", "something that was put in its place later")
+        return Problem(patch.target, "our replacement", "something that was assigned later")
     return None
 
 

@@ -1,13 +1,13 @@
-"""Holds the settled job of this process: all our decisions for a run, which everything else reads from here.
+"""Holds the settled job of this process: all our decisions for a run, which all other modules read from here.
 
 A job's startup takes these steps, in this order:
 
-1. `begin` reads the schedule file, if one is named (`start/launch.py`). 2. The parser notes the words of the command
-line (`options/arguments.py`). 3. `options/settle.py` validates the arguments and makes the `SettledJob`. 4. Once there
-are process groups, all ranks take over the order costs of rank 0 (`start/same_job.py`).
+1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
+2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
+3. `options/settle.py` validates the arguments and makes the `SettledJob`.
+4. Once process groups exist, `start/same_job.py` gives all ranks the order costs of rank 0.
 
-Those of our functions that Megatron calls get the job from `current()` and pass it on. This module does not import
-Megatron.
+Functions of ours that Megatron calls get the job from `current()` and pass it on. This module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """A schedule file as it was at startup; the run never reads it again."""
+    """A schedule file as read at startup. The run never reads the file again."""
 
     family: Family
     digest: str
@@ -44,25 +44,25 @@ class Words:
     """The words of a run's arguments, before parsing."""
 
     all: tuple[str, ...] = ()
-    """All words that were parsed: those that were added for the platform, then those of configuration files, then those
-    of the command line.
+    """All words that were parsed: first the flags added for the platform, then the words of configuration files, then
+    the words of the command line.
     """
     platform_flags: tuple[str, ...] = ()
-    """The flags of Megatron that were added for the platform."""
+    """Megatron's flags that were added for the platform."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The options in `all`, by argument name."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Settings of a replay of one rank that are not in its arguments."""
+    """The settings of a replay of one rank that its arguments do not contain."""
 
     job: JobConfig | None = None
     """The whole job, before the replay's changes to it."""
     meter: Any = None
-    """In a replay of shapes, the memory counter, a `reports.memory.Meter`."""
+    """The memory counter of a replay of shapes, a `reports.memory.Meter`; None in other runs."""
     counts_engine: bool = False
-    """Whether local layers keep what Transformer Engine's would keep."""
+    """Whether local layers keep the activations that Transformer Engine's layers would keep."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline. Without these options Megatron runs it, even with virtual stages."""
+        """Whether the plug-in runs the pipeline. Otherwise Megatron runs it, even with virtual stages."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property
@@ -87,7 +87,7 @@ class RunSettings:
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """The number of offloaded chunks out of `chunks` per rank, unless a schedule file decides that."""
+        """The number of offloaded chunks out of `chunks` per rank, unless a schedule file lists these chunks."""
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -97,7 +97,7 @@ class RunSettings:
 
     @property
     def places_chunks(self) -> bool:
-        """Whether chunks are placed differently from Megatron, whose chunk c of rank r is stage c p + r."""
+        """Whether chunks are placed differently from Megatron, in which chunk c of rank r is stage c p + r."""
         return not self.family.in_rounds
 
     @property
@@ -114,7 +114,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """How the user's arguments cut the model into stages, before a schedule or balanced shards change that."""
+    """How the user's arguments divide the model into stages, before a schedule or balanced shards change that."""
 
     layout: str | None
     pattern: Pattern | None
@@ -132,7 +132,7 @@ class ChosenRows:
     rows: tuple[int, ...] | None = None
     """The number of rows by pipeline rank, for all tensor ranks of a stage together; None for equal shards."""
     reason: str | None = None
-    """The reason for these rows if the user did not give them; None for equal shards that need no reason."""
+    """Why the plug-in chose these rows; None if the user gave them, or for equal shards that need no explanation."""
     layout: str | None = None
     """The layout that was chosen with the rows (for a hybrid model, a pattern with bars); None keeps the user's layout.
     """
@@ -148,14 +148,14 @@ class SettledJob:
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use those of rank 0."""
+    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use rank 0's costs."""
     parts: Mapping[str, str]
     """The implementation of layers, norms and so on; see `platform.parts`."""
     words: Words
     nodes: Installed | None
-    """The packages of the nodes, if the job was checked for nodes other than this machine."""
+    """The packages of the nodes if the job was checked for nodes other than this machine; None otherwise."""
     checkpoint_to_load: str | None = None
-    """The directory of the checkpoint; None if the run starts afresh, or if the checkpoint is not checked."""
+    """The directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked."""
 
     @property
     def method(self) -> VocabMethod:
@@ -170,15 +170,13 @@ class SettledJob:
 
 
 class OwnLoop(Protocol):
-    """The interface through which a call of `megatron_vp.enable` settles the job of a script with its own training
-    loop.
-    """
+    """The interface through which `megatron_vp.enable` settles the job of a script with its own training loop."""
 
     words: tuple[str, ...]
     """The settings of the call, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether the job was settled from Megatron's own arguments; in that case, its builders prepare the model."""
+        """Whether the job was settled from Megatron's own arguments. If so, Megatron's builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
         """Settle the job from the arguments of a model's constructor, given by name; later models use the same job."""
@@ -193,7 +191,7 @@ class _Process:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the job, but keep that this is a replay."""
+        """Forget the job, its schedule file and its words, but keep the replay and the own loop."""
         self.files: dict[str, ScheduleFile] = {}
         self.words = Words()
         self.job: SettledJob | None = None
@@ -214,7 +212,7 @@ def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
 
 
 def note_words(words: Words) -> None:
-    """Note the words that were parsed."""
+    """Store the words that were parsed."""
     _process.words = words
 
 
@@ -236,7 +234,7 @@ def current() -> SettledJob:
 
 @contextmanager
 def placed_as_megatron() -> Iterator[None]:
-    """Place chunks, inside this context, as plain Megatron does, so that the same chunks are built."""
+    """Place chunks, inside this context, as plain Megatron does, so that models are built from the same chunks."""
     job = current()
     settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
     try:
@@ -251,12 +249,12 @@ def is_settled() -> bool:
 
 
 def own_loop() -> OwnLoop | None:
-    """The settings of the call of `megatron_vp.enable`; None without such a call."""
+    """The interface to the current call of `megatron_vp.enable`; None if there was none, or if it was undone."""
     return _process.own_loop
 
 
 def note_own_loop(own_loop: OwnLoop | None) -> None:
-    """Note a call of `megatron_vp.enable`; None notes that it was undone."""
+    """Store the interface to a call of `megatron_vp.enable`, or None if the call was undone."""
     _process.own_loop = own_loop
 
 
@@ -295,7 +293,7 @@ def family_of(name: str) -> Family:
 
 
 def run_settings(args: argparse.Namespace) -> RunSettings:
-    """The settings of a run, from parsed arguments or those of `options.early_arguments`. Raises UserError like
+    """Return the settings of a run from its arguments, parsed or from `options.early_arguments`. Raises UserError like
     `family_of`.
     """
     with _named():

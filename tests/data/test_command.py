@@ -51,7 +51,7 @@ def test_bad_input_is_a_user_error(run, tmp_path):
         (("--vocab-size", 10**12), "a vocabulary of 1000000000000 is too large"),
         (("--vocab-size", 280, "--name", ""), "--name '' is not a plain file name"),
         (("--vocab-size", 280, "--name", ".."), "--name '..' is not a plain file name"),
-        (("--vocab-size", 280, "--name", "n" * 300), "File name too long; make room, or choose another place"),
+        (("--vocab-size", 280, "--name", "n" * 300), "File name too long; free some space, or choose another"),
         (("", "--vocab-size", 280), "an input path is empty"),
     ],
 )

@@ -148,8 +148,8 @@ def test_progress_counts_characters(tmp_path):
         ({"vocab_size": 258}, "258 is too small.*259"),
         ({"vocab_size": 100_000}, r"yields only \d+ different tokens, fewer than the requested vocabulary of 100000"),
         ({"vocab_size": 300, "name": "a/b"}, "'a/b' is not a plain file name"),
-        ({}, "either a vocabulary size"),
-        ({"vocab_size": 300, "tokenizer": "x"}, "either a vocabulary size"),
+        ({}, "exactly one of --vocab-size and --tokenizer"),
+        ({"vocab_size": 300, "tokenizer": "x"}, "exactly one of --vocab-size and --tokenizer"),
         ({"tokenizer": "no/such"}, "no tokenizer directory no/such"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_cannot_be_prepared(tmp_path, options, message):
 @pytest.mark.parametrize("empty", [[], [("a", "")]])
 def test_no_text(prepared, tmp_path, empty):
     for options in ({"vocab_size": 300}, {"tokenizer": prepared.tokenizer}):
-        with pytest.raises(UserError, match="holds no text"):
+        with pytest.raises(UserError, match="contains no text"):
             prepare(empty, tmp_path, **options)
 
 
@@ -180,19 +180,19 @@ def edit(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        (".idx", lambda b: b"", "corrupt or cut short"),
+        (".idx", lambda b: b"", "corrupt or truncated"),
         (".idx", lambda b: b"X" + b[1:], "bad header"),
         (".idx", lambda b: b[:9] + b"\x02" + b[10:], "bad version"),
         (".idx", lambda b: b[:17] + b"\x63" + b[18:], "99"),
-        (".idx", lambda b: b[:20], "corrupt or cut short"),
-        (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or cut short"),
-        (".idx", lambda b: b[:-1], "corrupt or cut short"),
+        (".idx", lambda b: b[:20], "corrupt or truncated"),
+        (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or truncated"),
+        (".idx", lambda b: b[:-1], "corrupt or truncated"),
         (".idx", lambda b: b[:-8] + bytes(8), "do not end at its last sequence"),
         (".idx", lambda b: b[:18] + bytes(16), "no documents"),
         (".idx", lambda b: b[:34] + b"\xff" + b[35:], "disagree"),
-        (".bin", lambda b: b[:-2], "holds .* bytes where its index lists"),
-        (".bin", lambda b: b + b"\0", "holds .* bytes where its index lists"),
-        (".bin", lambda b: b"", "holds 0 bytes"),
+        (".bin", lambda b: b[:-2], "has .* bytes, but its index lists"),
+        (".bin", lambda b: b + b"\0", "has .* bytes, but its index lists"),
+        (".bin", lambda b: b"", "has 0 bytes"),
     ],
 )
 def test_damaged_dataset(copy, suffix, change, message):
@@ -242,20 +242,23 @@ def test_tokenizer_without_end_of_text(prepared, tmp_path):
         (["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "1"], "gone"),
         (["--data-path", "gone"], "gone"),
         (["--data-path", "GOOD", "0.5", "0.5", "GOOD"], "pairs of a weight and a prefix"),
-        (["--data-path", "GOOD"], "--split 969,30,1 leaves no tokens of .* for test, because it has 52 documents"),
+        (
+            ["--data-path", "GOOD"],
+            "--split 969,30,1 leaves no tokens of .* for test, because the dataset has only 52 documents",
+        ),
         (
             ["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "98,1,1"],
             "for validation, because .* use --split 50,1,1",
         ),
         (["--data-path", "GOOD", "--split", "50,1,1"], None),
         (["--data-path", "GOOD", "--split", "1"], None),
-        (["--data-args-path", "GOOD.txt"], "--data-args-path without --split"),
+        (["--data-args-path", "GOOD.txt"], "--data-args-path needs the shares"),
         (["--data-args-path", "GOOD.txt", "--split", "99,1,0"], None),
         (["--data-args-path", "GOOD.txt", "--split", "99.5,0.5,0"], "for validation, .* use --split 51,1,0"),
         (["--train-data-path", "GOOD", "--valid-data-path", "GOOD"], None),
         (["--data-args-path", "gone.txt"], "list of datasets gone.txt"),
         (["--train-data-path", "GOOD", "--valid-data-path", "gone"], "gone"),
-        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"], "add --tokenizer-model"),
         (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "gone"], "gone"),
         (["--mock-data", "--tokenizer-type", "NullTokenizer"], None),
         (["--data-path", "s3://bucket/gone"], None),

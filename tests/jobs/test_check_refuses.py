@@ -47,8 +47,8 @@ def check(flags, **settings):
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the",
         ),
-        ("--log-straggler", "--log-straggler must be implemented by the script"),
-        ("--dataloader-type external", "--dataloader-type external must be implemented by the script"),
+        ("--log-straggler", "--log-straggler must be implemented by the training script"),
+        ("--dataloader-type external", "--dataloader-type external must be implemented by the training script"),
         ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
         (
@@ -59,17 +59,20 @@ def check(flags, **settings):
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit much",
             "--activation-limit 'much' is not a positive number of microbatches; give one such as 5 or 4.5",
         ),
-        ("--offload-chunks some", "--offload-chunks: 'some' is not a number of chunks; give one, half, all or auto"),
+        (
+            "--offload-chunks some",
+            "--offload-chunks: 'some' is not a number of chunks: use a number, half, all or auto",
+        ),
         (
             "--offload-chunks 2",
-            "--offload-chunks 2 exceeds the number of chunks per rank: use half, all, or at most as many",
+            "--offload-chunks 2 exceeds the number of chunks per rank of --pipeline-schedule",
         ),
         (
             "--pipeline-schedule zb-v --offload-chunks all --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
             "--offload-chunks with --recompute-granularity full is not supported: recomputed layers keep only",
         ),
-        ("--tp 2", "unrecognized arguments: --tp 2; the nearest known one is --tensor-model-parallel-size"),
+        ("--tp 2", "unrecognized arguments: --tp 2; the nearest known option is --tensor-model-parallel-size"),
     ],
 )
 def test_what_training_refuses_is_refused(tmp_path, flags, said):

@@ -38,7 +38,7 @@ def output_without_being_told_of_a_cpu(rank, world_size, arguments):
 def test_a_machine_without_gpus_needs_no_word_for_it():
     words = tiny_model(**TWO_STAGES, vocab_parallel=True)
     first, _ = run_ranks(2, output_without_being_told_of_a_cpu, words)
-    assert "megatron_vp: predicted as on one CPU core" in first
+    assert "megatron_vp: predicted for one CPU core" in first
 
 
 def test_a_run_says_once_what_it_is_before_it_trains():
@@ -51,7 +51,7 @@ def test_a_run_says_once_what_it_is_before_it_trains():
     assert f"megatron_vp {__version__}" in versions and f"torch {torch.__version__}" in versions
     assert described[0] == "2 ranks = 2 pipeline x 1 data; 4 microbatches; v-half, vocab-2"
     assert "vocabulary rows by pipeline rank: 256,256" in described and "layers by stage: 1,1,1,1" in described
-    assert re.fullmatch(r"predicted as on .*: bubble \d+\.\d %, at most .* GiB, on pipeline rank [01]", predicted)
+    assert re.fullmatch(r"predicted for .*: bubble \d+\.\d %, at most .* GiB \(on pipeline rank [01]\)", predicted)
     assert first.index("end of arguments") < first.index(versions) < first.index("before the start of training step")
 
 

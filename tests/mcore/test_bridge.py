@@ -162,7 +162,7 @@ def refused(_rank, ranks, settings, chunks, changes):
 @pytest.mark.parametrize(
     ("settings", "chunks", "changes", "said"),
     [
-        (V_HALF, 1, {}, "v-half has 2 chunks per rank, and this script's groups have 1"),
+        (V_HALF, 1, {}, "v-half has 2 chunks per rank, but this script's process groups have 1"),
         (VOCAB_2, 1, {"pipeline_model_parallel_layout": "Ettt|tL"}, "leave it out"),
         (VOCAB_2, 1, {"final_logit_softcapping": 30.0}, "but its output layer does not apply it"),
         (VOCAB_2 | {"vocab_label_smoothing": 0.1}, 1, {"final_logit_softcapping": 30.0}, "leave the option out"),

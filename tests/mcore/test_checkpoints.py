@@ -204,44 +204,44 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases = [
         ({**as_before, "train_iters": 2}, None),
         ({**as_before, "use_checkpoint_opt_param_scheduler": True}, None),
-        (as_before, "where wd_incr_steps is 16 and here 24 (steps are samples): add --override-opt-param-scheduler"),
-        ({**as_before, "lr": 1e-2}, "where max_lr is 0.001 and here 0.01"),
+        (as_before, "wd_incr_steps was 16 and is now 24 (steps are counted in samples); add --override-opt-param"),
+        ({**as_before, "lr": 1e-2}, "max_lr was 0.001 and is now 0.01"),
         (
             {**as_before, "no_load_optim": True, "untie_embeddings_and_output_weights": None},
-            "an output layer of its own",
+            "an untied output layer",
         ),
         (
             {"load": good},
-            "was written with --use-distributed-optimizer, and Megatron cannot read it without it: add it",
+            "was written with --use-distributed-optimizer, and Megatron cannot read it without that option: add it",
         ),
         ({"load": good, "no_load_optim": True}, None),
-        ({"load": good, "optimizer": "sgd"}, "cannot load the state of --optimizer sgd"),
+        ({"load": good, "optimizer": "sgd"}, "--optimizer sgd cannot resume from"),
         ({"load": good, "optimizer": "sgd", "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "holds no checkpoint"),
         ({"load": good, "ckpt_step": 3}, "iter_0000003 does not exist; use --ckpt-step 2"),
-        ({"load": cut, "save": cut, "save_interval": 2}, f"{first_file} is cut short"),
+        ({"load": cut, "save": cut, "save_interval": 2}, f"{first_file} is truncated"),
         ({"load": without_file}, "is missing"),
         ({"load": without_end}, "lacks .metadata"),
         ({"load": unreadable}, ".metadata is corrupt"),
         ({"load": unmarked}, "metadata.json is corrupt"),
-        ({"load": wrong_tracker}, "holds 'twelve' instead of an iteration"),
+        ({"load": wrong_tracker}, "holds 'twelve' instead of an iteration number"),
         ({"load": by_rank, "ckpt_format": "torch"}, None),
         (
             {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
             "only plain Megatron on the same ranks can load: convert",
         ),
-        ({"load": empty_tracker}, "holds '' instead of an iteration; use --ckpt-step 2"),
-        ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another place"),
+        ({"load": empty_tracker}, "holds '' instead of an iteration number; use --ckpt-step 2"),
+        ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another directory"),
         (
             {"load": good, **DISTRIBUTED},
-            "vocab_parallel was True in that run but is False in this one: write it with --dist-ckpt-optim",
+            "vocab_parallel was True in that run and is False in this one: save the checkpoint with --dist",
         ),
-        ({"load": good, **DISTRIBUTED, **EXPERT}, "saved with --expert-model-parallel-size 1, with 2: keep both"),
+        ({"load": good, **DISTRIBUTED, **EXPERT}, "--expert-model-parallel-size 1, and Megatron cannot read it with 2"),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even in that run but is 30,10 in this one: write it with --dist-ckpt-optim-fully-"
-            "reshardable",
+            "--vocab-shards was even in that run and is 30,10 in this one: save the checkpoint with "
+            "--dist-ckpt-optim-fully-reshardable",
         ),
         ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
@@ -256,30 +256,33 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases += [
         (pretrained, None),
         ({**pretrained, "load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
-        ({**pretrained, **tied}, "an output layer of its own"),
-        ({**pretrained, **tied, "load": tmp_path / "new"}, "an output layer of its own"),
+        ({**pretrained, **tied}, "an untied output layer"),
+        ({**pretrained, **tied, "load": tmp_path / "new"}, "an untied output layer"),
         ({"pretrained_checkpoint": tmp_path / "no such"}, "--pretrained-checkpoint"),
-        ({"pretrained_checkpoint": cut}, f"{first_file} is cut short"),
+        ({"pretrained_checkpoint": cut}, f"{first_file} is truncated"),
         (
             {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
             "only plain Megatron on the same ranks can load: convert",
         ),
         ({**as_before, **fleeting, "train_iters": 2}, None),
-        ({**as_before, **fleeting, **tied}, "an output layer of its own"),
+        ({**as_before, **fleeting, **tied}, "an untied output layer"),
         ({**as_before, **fleeting, "train_iters": 2, "non_persistent_global_ckpt_dir": older}, None),
         ({**as_before, **fleeting, "non_persistent_global_ckpt_dir": newer}, f"{newer}/iter_0000004/.metadata is corr"),
         ({**as_before, "train_iters": 2, "decoupled_lr": 1e-2}, "was written without --decoupled-lr"),
     ]
     _, stateless = train_along((layout,), (2,), {**options, "inference_rng_tracker": True})
     here = {**as_before, "load": stateless, "train_iters": 2}
-    cases += [(here, "does not store random state in a form that Megatron can load: add --no-load-rng")]
+    cases += [(here, "so it holds no random state that Megatron can load: add --no-load-rng")]
     cases += [({**here, "no_load_rng": True}, None)]
     _, decoupled = train_along((layout,), (2,), {**options, "decoupled_lr": 1e-2})
     here = {**as_before, "load": decoupled, "train_iters": 2}
     cases += [
-        (here, "was written with --decoupled-lr, and Megatron cannot read it without it: add --decoupled-lr 0.01"),
+        (
+            here,
+            "was written with --decoupled-lr, and Megatron cannot read it without that option: add --decoupled-lr 0.01",
+        ),
         ({**here, "decoupled_lr": 1e-2}, None),
-        ({**here, "decoupled_lr": 2e-2}, "where --decoupled-lr is 0.01 and here 0.02: add --override-opt-param"),
+        ({**here, "decoupled_lr": 2e-2}, "--decoupled-lr was 0.01 in the run that wrote"),
         ({**here, "decoupled_lr": 2e-2, "override_opt_param_scheduler": True}, None),
     ]
     laid_out = {**DISTRIBUTED, "pipeline_model_parallel_layout": "Et*4|t*2|t*2|t*4L"}
@@ -288,11 +291,11 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases += [
         (
             {"load": in_a_v, **interleaved},
-            "the placement of chunks was ((0, 3), (1, 2)) in that run but is ((0, 2), (1, 3)) in this one",
+            "the placement of chunks was ((0, 3), (1, 2)) in that run and is ((0, 2), (1, 3)) in this one",
         ),
         (
             {"save": tmp_path / "a", "save_interval": 2, "async_save": True, "use_persistent_ckpt_worker": True},
-            "use --async-strategy mcore",
+            "with --async-strategy mcore",
         ),
     ]
     before = _contents(cut)
@@ -308,11 +311,11 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
-        ({"optimizer": "adam"}, {"optimizer": "muon"}, "written by --optimizer adam, and --optimizer muon cannot"),
+        ({"optimizer": "adam"}, {"optimizer": "muon"}, "written with --optimizer adam, which --optimizer muon cannot"),
         (
             {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
             {"optimizer": "muon"},
-            "written with --use-distributed-optimizer, and Megatron cannot read it without it",
+            "written with --use-distributed-optimizer, and Megatron cannot read it without that option",
         ),
     ],
     ids=str,

@@ -111,7 +111,7 @@ def test_layers_of_transformer_engine_have_plain_megatrons_gradients(settings, c
 
 
 def test_a_job_on_which_it_cannot_take_effect_is_refused():
-    with pytest.raises(RankError, match="v-half has 2 chunks per rank, and this script's groups have 1"):
+    with pytest.raises(RankError, match="v-half has 2 chunks per rank, but this script's process groups have 1"):
         run_ranks(2, gradients, CASES[2][0], 1)
     with pytest.raises(RankError, match="pipeline-model-parallel-size"):
         run_ranks(1, gradients, {"vocab_parallel": True})
@@ -138,7 +138,7 @@ def test_a_loop_that_would_save_optimizer_state_of_one_layout_is_refused():
     from megatron_vp.mcore.storage import optimizer_form
 
     for patch in optimizer_form.PATCHES:
-        with pytest.raises(UserError, match=r'saves .*give its sharded_state_dict metadata=.*"fully_reshardable"'):
+        with pytest.raises(UserError, match=r'saves .*sharded_state_dict with metadata=.*"fully_reshardable"'):
             patch.make(lambda: None)(None, {})
 
 

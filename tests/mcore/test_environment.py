@@ -94,7 +94,7 @@ def test_the_c_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", f"{tmp_path / 'clang'} -m64")
     assert _compiler().found == str(tmp_path / "clang")
     monkeypatch.setenv("CC", "icx")
-    assert _compiler().found == "broken: CC=icx is not a command on this machine: unset CC or name a C compiler"
+    assert _compiler().found == "broken: CC=icx is not a command on this machine: unset CC, or set it to a C compiler"
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert _compiler().found is None and "C compiler" in _compiler().without

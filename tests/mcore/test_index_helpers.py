@@ -45,7 +45,9 @@ def test_what_a_checkout_lacks_is_named_before_a_rank_waits(checkout, tools, mis
     if missing is None:
         index_helpers.check_index_helpers()
     else:
-        with pytest.raises(UserError, match=f"with {missing}.*, which is missing here: install it, compile them"):
+        with pytest.raises(
+            UserError, match=f"with {missing}.*, which is not installed: install it, compile the helpers"
+        ):
             index_helpers.check_index_helpers()
 
 

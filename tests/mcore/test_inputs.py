@@ -40,8 +40,8 @@ def _on(dataset, tokenizer, **changes):
 @pytest.mark.parametrize(
     ("cut", "changes", "said"),
     [
-        (".bin", {}, "bytes where its index lists"),
-        (".idx", {}, "is corrupt or cut short"),
+        (".bin", {}, "bytes, but its index lists"),
+        (".idx", {}, "is corrupt or truncated"),
         (None, {"padded_vocab_size": 256}, "--padded-vocab-size 256 is smaller than the tokenizer's vocabulary of 264"),
         (None, {"split": "98,1,1"}, "--split 98,1,1 leaves no tokens of"),
     ],

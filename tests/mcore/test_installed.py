@@ -116,7 +116,7 @@ def test_a_package_called_apex_is_not_taken_for_apex(tmp_path, monkeypatch, sepa
     found = {part.name: part for part in environment.parts()}
     assert found["Apex: norms, optimizer"].is_broken and "amp_C" in found["Apex: norms, optimizer"].found
     assert found["Apex: accumulation"].found is None
-    assert "megatron_vp's own product" in found["Apex: accumulation"].without
+    assert "megatron_vp's own kernel" in found["Apex: accumulation"].without
     (line,) = installed.hide_what_is_broken()
     assert "fused_layer_norm_cuda" in line and "not used" in line
     with pytest.raises(ImportError):
@@ -241,14 +241,14 @@ INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instanc
             ("--async-save", "--use-persistent-ckpt-worker"),
             "nvrx=yes",
             "nvrx=no",
-            "--async-save writes with nvidia-resiliency-ext",
+            "--async-save needs the package nvidia-resiliency-ext",
         ),
         (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
-        (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is missing"),
-        (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is missing"),
-        ((), "cc=9.0", "cc=ninety", "cc=ninety is not a compute capability: give one such as cc=9.0"),
-        ((), "einops=no", "einops=maybe", "einops=maybe is neither yes nor no"),
-        ((), "te=no", "4", "--nodes 4 cannot be read: it describes a node"),
+        (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is not installed"),
+        (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is not installed"),
+        ((), "cc=9.0", "cc=ninety", "cc=ninety is not a compute capability: use one such as cc=9.0"),
+        ((), "einops=no", "einops=maybe", "einops=maybe cannot be parsed: use einops=yes or einops=no"),
+        ((), "te=no", "4", "--nodes 4 cannot be parsed: give comma-separated entries"),
     ],
     ids=str,
 )
@@ -289,7 +289,7 @@ def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, wh
     with mock.patch.object(installed, "of_nodes", machine):
         assert found["flags"] == flags.platform_arguments([*given, *normalization], cpu=False)
     status, printed, _ = answered(config, *given, "--nodes", nodes)
-    assert status == 0 and "checked for GPUs elsewhere: compute capability 9.0" in printed
+    assert status == 0 and "checked for GPU nodes, not for this machine: compute capability 9.0" in printed
 
 
 THERE = "te=2.17.1,apex=no"
@@ -329,11 +329,11 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
         ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
         ("te=no,apex=no", ["--fp8-format", "hybrid"], "with --transformer-impl local has no effect"),
-        ("te=new", [], "te=new is neither a version"),
-        ("apex=maybe", [], "apex=maybe is neither yes nor no"),
-        ("te", [], "--nodes te cannot be read"),
-        ("te=no", ["--cpu"], "--nodes is about nodes with GPUs"),
-        (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a graph of B runs no Python, so nothing would be"),
+        ("te=new", [], "te=new is not a version"),
+        ("apex=maybe", [], "apex=maybe cannot be parsed: use apex=yes or apex=no"),
+        ("te", [], "--nodes te cannot be parsed"),
+        ("te=no", ["--cpu"], "--nodes describes GPU nodes other than this machine"),
+        (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a CUDA graph of pass B runs no Python"),
         (
             THERE,
             [*OURS, "--cuda-graph-impl", "transformer_engine", "--rampup-batch-size", "8", "8", "800"],
@@ -342,22 +342,22 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (
             THERE,
             [*OURS, "--cuda-graph-impl", "local", "--global-batch-size", "8", "--eval-global-batch-size", "4"],
-            "an evaluation replays the graphs of training",
+            "an evaluation replays the CUDA graphs of training",
         ),
         (
             THERE,
             [*OURS, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"],
-            "which one graph cannot record",
+            "which a single CUDA graph cannot capture",
         ),
         (THERE, [*V_HALF, "--use-transformer-engine-op-fuser"], "fused linear operations do not delay"),
         (THERE, ["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], "add --no-gradient-accumulation-fusion"),
         (THERE, ["--defer-embedding-wgrad-compute"], "needs Apex's fused_weight_gradient_mlp_cuda"),
-        (THERE, [*OURS, *FP8, "delayed"], "loads its scales only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
+        (THERE, [*OURS, *FP8, "delayed"], "loads the scaling factors only if NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
         (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
         (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),
         (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "custom"], "--fp4-recipe custom is not supported"),
         (THERE, [*OURS, "--te-precision-config-file", "x"], "--te-precision-config-file is not supported"),
-        ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "chunks of different numbers of layers is not supported"),
+        ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "different numbers of layers per chunk is not supported"),
     ],
 )
 def test_what_could_not_start_there_is_refused_in_a_line(answered, nodes, given, line):

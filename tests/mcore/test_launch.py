@@ -27,42 +27,42 @@ DECAY = {**TWO_STAGES, "lr_decay_style": "linear"}
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
     ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
-    ({"eval_interval": None, "eval_iters": 0}, "without --eval-interval Megatron cannot compute"),
+    ({"eval_interval": None, "eval_iters": 0}, "--eval-interval is missing, so Megatron cannot compute"),
     ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, "NullTokenizer has no vocabulary of its own"),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),
-    ({"vocab_size": -3}, "--vocab-size -3 cannot work: it has to be at least 1"),
-    ({"pipeline_model_parallel_size": 0, "pipeline_schedule": "zb-v"}, "--pipeline-model-parallel-size 0 cannot work"),
-    ({"clip_grad": "nan"}, "--clip-grad nan cannot work: it has to be a number of at least 0"),
-    ({"hidden_dropout": 1}, "--hidden-dropout 1.0 cannot work: it has to be from 0 to below 1"),
+    ({"vocab_size": -3}, "--vocab-size -3 is out of range: use at least 1"),
+    ({"pipeline_model_parallel_size": 0, "pipeline_schedule": "zb-v"}, "--pipeline-model-parallel-size 0 is out of"),
+    ({"clip_grad": "nan"}, "--clip-grad nan is out of range: use a finite number of at least 0"),
+    ({"hidden_dropout": 1}, "--hidden-dropout 1.0 is out of range: use at least 0 and less than 1"),
     ({**VP, "context_parallel_size": 2}, "local attention needs whole sequences; use --core-attention sdpa"),
-    ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "with every m in its last segment"),
+    ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "put every m of --pipeline-model-parallel-layout"),
     ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "with a hybrid model that has several prediction heads"),
     (
         {**VP, **HYBRID_AHEAD, "hybrid_layer_pattern": "*-|*-", "mtp_num_layers": 1},
-        "Megatron then builds no prediction heads",
+        "Megatron builds no prediction heads",
     ),
-    ({**VP, **AHEAD, "mtp_detach_heads": True}, "all prediction heads train the output layer"),
+    ({**VP, **AHEAD, "mtp_detach_heads": True}, "every prediction head trains the sharded output layer"),
     ({**VP, **AHEAD, "vocab_label_smoothing": 0.1}, "--vocab-label-smoothing with --mtp-num-layers"),
     ({**VP, "num_experts": 4, "moe_paged_stash": True}, "--moe-paged-stash"),
     ({**VP, "fp16_lm_cross_entropy": True, "fp16": True}, "--fp16-lm-cross-entropy"),
     ({**VP, "fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection"),
-    ({**VP, "dataloader_inter_document_masking": True}, "local attention takes masks, not document boundaries"),
+    ({**VP, "dataloader_inter_document_masking": True}, "local attention does not support document boundaries"),
     (
         {**VP, **AHEAD, "dataloader_inter_document_masking": True, "context_parallel_size": 2},
         "with packed sequences (--sft, --dataloader-inter-document-masking), --context-parallel-size and --mtp-num",
     ),
     (
         {"core_attention": "sdpa", "dataloader_inter_document_masking": True, "context_parallel_size": 2},
-        "cuts the whole",
+        "splits the whole sequence among the ranks",
     ),
     (
         {**TWO_STAGES, "core_attention": "sdpa", "dataloader_inter_document_masking": True},
-        "its scripts join the sequences of a micro batch, but its stages receive them separately",
+        "Megatron's scripts concatenate the sequences of a micro-batch, but its stages expect them to be separate",
     ),
     ({"sft": True}, "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer"),
-    ({"sft": True, "reset_position_ids": True}, "packed conversations use their own positions"),
+    ({"sft": True, "reset_position_ids": True}, "packed conversations use their own position ids"),
     ({**VP, "logits_load_dir": "there"}, "--logits-load-dir"),
-    ({**VP, "optimizer": "adaptive_muon"}, "on vocabulary shards: use --optimizer adam, sgd, muon, lion or soap"),
+    ({**VP, "optimizer": "adaptive_muon"}, "on vocabulary shards; use --optimizer adam, sgd, muon, lion or soap"),
     ({"optimizer": "muon", "fp16": True}, "--optimizer muon with --fp16 cannot train"),
     ({"optimizer": "muon", "use_distributed_optimizer": True}, "supports only 16-bit weights with master weights"),
     (
@@ -79,10 +79,10 @@ REFUSED = [
     ),
     ({"validation_set_names": ["a", "b"]}, "cannot work without --multiple-validation-sets"),
     ({"no_pad_vocab_size": True}, "cannot work without --padded-vocab-size"),
-    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "takes keys and values of one size"),
+    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "requires keys and values of the same size"),
     (
         {"multi_latent_attention": True, "core_attention": "sdpa", "qk_layernorm": True},
-        "normalize only compressed queries; use --q-lora-rank",
+        "normalize only compressed queries; add --q-lora-rank",
     ),
     (
         {
@@ -96,7 +96,7 @@ REFUSED = [
     ({"apply_layernorm_1p": True}, "only Apex's LayerNorm supports zero-centered weights"),
     (
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
-        "einops, which is missing here",
+        "einops, which is not installed",
     ),
     (
         {**TWO_STAGES, "use_tp_pp_dp_mapping": True, "context_parallel_size": 2, "core_attention": "sdpa"},
@@ -122,7 +122,7 @@ REFUSED = [
     ),
     ({"core_attention": "sdpa", "window_size": "(8,0)"}, "--softmax-type or --window-size"),
     ({**VP, "num_experts": 4, "moe_use_upcycling": True, "save": "there", "save_interval": 2}, "--moe-use-upcycling"),
-    ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts fail in their first forward; use --sequence-parall"),
+    ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts fail in their first forward pass; add --sequence"),
     ({"init_method_xavier_uniform": True}, "--init-method-xavier-uniform cannot work"),
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),
@@ -138,7 +138,7 @@ REFUSED = [
         {**TWO_STAGES, "pipeline_schedule": "zb-h1", "num_layers_per_virtual_pipeline_stage": 1},
         "--pipeline-schedule zb-h1 has one chunk per rank",
     ),
-    ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs several chunks"),
+    ({**TWO_STAGES, "pipeline_schedule": "interleaved"}, "--pipeline-schedule interleaved needs at least two chunks"),
     (
         {
             **TWO_STAGES,
@@ -146,7 +146,7 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "--num-layers 5 cannot be cut evenly for --pipeline-model-parallel-size 2 with 2 chunks per rank",
+        "--num-layers 5 cannot be divided evenly for --pipeline-model-parallel-size 2 with 2 chunks per rank",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
@@ -161,12 +161,12 @@ REFUSED = [
     ({**TWO_STAGES, "vocab_z_loss": 1e-4}, "need --vocab-parallel: Megatron's own loss has neither"),
     ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-1"}, "vocab-1 has no effect without --vocab-parallel"),
     ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-2"}, "vocab-2 has no effect without --vocab-parallel"),
-    ({**TWO_STAGES, "train_iters": 0}, "has no end: use one of them"),
-    ({**DECAY, "lr_decay_iters": 0}, "would decay over no iterations"),
-    ({**DECAY, "lr_warmup_iters": 3}, "would outlast its decay"),
-    ({**DECAY, "lr_warmup_fraction": 1.5}, "--lr-warmup-fraction below 1"),
+    ({**TWO_STAGES, "train_iters": 0}, "training would have no end: add one of them"),
+    ({**DECAY, "lr_decay_iters": 0}, "would decay over 0 iterations"),
+    ({**DECAY, "lr_warmup_iters": 3}, "would last at least as long as its decay"),
+    ({**DECAY, "lr_warmup_fraction": 1.5}, "--lr-warmup-fraction to below 1"),
     ({**TWO_STAGES, "lr_decay_style": "WSD"}, "--lr-decay-style WSD needs the length of the decay"),
-    ({**TWO_STAGES, "lr_warmup_init": 1}, "--lr-warmup-init 1.0 is more than --lr 0.001"),
+    ({**TWO_STAGES, "lr_warmup_init": 1}, "--lr-warmup-init 1.0 is larger than --lr 0.001"),
     (
         {**TWO_STAGES, "weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.01},
         "--start-weight-decay 0.1 and --end-weight-decay 0.01 cannot work",
@@ -177,27 +177,27 @@ REFUSED = [
     ),
     (
         {**TWO_STAGES, "profile": True, "profile_step_start": 5, "profile_step_end": 3},
-        "--profile-step-start 5 to --profile-step-end 3 is an empty range",
+        "--profile-step-start 5 and --profile-step-end 3 do not give a range",
     ),
-    ({**TWO_STAGES, "iterations_to_skip": [2, -1]}, "--iterations-to-skip [2, -1] names impossible iterations"),
+    ({**TWO_STAGES, "iterations_to_skip": [2, -1]}, "--iterations-to-skip [2, -1] contains a number below 1"),
     ({**TWO_STAGES, "phase_transition_iterations": "1,2"}, "--phase-transition-iterations without --train-samples"),
     ({**TWO_STAGES, "fp16": True, "initial_loss_scale": -5}, "--initial-loss-scale -5.0 cannot work"),
-    ({**TWO_STAGES, "fp16": True, "hysteresis": 0}, "--hysteresis 0 cannot work: use at least 1"),
-    ({**TWO_STAGES, "log_memory_interval": 0}, "--log-memory-interval 0 cannot work: it has to be at least 1"),
-    ({**TWO_STAGES, "manual_gc_interval": -1}, "--manual-gc-interval -1 cannot work"),
-    ({**TWO_STAGES, "exit_duration_in_mins": -5}, "--exit-duration-in-mins -5 cannot work"),
-    ({**TWO_STAGES, "eval_micro_batch_size": 0}, "--eval-micro-batch-size 0 cannot work: it has to be at least 1"),
-    ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "cannot share --num-query-groups 3"),
+    ({**TWO_STAGES, "fp16": True, "hysteresis": 0}, "--hysteresis 0 is too small: use at least 1"),
+    ({**TWO_STAGES, "log_memory_interval": 0}, "--log-memory-interval 0 is out of range: use at least 1"),
+    ({**TWO_STAGES, "manual_gc_interval": -1}, "--manual-gc-interval -1 is out of range"),
+    ({**TWO_STAGES, "exit_duration_in_mins": -5}, "--exit-duration-in-mins -5 is out of range"),
+    ({**TWO_STAGES, "eval_micro_batch_size": 0}, "--eval-micro-batch-size 0 is out of range: use at least 1"),
+    ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "is not divisible by --num-query-groups 3"),
     ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
-    ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is not a positive number: use a small one"),
+    ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is not a valid coefficient: use a small positive number"),
     ({**VP, "vocab_label_smoothing": 1}, "--vocab-label-smoothing 1.0 is not in [0, 1)"),
-    ({**VP, "log_pipeline_interval": 1}, "--log-pipeline-interval 1 has no destination"),
+    ({**VP, "log_pipeline_interval": 1}, "--log-pipeline-interval 1 without --tensorboard-dir"),
     ({**VP, "pipeline_trace": "there", "rank_report": "there/"}, "both write rank_N.json to there/"),
     ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations 5-3 is not a range of iterations"),
     ({**VP, "pipeline_trace": "there", "pipeline_trace_iterations": "4"}, "after the last iteration (--train-iters 3)"),
     ({**VP, "pipeline_trace": __file__, "pipeline_trace_iterations": "1"}, f"--pipeline-trace {__file__} cannot be"),
     ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option; the nearest"),
-    ({**TWO_STAGES, "tp": 2}, "the nearest known one is --tensor-model-parallel-size"),
+    ({**TWO_STAGES, "tp": 2}, "the nearest known option is --tensor-model-parallel-size"),
     ({**TWO_STAGES, "hidden_size": "many"}, "invalid int value: 'many'"),
     ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible"),
     ({**TWO_STAGES, "distributed_backend": "nccl"}, "--distributed-backend nccl cannot work without a CUDA device"),
@@ -249,7 +249,7 @@ def test_grouped_products_of_experts_are_taken_with_local_layers():
 
 def test_every_refusal_says_what_works_instead():
     for refusal in REFUSALS:
-        assert re.search(r"\b(use|leave)\b", refusal.message), refusal.message
+        assert re.search(r"\b(use|leave|add|set|change|convert|reduce)\b", refusal.message), refusal.message
 
 
 def start(rank, _world_size, arguments, environment):
@@ -277,7 +277,7 @@ def test_one_rank_says_it_for_all_and_all_exit_with_status_2():
 
 def test_an_option_that_this_script_does_not_serve_is_refused():
     ((code, text),) = run_ranks(1, start, tiny_model(log_straggler=True), {})
-    assert code == 2 and text.startswith("error: --log-straggler must be implemented by the script")
+    assert code == 2 and text.startswith("error: --log-straggler must be implemented by the training script")
     assert text.count("\n") == 1
 
 

@@ -149,7 +149,7 @@ def test_what_megatron_derives_is_checked_when_it_has_validated(monkeypatch):
     megatron_arguments.check_validated(everything)
     del everything.data_parallel_size
     megatron_arguments.check_parsed(everything)
-    with pytest.raises(UserError, match="no argument 'data_parallel_size', and megatron_vp reads it to "):
+    with pytest.raises(UserError, match="no argument 'data_parallel_size', but megatron_vp reads it to "):
         megatron_arguments.check_validated(everything)
 
 

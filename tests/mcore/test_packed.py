@@ -270,7 +270,7 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
     ("line", "said"),
     [
         ('{"messages": [{"role": "system", "content": "be brief"}]}', None),
-        ('{"text": "no conversation"}', "the first line of .* is not a conversation, but --sft expects"),
+        ('{"text": "no conversation"}', "the first line of .* is not a conversation, but --sft needs"),
         ('{"messages": ["be brief"]}', "is not a conversation"),
         ("be brief", "is not a conversation"),
         (None, "cannot read the conversations .*No such file"),

@@ -163,7 +163,7 @@ def test_measured_rows_leave_a_slow_rank(tmp_path):
     args = checked.args
     assert sum(args.vocab_rows) == 16384 and args.vocab_rows[1] < 4096 < args.vocab_rows[0]
     assert layers_in(args.pipeline_model_parallel_layout) == (2, 2, 2, 1), "the layers that were measured"
-    assert f"--vocab-shards measured:{tmp_path}" in vocab_rows.describe_rows(checked)
+    assert f"from the pass times in {tmp_path}" in vocab_rows.describe_rows(checked)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
     for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
         args = check_job([*job, *asked], 2).args
         with pytest.raises(
-            UserError, match=r"virtual_pipeline_model_parallel_size was 2 in that run but is 3 in this one: write it"
+            UserError, match=r"virtual_pipeline_model_parallel_size was 2 in that run and is 3 in this one: save"
         ):
             check_files(args)
 

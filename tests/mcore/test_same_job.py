@@ -192,7 +192,7 @@ def test_places_of_files_may_differ_and_versions_may_not():
     assert facts({"vocab_rows": (300, 212)}) != facts({"vocab_rows": None}) != facts({"vocab_rows": (0, 512)})
     assert facts({"vocab_shards": "measured:/a"}) == facts({"vocab_shards": "measured:/b"})
     older = {**here, "alike": here["alike"] | {"the version of torch": "2.6"}}
-    assert difference([here, here, older]).endswith(" on 2 ranks (the first is 0), 2.6 on rank 2")
+    assert difference([here, here, older]).endswith(" on 2 ranks (the first is rank 0), 2.6 on rank 2")
 
 
 def test_nested_values_are_compared_without_addresses():

@@ -62,7 +62,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_and_the_run_goe
     saving = {"train_iters": 6, "save": tmp_path, "save_interval": 2, **asynchronous}
     ends = run_ranks_to_their_end(2, train_and_die_in_a_save, few_steps(**saving), 1)
     assert [status for status, _ in ends] == [1, -signal.SIGKILL]
-    assert any(line.startswith("rank 0 waited ") for line in errors(ends[0][1])), ends[0][1]
+    assert any(line.startswith("rank 0 was waiting ") for line in errors(ends[0][1])), ends[0][1]
     assert (tmp_path / TRACKER).read_text() == "2"
     whole = train(2, few_steps(train_iters=6), same_weights=False)
     rest = train(2, few_steps(**saving, load=tmp_path), same_weights=False)
@@ -81,14 +81,18 @@ def saved(tmp_path_factory):
 
 
 GAVE_UP = [
-    "rank 0 gave the checkpoint up, because its write failed on rank 1: ",
-    "rank 1 gave the checkpoint up, because its write failed; rank 0 says where",
+    "rank 0 abandoned the checkpoint, because its write failed on rank 1: ",
+    "rank 1 abandoned the checkpoint, because its write failed; the line of rank 0 says on which rank",
 ]
 FULL = {
     "a rank's file": ("{step}/__1_0.distcp", {}, GAVE_UP),
     "a rank's file, asynchronous": ("{step}/__1_0.distcp", ASYNCHRONOUS, GAVE_UP),
-    "the mark of a whole checkpoint": ("{step}/metadata.json", {}, ["No space left on device", "rank 1 waited in"]),
-    "the tracker": (f"{TRACKER}.partial", {}, ["No space left on device", "rank 1 waited in"]),
+    "the mark of a whole checkpoint": (
+        "{step}/metadata.json",
+        {},
+        ["No space left on device", "rank 1 was waiting in"],
+    ),
+    "the tracker": (f"{TRACKER}.partial", {}, ["No space left on device", "rank 1 was waiting in"]),
 }
 DEFAULT = "a rank's file", "the tracker"
 
@@ -117,7 +121,7 @@ def test_a_folder_that_cannot_be_made_leaves_the_checkpoint_before(saved, tmp_pa
     (folder / STEP.format(4)).write_text("in the way")
     ends = run_ranks_to_their_end(2, train_with_fault, few_steps(save=folder, load=folder, save_interval=4))
     assert [status for status, _ in ends] == [1, 1]
-    said = [f"File exists: {folder / STEP.format(4)}", "rank 1 waited in"]
+    said = [f"File exists: {folder / STEP.format(4)}", "rank 1 was waiting in"]
     for rank, (_, output) in enumerate(ends):
         (line,) = errors(output)
         assert said[rank] in line and "<frozen" not in line and "Traceback" not in output, output

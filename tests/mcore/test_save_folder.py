@@ -90,9 +90,9 @@ def test_a_run_that_lives_is_named(tmp_path, folder, sleeper):
     with pytest.raises(UserError) as refused:
         folder(tmp_path).take()
     assert str(refused.value) == (
-        f"--save {tmp_path} is in use by process {sleeper.pid} on node5 (SLURM job 17 big, since 2026-01-01 10:00:00): "
-        f"wait until that run has ended, stop it, or use another directory; two runs would overwrite each other's "
-        f"checkpoints"
+        f"--save {tmp_path} is in use by process {sleeper.pid} on node5 (SLURM job 17 big, since 2026-01-01 10:00:00), "
+        f"and two runs would overwrite each other's checkpoints: wait until that run has ended, stop it, or use "
+        f"another directory"
     )
     assert names(tmp_path) == [FIRST]
 
@@ -135,7 +135,7 @@ def test_a_run_elsewhere_that_gives_no_sign_of_life_gives_way(tmp_path, folder, 
     assert 0.4 < taken(run) < 3
     assert names(tmp_path) == [SECOND]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "waiting up to 0.5 s to see whether that run is alive" in said
+    assert said.count("\n") == 1 and "waiting up to 0.5 s to see whether that run is still alive" in said
 
 
 @pytest.mark.parametrize("clock", [0, 1e10], ids=["its clock is late", "its clock is early"])
@@ -212,7 +212,7 @@ def test_a_link_that_was_planted_is_not_followed(tmp_path, folder):
 
 def test_a_folder_that_takes_no_files_is_one_line(tmp_path, folder):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to --save .*/file: File exists; make room"):
+    with pytest.raises(UserError, match=r"cannot write to --save .*/file: File exists; free some space"):
         folder(tmp_path / "file").take()
     with mounted(tmp_path / "disk", "nr_inodes=1") as disk, pytest.raises(UserError, match="No space left on device"):
         folder(disk).take()
@@ -320,7 +320,7 @@ def test_a_second_run_is_refused_and_leaves_the_folder_of_the_first_as_it_is(tmp
 def test_a_run_whose_folder_was_taken_over_ends_without_saving(tmp_path):
     stolen = Fault(functools.partial(replace_claim, str(tmp_path)), 0, "F")
     ends = run_ranks_to_their_end(2, train_with_fault, few_steps(save=tmp_path, **SAVING), stolen)
-    assert refusal(ends).startswith(f"--save {tmp_path} was taken over by a run that cannot be named")
+    assert refusal(ends).startswith(f"--save {tmp_path} was taken over by an unknown run")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert not (tmp_path / "iter_0000004").exists()
 

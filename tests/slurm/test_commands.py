@@ -182,7 +182,7 @@ def test_a_check_leaves_nothing_behind(said, tmp_path, monkeypatch):
     words = ("--config", LLAMA[0], "--config", LLAMA[2], "--config", str(tmp_path / "afresh.yaml"), "--vocab-parallel")
     status, printed, _ = said("check", "--ranks", "8", *words, f"--save={tmp_path / 'new'}")
     assert status == 0
-    assert "loads from nowhere: a stopped job does not resume" in printed
+    assert "but --load is not given: a stopped job does not resume" in printed
     assert (dict(os.environ), list(sys.argv), patches.in_force()) == before
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert said("check", "--ranks", "8", *words)[:2] == (0, ""), "one rank says what all have found"
@@ -236,7 +236,7 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("40")
     status, printed, _ = said(*words)
     assert status == 0
-    assert "goes on from iteration 40 of 100000" in printed
+    assert "continues from iteration 40 of 100000" in printed
     assert f"megatron-core {patches.installed_version()}" in printed
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
     status, _, errors = said(*words)

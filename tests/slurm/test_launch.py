@@ -305,7 +305,7 @@ def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster, undisturbed
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     state = cluster.wait(job, 600)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(job)
-    starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
+    starts = re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job))
     assert starts[:2] == ["0", "40"]
     assert 50 <= int(starts[2]) < 80, "the signal's own checkpoint, not one of the interval"
     assert _losses(cluster.work / "stopped" / "tensorboard") == undisturbed
@@ -323,7 +323,7 @@ def test_a_run_whose_disk_fills_up_goes_on_with_the_same_losses_when_there_is_ro
         state = cluster.wait(job, 600)
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
     assert 20 <= last < 100 and any("No space left on device" in log for log in logs(cluster, job))
-    starts = re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job))
+    starts = re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job))
     assert starts == ["0", str(last)]
     assert _losses(cluster.work / "full" / "tensorboard") == undisturbed
 
@@ -348,7 +348,7 @@ def test_a_script_of_ones_own_goes_on_after_a_kill_from_a_folder_that_had_nothin
     cluster.run("kill", "-KILL", _rank_process(cluster, job, rank=1))
     state = cluster.wait(job, 500)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-    assert re.findall(r"(?:starts at|goes on from) iteration (\d+)", cluster.output(job)) == ["0", "20"]
+    assert re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job)) == ["0", "20"]
     losses = _losses(tmp_path / "killed" / "tensorboard")
     assert len(losses) == 60 and losses == _losses(tmp_path / "whole" / "tensorboard")
 

@@ -1,7 +1,7 @@
 """Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks the result.
 
-It wraps functions of Megatron, so the arguments also exist in scripts that know nothing of the plug-in. Everything here
-runs on every rank, before any process group exists.
+It wraps Megatron's own functions, so that unmodified training scripts accept the arguments too. Everything here runs on
+every rank, before any process group exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_vp.schedule.request import AUTO
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows help texts unformatted if argparse cannot format them, because some of Megatron's contain a bare `%`."""
+    """Shows help texts unformatted if argparse cannot format them: some of Megatron's help texts contain a bare `%`."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -47,7 +47,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Replaces Megatron's parser: puts flags from configuration files and for the platform before those of the command
+    """A parser that puts the flags for the platform and those of configuration files before the words of the command
     line.
     """
 
@@ -55,20 +55,20 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self._hint(message)}")
 
     def _hint(self, message: str) -> str:
-        """Advice about a word that the parser does not accept."""
+        """Advice to add to an error message: the known option nearest to an unknown one, or a pointer to `--help`."""
         unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
         if unknown and unknown[0].startswith("--"):
-            return f"the nearest known one is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"
+            return f"the nearest known option is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"
         return "`--help` lists all options"
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
-        """The options in `words` by the names of their arguments, in the order given."""
+        """Return the options in `words` by argument name, in the order given."""
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Parse settings, given by name, instead of a command line; return the arguments and the words. Raises
-        UserError.
+        """Parse settings by name instead of a command line. Returns the arguments, and the settings as words of a
+        command line. Raises UserError.
         """
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
         called = list(called_with.words) if (called_with := own_loop()) else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
-        # Parts of Megatron parse the command line again, with a parser that lacks the script's own options.
+        # Parts of Megatron parse `sys.argv` again, with a parser that does not know the script's own options.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _schedule_name(text: str) -> str:
-    """Check a schedule's name or file; argparse reports an invalid one in one line."""
+    """Check a value of --pipeline-schedule; argparse reports an invalid one in one line."""
     try:
         family_of(text)
     except UserError as error:
@@ -114,7 +114,7 @@ def _shards(text: str) -> str:
 def _offload_chunks(text: str) -> str:
     """Check a value of --offload-chunks; argparse reports an invalid one in one line."""
     if text not in ("half", "all", AUTO) and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks; give one, half, all or auto")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"
 
 
@@ -130,90 +130,97 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--config",
             metavar="FILE",
             action="append",
-            help="YAML file of long argument names. Given several times, later files win; the command line wins.",
+            help="YAML file with arguments by their long names. The option can be repeated: later files override "
+            "earlier ones, and the command line overrides all files.",
         )
         ours.add_argument(
-            "--vocab-parallel", action="store_true", help="Split embedding and output layer over the pipeline ranks."
+            "--vocab-parallel",
+            action="store_true",
+            help="Split the embedding and the output layer across the pipeline ranks.",
         )
         ours.add_argument(
             "--vocab-parallel-algorithm",
             choices=ALGORITHMS,
             default="vocab-2",
-            help="vocab-2: one barrier per microbatch, one more microbatch in flight; vocab-1: two.",
+            help="vocab-2: one barrier per microbatch, and one more microbatch in flight; vocab-1: two of each.",
         )
         ours.add_argument(
             "--vocab-shards",
             type=_shards,
             metavar="balanced|even|measured:DIR|ROWS,...",
             default=ShardRule.BALANCED.value,
-            help="Vocabulary rows of each pipeline rank, with --vocab-parallel. balanced: by predicted pass times, but "
-            "even where that gains less than 1 percent; even: equally many; measured:DIR: by the pass times that a run "
-            "wrote to DIR; or one number per pipeline rank. They add up to the padded vocabulary; 0 gives a rank none.",
+            help="Vocabulary rows of each pipeline rank, with --vocab-parallel. balanced: chosen by predicted pass "
+            "times, but equal if that gains less than 1 percent; even: equal; measured:DIR: chosen by the pass times "
+            "that a run wrote to DIR; ROWS,...: one number per pipeline rank (0: no rows), which add up to the padded "
+            "vocabulary.",
         )
         ours.add_argument(
             "--vocab-label-smoothing",
             metavar="ALPHA",
             type=float,
             default=0.0,
-            help="Train towards 1 - ALPHA for the target and ALPHA / (V - 1) for every other token; with "
-            "--vocab-parallel. Evaluation reports the cross entropy.",
+            help="Train with label smoothing: probability 1 - ALPHA for the target and ALPHA / (V - 1) for every other "
+            "token. Needs --vocab-parallel. Evaluation reports the cross entropy without smoothing.",
         )
         ours.add_argument(
             "--vocab-z-loss",
             metavar="COEFFICIENT",
             type=float,
             default=0.0,
-            help="Add COEFFICIENT x (log of the softmax's normaliser) squared to the training loss of every token; "
-            "with --vocab-parallel. 1e-4 is usual. Evaluation reports the cross entropy.",
+            help="Add COEFFICIENT times the squared log of the softmax's normalizer to the training loss of every "
+            "token; 1e-4 is usual. Needs --vocab-parallel. Evaluation reports the cross entropy without this term.",
         )
         ours.add_argument(
             "--pipeline-schedule",
             type=_schedule_name,
             metavar="NAME|FILE",
             default=DEFAULT_SCHEDULE,
-            help=f"Order of the passes on the pipeline ranks: {', '.join(FAMILIES)}, or a file that holds a schedule "
-            "(JSON or CSV of `megatron-vp schedule`, or PyTorch's CSV of compute actions). 1f1b without "
-            "--vocab-parallel is Megatron's own schedule.",
+            help=f"Pipeline schedule: {', '.join(FAMILIES)}, or a schedule file (JSON or CSV from `megatron-vp "
+            "schedule`, or PyTorch's CSV of compute actions). 1f1b without --vocab-parallel and --offload-chunks is "
+            "Megatron's own schedule.",
         )
         ours.add_argument(
             "--activation-limit",
             metavar="X|XGiB",
-            help="With --pipeline-schedule v-flex: the most activations of any rank, in microbatches of all its layers "
-            "or in GiB by the cost model. The shortest schedule found within it is taken.",
+            help="With --pipeline-schedule v-flex: the largest amount of activations that any rank may hold, in "
+            "microbatches (through all its layers) or in GiB as predicted by the cost model. The run uses the shortest "
+            "schedule found within this limit.",
         )
         ours.add_argument(
             "--offload-chunks",
             type=_offload_chunks,
             metavar="N|half|all|auto",
             default="0",
-            help="Chunks of each rank whose activations wait in the host's memory between forward and backward: those "
-            "that live longest. auto: as many as make the job fit, by the cost model. 1f1b with it is ours, too.",
+            help="Number of chunks per rank whose activations are kept in host memory between forward and backward, "
+            "starting with the longest-lived ones. auto: as many as the job needs to fit, by the cost model.",
         )
         ours.add_argument(
             "--core-attention",
             choices=("megatron", "sdpa"),
             default="megatron",
-            help="Attention of Megatron's local layers: its own, which writes all scores to memory, or PyTorch's "
-            "scaled-dot-product attention (flash attention where the device has it).",
+            help="Attention in Megatron's local layers. megatron: Megatron's own, which writes all attention scores to "
+            "memory; sdpa: PyTorch's scaled_dot_product_attention, with flash attention if the device supports it.",
         )
         ours.add_argument(
             "--rank-report",
             metavar="DIR",
-            help="Write each pipeline rank's parameters, microbatches in flight and pass times to DIR; plain runs too.",
+            help="Write each pipeline rank's parameter count, microbatches in flight and pass times to DIR. Also works "
+            "under Megatron's own schedule.",
         )
         ours.add_argument(
             "--log-pipeline-interval",
             metavar="N",
             type=int,
             default=0,
-            help="Write bubble, busy times, the share of the vocabulary passes and the hidden share of the second "
-            "stream to TensorBoard and W&B for every N-th iteration; 0: never. Plain runs too.",
+            help="Every N iterations, log to TensorBoard and W&B: the bubble, the busy times, the vocabulary passes' "
+            "share of them, and the share of the second stream that passes hide; 0: never. Also works under Megatron's "
+            "own schedule.",
         )
         ours.add_argument(
             "--pipeline-trace",
             metavar="DIR",
-            help="Write start and end of every pass and collective to DIR, a Perfetto file for each pipeline rank; "
-            "`megatron-vp trace DIR` merges them.",
+            help="Write the start and end of every pass and collective to DIR, in one Perfetto file for each pipeline "
+            "rank; `megatron-vp trace DIR` merges the files.",
         )
         ours.add_argument(
             "--pipeline-trace-iterations",
@@ -240,14 +247,14 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         said = io.StringIO()
-        with redirect_stdout(said):  # suppress the dump of hundreds of arguments, which would bury the refusal
+        with redirect_stdout(said):  # hold back Megatron's dump of its arguments, which would bury a refusal
             job = settled_job(original, args, defaults or {}, files=True)
         print(said.getvalue(), end="", flush=True)
         settle(job)
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # in a real job, rank 0 has the data and tells the others
+            args.do_train = True  # in a real job, the rank that reads the data tells the others
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
@@ -257,22 +264,22 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron requires it
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron then requires one queue
         return
     if args.distributed_backend != "nccl" or args.rank != 0:
         return
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue: a vocabulary collective that "
-            "waits for its peers, or a copy that waits for another one, blocks all passes issued after it; unset it, "
-            "because only tensor and context parallelism need it",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, so a vocabulary collective that "
+            "waits for its peers, or a copy that waits for another copy, blocks all passes issued after it: unset the "
+            "variable, which only tensor and context parallelism need",
             stacklevel=2,
         )
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:
-    """Write the values of `args` to the run's folder for checkpoints or, without one, for logs. Call it on one rank.
-    Raises UserError.
+    """Write the values of `args` to the --save folder or, without --save, to the --tensorboard-dir folder. Call this on
+    one rank only. Raises UserError.
     """
     folder = args.save or args.tensorboard_dir
     if folder is not None:
@@ -292,13 +299,13 @@ PATCHES = (
     patches.Patch(
         "megatron.training.arguments:add_megatron_arguments",
         with_ours,
-        "adds --config, --vocab-parallel and --pipeline-schedule, and the flags that the platform needs",
+        "adds our options, such as --config and --vocab-parallel, and the flags that the platform needs",
         "(parser)",
     ),
     patches.Patch(
         "megatron.training.arguments:validate_args",
         _with_checks,
-        "refuses combinations that cannot work, checks the input files",
+        "refuses combinations of arguments that cannot work, and checks the input files",
         "(args, defaults={})",
     ),
     patches.Patch(

@@ -1,4 +1,4 @@
-"""Chooses how many chunks to offload under `auto`, and checks that nodes have enough memory for them."""
+"""Chooses the number of chunks for `--offload-chunks auto`, and checks that a node has enough host memory for them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_vp.schedule.request import AUTO
 
 
 def chosen_offload(args: argparse.Namespace) -> str:
-    """The value of --offload-chunks, with the cost model's choice for `auto`. Raises UserError if no number fits, and
-    for a job that the cost model does not cover.
+    """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if the
+    job does not fit with any number of chunks, or if the cost model does not cover it.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -32,11 +32,11 @@ def chosen_offload(args: argparse.Namespace) -> str:
 
 
 def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:
-    """Raise UserError if --offload-chunks needs more memory than a node has; the message gives the largest number that
-    fits.
+    """Raise UserError if --offload-chunks needs more host memory than a node has; the message gives the largest number
+    of chunks that fits.
 
-    Jobs that the cost model does not cover, schedules in files, and replays are not checked. For them, too large a
-    number shows only when the memory is allocated.
+    Jobs that the cost model does not cover, schedule files, and replays are not checked. If such a job needs too much
+    memory, it fails when it allocates the memory.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return
@@ -49,7 +49,9 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """The hardware with this node's number of ranks and memory; unchanged if the job is checked for other nodes."""
+    """Return `hardware` with the number of ranks and the host memory of this node; unchanged if the job is checked for
+    other nodes.
+    """
     if installed.of_nodes is not None:
         return hardware
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

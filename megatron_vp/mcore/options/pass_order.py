@@ -1,5 +1,5 @@
-"""Chooses the costs by which this job's passes are ordered: the predicted times, so that training runs the order that
-`megatron-vp plan` simulates.
+"""Chooses the costs by which this job's passes are ordered. They are the predicted pass times, so that training runs
+the same order that `megatron-vp plan` simulates.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_vp.schedule.flex import shaped
 
 
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
-    """The costs for the layers and rows in `args`, which need not be validated yet.
+    """Return the costs of passes for the layers and rows in `args`, which need not be validated yet.
 
-    An order depends only on the proportions between costs, so options that the cost model does not count are ignored.
-    None if there is nothing to order, or if the cost model refuses the sizes; in the latter case, all ranks order
-    passes by `PassCosts()`.
+    An order depends only on the ratios between costs, so options that the cost model does not count are ignored.
+    Returns None if there is nothing to order, or if the cost model refuses the sizes; in the latter case, all ranks
+    order passes by `PassCosts()`.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -31,14 +31,14 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
-    except UserError:  # reported where it matters, by `choose_rows` or Megatron's own checks
+    except UserError:  # if it matters, `choose_rows` or Megatron's own checks report it
         return None
 
 
 def predicted_plan(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
 ) -> PredictedJob:
-    """The inputs of a prediction for the layers and rows in `args`. Raises UserError like `Prediction.job`."""
+    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError like `Prediction.job`."""
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
     layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
@@ -49,17 +49,18 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """Fit a flexible schedule to --activation-limit: return the settings with it, and write its shape into `args`.
+    """Search for a schedule within --activation-limit; return the settings with it, and write its shape into `args`.
 
-    The search runs only here, and all schedules that are generated later use the shape that it found. Raises UserError
-    for a limit that cannot be kept, and for a job whose sizes are unknown.
+    The search runs only here: all schedules that are generated later use the shape that it found. Raises UserError for
+    a limit that no schedule meets, and for a job whose sizes are unknown.
     """
     if args.activation_limit is None:
         return settings
     if not settings.family.bases:
         raise UserError(
             f"--activation-limit {args.activation_limit} with --pipeline-schedule {args.pipeline_schedule} has no "
-            "effect, because its memory is fixed: use --pipeline-schedule v-flex, or leave the limit out"
+            "effect, because the memory of that schedule is fixed: use --pipeline-schedule v-flex, or leave "
+            "--activation-limit out"
         )
     job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
     shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
@@ -68,8 +69,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """The number of layers by virtual stage, distributed as in Megatron, if options give the first or last rank a
-    different number or one less for a vocabulary layer. None without such options.
+    """Return the number of layers of each virtual stage, divided as in Megatron, if options give the first or last rank
+    a different number of layers, or one layer fewer because it holds a vocabulary layer. None without such options.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

@@ -24,24 +24,24 @@ from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
-"""The GPU that the cost model assumes if it does not know the actual one. The proportions between passes differ little
-between GPUs.
+"""The GPU that the cost model assumes if it does not know the actual one. The order of passes depends only on the
+ratios of pass times, which differ little between GPUs.
 """
 
 
 class PredictedJob(NamedTuple):
-    """The inputs of a prediction."""
+    """The cost model's inputs for one job."""
 
     job: Job
     plan: Plan
-    """The plan that follows from the user's arguments, without layers and rows that training chooses."""
+    """The plan that the user's arguments describe, without the layers and rows that training chooses."""
     hardware: Hardware
 
 
 class Prediction:
-    """Makes the inputs of a prediction from a job's arguments, which are parsed but need not be validated yet.
+    """Turns a job's arguments into the cost model's inputs. The arguments are parsed, but need not be validated yet.
 
-    `typed`: the command line from which they were parsed; by default that of this process.
+    `typed`: the words from which the arguments were parsed; by default, the words of this process.
     """
 
     def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
@@ -55,10 +55,10 @@ class Prediction:
         return padded_vocabulary(self._args)
 
     def job(self, in_proportion: bool = False) -> PredictedJob:
-        """The sizes of this job, its plan, and the hardware of this rank.
+        """Return the sizes of this job, its plan, and the hardware of this rank.
 
-        Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the
-        proportions between passes matter, and parts that the cost model does not cover are ignored.
+        Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the ratios
+        between pass times matter, so options that the cost model does not cover are ignored.
         """
         config = self._config()
         unknown = uncounted(config)
@@ -68,10 +68,10 @@ class Prediction:
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 
     def _config(self) -> JobConfig:
-        """The job's configuration as all commands read it, with the sizes that a checkpoint may have replaced. Raises
-        UserError.
+        """Return the job's configuration as all commands read it, but with the sizes in the arguments, which a
+        checkpoint may have replaced. Raises UserError.
 
-        For a replay this is the whole job, so that the replayed rank gets the same rows and order as in the job.
+        A replay uses the configuration of the whole job, so that the replayed rank gets the same rows and order.
         """
         args = self._args
         if self.vocabulary is None:
@@ -86,7 +86,7 @@ class Prediction:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """The cost model's hardware for this rank's device: the GPU of this name, or else a typical GPU or a CPU core."""
+    """Return the cost model's hardware for this rank's device: a CPU core, the GPU of the same name, or UNKNOWN_GPU."""
     if installed.of_nodes is not None or replay().meter is not None:  # the job runs elsewhere
         return HARDWARE[UNKNOWN_GPU]
     # During Megatron's startup on a CPU, torch reports that CUDA is available.

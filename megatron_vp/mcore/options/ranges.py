@@ -1,6 +1,6 @@
 """Checks the ranges of Megatron's sizes, intervals and rates.
 
-Megatron does not check them. A zero or a negative number either passes unnoticed or later causes a division error, an
+Megatron does not check them. A zero or a negative number either goes unnoticed, or later causes a division by zero, an
 empty tensor or a PyTorch error on every rank.
 """
 
@@ -33,18 +33,18 @@ FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dr
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Check the numbers in parsed arguments, before anything is derived from them. Raises a UserError that lists all
-    that are out of range.
+    """Check the numbers in parsed arguments, before anything is derived from them. Raises a UserError that lists every
+    number out of range.
     """
     refused = []
     for names, fits, allowed in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (AT_LEAST_ZERO, lambda value: 0 <= value < float("inf"), "a number of at least 0"),
-        (FROM_ZERO_BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
+        (AT_LEAST_ZERO, lambda value: 0 <= value < float("inf"), "a finite number of at least 0"),
+        (FROM_ZERO_BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     ):
         for name in names:
             value = getattr(args, name, None)
             if isinstance(value, int | float) and not fits(value):  # None is left to Megatron
-                refused.append(f"--{name.replace('_', '-')} {value} cannot work: it has to be {allowed}")
+                refused.append(f"--{name.replace('_', '-')} {value} is out of range: use {allowed}")
     if refused:
         raise Refused(refused)

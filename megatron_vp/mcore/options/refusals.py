@@ -31,12 +31,12 @@ def _keeps_layers(a: argparse.Namespace) -> bool:
 
 
 def _delays_weights(a: argparse.Namespace) -> bool:
-    """Whether Transformer Engine's layers leave weight gradients to passes of their own."""
+    """Whether pass W computes the weight gradients of Transformer Engine's layers."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
 def _shifts_layers(a: argparse.Namespace) -> bool:
-    """Whether options give the first or last stage a number of layers that differs from that of the others."""
+    """Whether options give the first or last stage a different number of layers than the other stages."""
     ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
     accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
     return accounted or any(count is not None for count in ends)
@@ -48,48 +48,48 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
 
 
 def _dense_ranks(a: argparse.Namespace) -> int:
-    """The number of ranks that share a layer, apart from its experts, and the tokens of a sequence."""
+    """Tensor times context parallelism: the number of ranks that share a layer, not counting its experts."""
     return a.tensor_model_parallel_size * a.context_parallel_size
 
 
 def _expert_ranks(a: argparse.Namespace) -> int:
-    """The number of ranks that share the experts of a layer."""
+    """Expert times expert tensor parallelism: the number of ranks that share a layer's experts."""
     return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
-"""The flags that select one of our schedules; messages name the given flag for {our_schedule}."""
+"""The flags that select one of our schedules. In a message, the given flag replaces {our_schedule}."""
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")
 """Optimizers that update every weight element by element. All others come from the package emerging-optimizers."""
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
-"""Optimizers with which Megatron updates the vocabulary layers element by element, by Adam or Lion, so that a shard
-gets the same update as its rows in the whole layer. Adaptive Muon would qualify, but in Megatron 0.19 it fails in its
-first step.
+"""Optimizers with which Megatron updates the vocabulary layers element by element (with Adam, SGD or Lion), so that a
+shard is updated exactly like the same rows of a whole layer. Adaptive Muon is not listed, because it fails in its first
+step in Megatron 0.19.
 """
 
-# {names} are filled from the arguments.
+# In a message, the value of an argument replaces the argument's {name}.
 REFUSALS = (
     Refusal(
         lambda a: a.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and a.vocab_size is None,
-        "--tokenizer-type {tokenizer_type} has no vocabulary of its own: use it with --vocab-size",
+        "--tokenizer-type {tokenizer_type} has no vocabulary of its own: add --vocab-size with the number of tokens",
     ),
     Refusal(
         lambda a: a.eval_interval is None and not a.full_validation and not a.skip_train,
-        "without --eval-interval Megatron cannot compute how many samples evaluation takes: use it with the number of "
-        "iterations between two evaluations, or set --eval-iters 0 to skip evaluation",
+        "--eval-interval is missing, so Megatron cannot compute how many samples evaluation uses: set it to the number "
+        "of iterations between two evaluations (with --eval-iters 0, Megatron skips the evaluations)",
     ),
     *LENGTH_REFUSALS,
     Refusal(
         lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1),
-        "--num-attention-heads {num_attention_heads} cannot share --num-query-groups {num_query_groups}: use a number "
-        "of groups that divides the heads",
+        "--num-attention-heads {num_attention_heads} is not divisible by --num-query-groups {num_query_groups}: use a "
+        "number of groups that divides the number of heads",
     ),
     Refusal(
         lambda a: VocabMethod.NONE not in run_settings(a).family.methods and not a.vocab_parallel,
-        "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: use "
-        "it with --vocab-parallel, or use 1f1b",
+        "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: add "
+        "--vocab-parallel, or use --pipeline-schedule 1f1b",
     ),
     *FILE_REFUSALS,
     *OFFLOAD_REFUSALS,
@@ -104,13 +104,13 @@ REFUSALS = (
             _keeps_layers(a) and run_settings(a).last_stage_elsewhere and not a.untie_embeddings_and_output_weights
         ),
         "--pipeline-schedule {pipeline_schedule} with tied embeddings and without --vocab-parallel is not supported: "
-        "the weight would belong to both chunks of the first rank; add --vocab-parallel or "
+        "both chunks of the first rank would hold the tied weight; add --vocab-parallel or "
         "--untie-embeddings-and-output-weights, or use zb-h1",
     ),
     Refusal(
         lambda a: _keeps_layers(a) and run_settings(a).last_stage_elsewhere and a.mtp_num_layers,
         "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers and without --vocab-parallel is not supported: "
-        "the first rank would hold both its own word embedding and the prediction heads' copy; add "
+        "the first rank would hold both its own word embedding and the copy for the prediction heads; add "
         "--vocab-parallel, or use zb-h1 or interleaved",
     ),
     *(
@@ -123,15 +123,15 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: run_settings(a).splits_backward and a.transformer_impl not in ("local", "transformer_engine"),
-        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported: weight "
-        "gradients are split off Transformer Engine's and Megatron's local layers; use --transformer-impl "
-        "transformer_engine or local, or use 1f1b",
+        "--pipeline-schedule {pipeline_schedule} with --transformer-impl {transformer_impl} is not supported: pass W "
+        "can compute weight gradients only for Transformer Engine's layers and Megatron's local layers; use "
+        "--transformer-impl transformer_engine or local, or use 1f1b",
     ),
     Refusal(
         lambda a: _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
         f"--pipeline-schedule {{pipeline_schedule}} needs Transformer Engine {MINIMUM_VERSION} or newer, whose layers "
-        "can leave weight gradients to pass W, but {transformer_engine_version} is installed: update it, add "
-        "--transformer-impl local, or use 1f1b",
+        "can delay weight gradients until pass W, but {transformer_engine_version} is installed: update Transformer "
+        "Engine, add --transformer-impl local, or use 1f1b",
     ),
     *(
         Refusal(
@@ -152,8 +152,8 @@ REFUSALS = (
             ),
             (
                 "--use-grouped-gemm-for-shared-expert",
-                "pass W takes weight gradients from Transformer Engine's modules, and this is a fused operation, which "
-                "delays them in a queue of another kind, or before 2.14 not at all",
+                "pass W cannot compute the shared expert's weight gradients, because Transformer Engine's fused "
+                "operation puts them into a different kind of queue or, before version 2.14, never delays them",
                 lambda a: a.use_grouped_gemm_for_shared_expert,
             ),
         )
@@ -161,24 +161,24 @@ REFUSALS = (
     Refusal(
         lambda a: _delays_weights(a) and (a.moe_single_grouped_weight or a.moe_single_grouped_bias),
         "--pipeline-schedule {pipeline_schedule} with --moe-single-grouped-weight or --moe-single-grouped-bias is not "
-        "supported: weight gradients can be delayed only if each expert has its own parameters; leave them out, or use "
-        "1f1b",
+        "supported: weight gradients can be delayed only if each expert has its own parameters; leave these options "
+        "out, or use 1f1b",
     ),
     Refusal(
         lambda a: (a.fp8 or a.fp4) and a.transformer_impl == "local",
         "--fp8-format or --fp4-format with --transformer-impl local has no effect: Megatron's local layers compute in "
-        "the model's dtype; leave it out, or use Transformer Engine's layers",
+        "the model's dtype; leave the format out, or use --transformer-impl transformer_engine",
     ),
     Refusal(
         lambda a: (a.fp8_param_gather or a.fp4_param_gather) and not (a.bf16 or a.fp16),
         "--fp8-param-gather or --fp4-param-gather without --bf16 or --fp16 cannot train: Transformer Engine's "
-        "optimizer takes such weights only with master weights; use it with --bf16",
+        "optimizer supports fp8 and fp4 weights only together with master weights; add --bf16",
     ),
     Refusal(
         cannot_resume,
         "--fp8-recipe delayed cannot resume from a checkpoint: Transformer Engine {transformer_engine_version} loads "
-        f"its scales only with {UNSAFE_STATE}=1; set it on every rank, if you trust the checkpoints, or use another "
-        "--fp8-recipe",
+        f"the scaling factors only if {UNSAFE_STATE}=1 is set; set it on every rank if you trust the checkpoints, or "
+        "use another --fp8-recipe",
     ),
     Refusal(
         lambda a: (
@@ -187,14 +187,14 @@ REFUSALS = (
             and a.gradient_accumulation_fusion
             and a.transformer_impl != "local"
         ),
-        "--mtp-use-repeated-layer with fused accumulation of weight gradients loses gradients: in the first microbatch "
-        "Transformer Engine's layer overwrites the gradients that its other uses added; add "
-        "--no-gradient-accumulation-fusion",
+        "--mtp-use-repeated-layer with fused accumulation of weight gradients loses gradients: in the first "
+        "microbatch, each use of Transformer Engine's layer overwrites the gradients that its other uses have added; "
+        "add --no-gradient-accumulation-fusion",
     ),
     Refusal(
         lambda a: a.defer_embedding_wgrad_compute and not installed().apex_accumulation,
-        "--defer-embedding-wgrad-compute needs Apex's fused_weight_gradient_mlp_cuda, which is not installed: leave it "
-        "out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
+        "--defer-embedding-wgrad-compute needs Apex's fused_weight_gradient_mlp_cuda, which is not installed: leave "
+        "the option out, or build Apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1",
     ),
     Refusal(
         lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in words().options,
@@ -216,14 +216,15 @@ REFUSALS = (
             and a.virtual_pipeline_model_parallel_size is not None
             and run_settings(a).family.chunks == 1
         ),
-        "--pipeline-schedule {pipeline_schedule} has one chunk per rank: use --pipeline-schedule interleaved for "
-        "virtual pipeline stages, or leave them out (--num-layers-per-virtual-pipeline-stage, "
-        "--num-virtual-stages-per-pipeline-rank, layouts with more segments than ranks)",
+        "--pipeline-schedule {pipeline_schedule} has one chunk per rank, but this job asks for more: use "
+        "--pipeline-schedule interleaved, or leave out the options that create virtual pipeline stages "
+        "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, or a layout with more "
+        "segments than ranks)",
     ),
     Refusal(
         lambda a: run_settings(a).family.chunks is None and (a.virtual_pipeline_model_parallel_size or 1) < 2,
-        "--pipeline-schedule {pipeline_schedule} needs several chunks: use it with "
-        "--num-virtual-stages-per-pipeline-rank 2, or with a hybrid model whose --hybrid-layer-pattern has two or "
+        "--pipeline-schedule {pipeline_schedule} needs at least two chunks per rank: add "
+        "--num-virtual-stages-per-pipeline-rank 2 or, for a hybrid model, use a --hybrid-layer-pattern with two or "
         "more segments per rank",
     ),
     Refusal(
@@ -232,16 +233,17 @@ REFUSALS = (
             and _evenly_cut(a)
             and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
         ),
-        "--num-layers {num_layers} cannot be cut evenly for --pipeline-model-parallel-size "
+        "--num-layers {num_layers} cannot be divided evenly for --pipeline-model-parallel-size "
         "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks per rank: use a multiple of "
-        "their product, or say with --pipeline-model-parallel-layout which stage holds what",
+        "their product, or assign the layers to stages with --pipeline-model-parallel-layout",
     ),
     Refusal(
         lambda a: run_settings(a).places_chunks and _shifts_layers(a),
         "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
-        "both are on the first rank; use --pipeline-model-parallel-layout with two segments per rank",
+        "shape, the first rank holds both of these stages; use --pipeline-model-parallel-layout with two segments per "
+        "rank",
     ),
     Refusal(
         lambda a: (
@@ -249,14 +251,14 @@ REFUSALS = (
             and a.virtual_pipeline_model_parallel_size != run_settings(a).family.chunks
         ),
         "--pipeline-schedule {pipeline_schedule} has {own_chunks} chunks per rank: leave "
-        "--pipeline-model-parallel-layout out, or give it (of a hybrid model, --hybrid-layer-pattern) "
-        "{own_chunks} segments per rank",
+        "--pipeline-model-parallel-layout out, or give it {own_chunks} segments per rank (for a hybrid model, do so in "
+        "--hybrid-layer-pattern)",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.hybrid_layer_pattern and run_settings(a).last_stage_elsewhere,
         "--pipeline-schedule {pipeline_schedule} with a hybrid model that has several prediction heads is not "
-        "supported: Megatron builds the heads on the last rank, but a V shape ends on the first; use 1f1b, "
-        "interleaved, zb-h1 or interlaced",
+        "supported: Megatron builds the heads on the last rank, but the last stage of a V shape is on the first rank; "
+        "use 1f1b, interleaved, zb-h1 or interlaced",
     ),
     Refusal(
         lambda a: (
@@ -264,40 +266,40 @@ REFUSALS = (
             and a.mtp_num_layers
             and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
         ),
-        "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers needs the heads' layers on the last stage: use "
-        "a --pipeline-model-parallel-layout with every m in its last segment, or leave it out",
+        "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers needs all MTP layers on the last stage: put "
+        "every m of --pipeline-model-parallel-layout into its last segment, or leave the layout out",
     ),
     Refusal(
         lambda a: (
             a.vocab_parallel and a.mtp_num_layers and a.hybrid_layer_pattern and "/" not in a.hybrid_layer_pattern
         ),
         "--vocab-parallel with --mtp-num-layers and a --hybrid-layer-pattern without heads is not supported: Megatron "
-        "then builds no prediction heads; write the layers of each head after its own slash (*-|*-/*-), or leave "
-        "--mtp-num-layers out",
+        "builds no prediction heads from such a pattern; append a slash and the layers of each head (*-|*-/*-), or "
+        "leave --mtp-num-layers out",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.mtp_num_layers and a.mtp_detach_heads,
-        "--vocab-parallel with --mtp-detach-heads is not supported: all prediction heads train the output layer; "
-        "leave it out",
+        "--vocab-parallel with --mtp-detach-heads is not supported: every prediction head trains the sharded output "
+        "layer; leave --mtp-detach-heads out",
     ),
     Refusal(
         lambda a: a.mtp_num_layers and a.vocab_label_smoothing,
-        "--vocab-label-smoothing with --mtp-num-layers is not supported: whether a prediction is accepted is computed "
-        "without label smoothing; leave one of them out",
+        "--vocab-label-smoothing with --mtp-num-layers is not supported: with label smoothing, the acceptance rate of "
+        "the prediction heads cannot be computed; leave one of the two options out",
     ),
     Refusal(
         lambda a: (
             a.distributed_backend == "gloo" and a.num_distributed_optimizer_instances > 1 and a.overlap_grad_reduce
         ),
         "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} with --overlap-grad-reduce and "
-        "--distributed-backend gloo is not supported: Megatron orders the two reductions with a CUDA stream, and "
-        "gradients are wrong without one; leave --overlap-grad-reduce out",
+        "--distributed-backend gloo is not supported: Megatron orders the two gradient reductions with a CUDA stream, "
+        "without which gradients are wrong; leave --overlap-grad-reduce out",
     ),
     Refusal(
         lambda a: run_settings(a).last_stage_elsewhere and a.reset_attention_mask,
-        "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron hands masks to "
-        "the first and to the last rank, and a V's last stage is on the first; use 1f1b, interleaved, zb-h1 or "
-        "interlaced",
+        "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron gives masks to "
+        "the first and the last rank, but the last stage of a V shape is on the first rank; use 1f1b, interleaved, "
+        "zb-h1 or interlaced",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.init_model_with_meta_device,
@@ -306,14 +308,15 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_format == "torch" and a.save,
-        "{our_schedule} with --ckpt-format torch is not supported: it saves what each rank holds, which only the "
+        "{our_schedule} with --ckpt-format torch is not supported: this format has one file per rank, which only the "
         "same schedule on the same number of ranks can load; use --ckpt-format torch_dist, which every run can "
         "load, or leave --save out",
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_convert_format == "torch",
-        "{our_schedule} with --ckpt-convert-format torch is not supported: it saves what each rank holds, which only "
-        "the same schedule on the same number of ranks can load; use a plain run to convert it",
+        "{our_schedule} with --ckpt-convert-format torch is not supported: this format has one file per rank, which "
+        "only the same schedule on the same number of ranks can load; convert the checkpoint in a run without "
+        "--vocab-parallel and --pipeline-schedule",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,
@@ -323,35 +326,36 @@ REFUSALS = (
     Refusal(
         lambda a: (a.vocab_label_smoothing or a.vocab_z_loss) and not a.vocab_parallel,
         "--vocab-label-smoothing and --vocab-z-loss need --vocab-parallel: Megatron's own loss has neither; add "
-        "--vocab-parallel with --pipeline-model-parallel-size 2 or more, or leave them out",
+        "--vocab-parallel with --pipeline-model-parallel-size 2 or more, or leave both out",
     ),
     Refusal(
         lambda a: not 0 <= a.vocab_label_smoothing < 1,
-        "--vocab-label-smoothing {vocab_label_smoothing} is not in [0, 1): use the probability that the other tokens "
-        "share, 0.1 for example",
+        "--vocab-label-smoothing {vocab_label_smoothing} is not in [0, 1): use the total probability of all tokens "
+        "other than the target, such as 0.1",
     ),
     Refusal(
         lambda a: not 0 <= a.vocab_z_loss < math.inf,
-        "--vocab-z-loss {vocab_z_loss} is not a positive number: use a small one, 1e-4 for example",
+        "--vocab-z-loss {vocab_z_loss} is not a valid coefficient: use a small positive number, such as 1e-4",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.optimizer not in STEPS_VOCABULARY_SO,
-        "--vocab-parallel with --optimizer {optimizer} is not tested on vocabulary shards: use --optimizer "
-        f"{', '.join(STEPS_VOCABULARY_SO[:-1])} or {STEPS_VOCABULARY_SO[-1]}",
+        "--vocab-parallel with --optimizer {optimizer} is not supported: this optimizer was not tested on vocabulary "
+        f"shards; use --optimizer {', '.join(STEPS_VOCABULARY_SO[:-1])} or {STEPS_VOCABULARY_SO[-1]}",
     ),
     Refusal(
         lambda a: a.optimizer not in ELEMENT_BY_ELEMENT and not installed().emerging_optimizers,
-        "--optimizer {optimizer} cannot work: it comes with the package emerging-optimizers, which is missing here; "
-        "pip install emerging-optimizers, or use --optimizer adam",
+        "--optimizer {optimizer} needs the package emerging-optimizers, which is not installed: run `pip install "
+        "emerging-optimizers`, or use --optimizer adam",
     ),
     Refusal(
         lambda a: a.optimizer not in ELEMENT_BY_ELEMENT and a.fp16,
-        "--optimizer {optimizer} with --fp16 cannot train: Megatron does not scale losses for it; use --bf16",
+        "--optimizer {optimizer} with --fp16 cannot train: Megatron does not scale the loss for this optimizer; use "
+        "--bf16",
     ),
     Refusal(
         lambda a: a.use_layer_wise_distributed_optimizer and not (a.bf16 or a.fp16),
         "--optimizer {optimizer} with --use-distributed-optimizer and without --bf16 cannot train: Megatron's "
-        "layer-wise optimizer supports only 16-bit weights with master weights; use --bf16, or leave "
+        "layer-wise optimizer supports only 16-bit weights with master weights; add --bf16, or leave "
         "--use-distributed-optimizer out",
     ),
     Refusal(
@@ -361,7 +365,7 @@ REFUSALS = (
         ),
         "--optimizer {optimizer} with --use-distributed-optimizer and --num-distributed-optimizer-instances or "
         "--overlap-param-gather-with-optimizer-step cannot work: Megatron's layer-wise optimizer supports neither of "
-        "the two; leave both out",
+        "the last two options; leave both out",
     ),
     Refusal(
         lambda a: (
@@ -381,14 +385,15 @@ REFUSALS = (
             and a.hybrid_layer_pattern is None
         ),
         "--multi-latent-attention with --transformer-impl local and --core-attention megatron cannot work: Megatron's "
-        "local attention takes keys and values of one size; use --core-attention sdpa, or Transformer Engine's layers",
+        "local attention requires keys and values of the same size; use --core-attention sdpa, or --transformer-impl "
+        "transformer_engine",
     ),
     Refusal(
         lambda a: (
             a.multi_latent_attention and a.transformer_impl == "local" and a.qk_layernorm and a.q_lora_rank is None
         ),
         "--qk-layernorm and --multi-latent-attention without --q-lora-rank cannot work with --transformer-impl local: "
-        "Megatron's local layers normalize only compressed queries; use --q-lora-rank, or leave --qk-layernorm out",
+        "Megatron's local layers normalize only compressed queries; add --q-lora-rank, or leave --qk-layernorm out",
     ),
     Refusal(
         lambda a: (
@@ -397,23 +402,24 @@ REFUSALS = (
             and (a.normalization != "LayerNorm" or not installed().apex)
         ),
         "--apply-layernorm-1p with --transformer-impl local and --normalization {normalization} cannot work: among "
-        "the norms of Megatron's local layers, only Apex's LayerNorm supports zero-centered weights; leave it out, "
-        "or use Transformer Engine's layers",
+        "the norms of Megatron's local layers, only Apex's LayerNorm supports zero-centered weights; leave "
+        "--apply-layernorm-1p out, or use --transformer-impl transformer_engine",
     ),
     Refusal(
         lambda a: a.num_distributed_optimizer_instances > 1 and not installed().einops,
-        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} cannot work: Megatron groups the "
-        "instances with the package einops, which is missing here; pip install einops, or leave it out",
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} needs the package einops, which "
+        "is not installed: run `pip install einops`, or leave the option out",
     ),
     Refusal(
         lambda a: a.use_tp_pp_dp_mapping and a.pipeline_model_parallel_size > 1 and _expert_ranks(a) != _dense_ranks(a),
         "--use-tp-pp-dp-mapping cannot work: with --pipeline-model-parallel-size {pipeline_model_parallel_size}, "
-        "Megatron needs tensor times context parallelism to equal expert times expert tensor parallelism; leave it out",
+        "Megatron needs tensor times context parallelism to equal expert times expert tensor parallelism; leave the "
+        "option out",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.transformer_impl != "local",
         "--core-attention sdpa with --transformer-impl {transformer_impl} has no effect: Transformer Engine's layers "
-        "have their own attention; leave one of them out",
+        "have their own attention; leave one of the two options out",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and (a.softmax_type != "vanilla" or a.window_size is not None),
@@ -428,11 +434,11 @@ REFUSALS = (
     Refusal(
         lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not (a.sequence_parallel or a.skip_train),
         "--num-experts with --tensor-model-parallel-size {tensor_model_parallel_size} and without --sequence-parallel "
-        "cannot train: Megatron's experts fail in their first forward; use --sequence-parallel",
+        "cannot train: Megatron's experts fail in their first forward pass; add --sequence-parallel",
     ),
     Refusal(
         lambda a: a.init_method_xavier_uniform,
-        "--init-method-xavier-uniform cannot work: Megatron passes on an argument that its own configuration "
+        "--init-method-xavier-uniform cannot work: Megatron sets a field for it that its own configuration class "
         "does not accept; use --init-method-std",
     ),
     Refusal(
@@ -454,7 +460,7 @@ REFUSALS = (
     Refusal(
         lambda a: a.validation_set_names and not a.multiple_validation_sets,
         "--validation-set-names cannot work without --multiple-validation-sets: Megatron fails in the first "
-        "evaluation; add --full-validation and --multiple-validation-sets, or leave it out",
+        "evaluation; add --full-validation and --multiple-validation-sets, or leave --validation-set-names out",
     ),
     Refusal(
         lambda a: not a.pad_vocab_size and a.padded_vocab_size is None,
@@ -463,8 +469,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.log_pipeline_interval and not (a.tensorboard_dir or a.wandb_project),
-        "--log-pipeline-interval {log_pipeline_interval} has no destination: use it with --tensorboard-dir or "
-        "--wandb-project",
+        "--log-pipeline-interval {log_pipeline_interval} without --tensorboard-dir or --wandb-project has no effect: "
+        "add one of the two",
     ),
     Refusal(
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
@@ -474,7 +480,7 @@ REFUSALS = (
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Raise UserError for all combinations in REFUSALS that `args` (validated by Megatron) ask for."""
+    """Raise one UserError that lists every combination in REFUSALS that the validated arguments contain."""
     reasons = Reasons()
     asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
     for refusal in REFUSALS:

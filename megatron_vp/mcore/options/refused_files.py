@@ -1,4 +1,4 @@
-"""Refusals of schedule files, and of jobs that do not match their schedule file."""
+"""Refusals of schedule files that cannot be run, and of jobs that do not match their schedule file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _microbatches(a: argparse.Namespace) -> int:
 
 
 def _starts_late(schedule: Schedule) -> bool:
-    """Whether the first weight gradient of some chunk is not that of microbatch 0."""
+    """Whether some chunk computes a weight gradient of another microbatch before that of microbatch 0."""
     gives = {PassKind.W} if schedule.split_backward else {PassKind.B}
     for order in schedule.ranks:
         seen: set[int] = set()
@@ -41,44 +41,44 @@ FILE_REFUSALS = (
     Refusal(
         lambda a: (file := _fixed(a)) and a.vocab_parallel and file.vocab is VocabMethod.NONE,
         "--pipeline-schedule {pipeline_schedule} has no vocabulary passes: leave --vocab-parallel out, or write a "
-        "schedule that has them (megatron-vp schedule NAME --vocab vocab-2 --format json)",
+        "schedule file with vocabulary passes (megatron-vp schedule NAME --vocab vocab-2 --format json)",
     ),
     Refusal(
         lambda a: _fixed(a) and a.offload_chunks != "0",
         "--pipeline-schedule {pipeline_schedule} with --offload-chunks {offload_chunks} is not supported: the schedule "
-        "file decides which chunks are offloaded; leave --offload-chunks out, or write a schedule that has it "
-        "(megatron-vp schedule NAME --offload-chunks {offload_chunks} --format json)",
+        "file decides which chunks are offloaded; leave --offload-chunks out, or write a schedule file that offloads "
+        "them (megatron-vp schedule NAME --offload-chunks {offload_chunks} --format json)",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab != a.vocab_parallel_algorithm,
-        "--pipeline-schedule {pipeline_schedule} has the passes of {file_method}, and --vocab-parallel-algorithm is "
-        "{vocab_parallel_algorithm}: use --vocab-parallel-algorithm {file_method}",
+        "--pipeline-schedule {pipeline_schedule} has the vocabulary passes of {file_method}, but "
+        "--vocab-parallel-algorithm is {vocab_parallel_algorithm}: use --vocab-parallel-algorithm {file_method}",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.pipeline_size != a.pipeline_model_parallel_size,
-        "--pipeline-schedule {pipeline_schedule} has {file_ranks} ranks, and --pipeline-model-parallel-size is "
+        "--pipeline-schedule {pipeline_schedule} has {file_ranks} ranks, but --pipeline-model-parallel-size is "
         "{pipeline_model_parallel_size}: use --pipeline-model-parallel-size {file_ranks}",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.vocab.is_sharded and file.vocab_ranks != _holders(a),
-        "--pipeline-schedule {pipeline_schedule} has vocabulary passes on ranks {file_holders}, and vocabulary rows "
-        "are on ranks {row_holders}: use --vocab-shards with rows only on ranks {file_holders}",
+        "--pipeline-schedule {pipeline_schedule} has vocabulary passes on ranks {file_holders}, but vocabulary rows "
+        "are on ranks {row_holders}: use --vocab-shards with rows on ranks {file_holders} only",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
-        "--pipeline-schedule {pipeline_schedule} has no backward passes and cannot train: use a file that has them, or "
-        "only evaluate, with --skip-train",
+        "--pipeline-schedule {pipeline_schedule} has no backward passes, so it cannot train: use a schedule file with "
+        "backward passes, or add --skip-train to evaluate only",
     ),
     Refusal(
         lambda a: _fixed(a) and (a.step_batch_size_schedule or a.rampup_batch_size),
         "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule or --rampup-batch-size is not "
-        "supported: the batch grows, but a file has a fixed number of microbatches; leave these options out, "
-        "or name a schedule instead of a file",
+        "supported: the batch grows, but a schedule file has a fixed number of microbatches; leave these options out, "
+        "or use a named schedule instead of a file",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),
-        "--pipeline-schedule {pipeline_schedule} has {file_microbatches} microbatches, and the job has {microbatches}: "
-        "use a --global-batch-size of {file_microbatches} microbatches on each of its replicas",
+        "--pipeline-schedule {pipeline_schedule} has {file_microbatches} microbatches, but the job has {microbatches}: "
+        "use a --global-batch-size that gives every data-parallel replica {file_microbatches} microbatches",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.placement.stage_of[0][0],
@@ -91,7 +91,7 @@ FILE_REFUSALS = (
             and not (a.vocab_parallel and not a.mtp_num_layers)
             and file.placement.chunk_of(file.placement.stages - 1) + 1 != file.chunks
         ),
-        "--pipeline-schedule {pipeline_schedule} does not place the last stage in its rank's last chunk, as is "
+        "--pipeline-schedule {pipeline_schedule} does not place the last stage in the last chunk of a rank, as is "
         "required without --vocab-parallel or with --mtp-num-layers: use a placement that does",
     ),
     Refusal(
@@ -101,15 +101,15 @@ FILE_REFUSALS = (
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and _starts_late(file),
-        "--pipeline-schedule {pipeline_schedule} is not supported: the first weight gradient of each chunk must be "
-        "microbatch 0's, which starts the sum; use an order in which it comes first",
+        "--pipeline-schedule {pipeline_schedule} is not supported: in every chunk, the weight gradient of microbatch 0 "
+        "must be computed first, because it initializes the sum; use an order in which it comes first",
     ),
 )
 """The refusals, in the order of the checks."""
 
 
 def file_words(args: argparse.Namespace) -> dict[str, object]:
-    """The values of the file and the job that messages mention; empty without a schedule file."""
+    """Return the values of the schedule file and the job that fill the messages; empty without a schedule file."""
     file = _fixed(args)
     if file is None:
         return {}

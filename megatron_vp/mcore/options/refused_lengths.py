@@ -28,17 +28,17 @@ def _scales_loss(a: argparse.Namespace) -> bool:
 LENGTH_REFUSALS = (
     Refusal(
         lambda a: not _has_end(a) and not a.skip_train,
-        "a run without --train-iters and without --train-samples has no end: use one of them",
+        "--train-iters and --train-samples are both missing, so training would have no end: add one of them",
     ),
     Refusal(
         lambda a: _anneals(a) and learning_course(a)["lr_decay_steps"] <= 0,
-        "the learning rate would decay over no iterations: leave --lr-decay-iters (--lr-decay-samples) out, or use at "
-        "least 1",
+        "the learning rate would decay over 0 iterations: leave --lr-decay-iters (or --lr-decay-samples) out, or set "
+        "it to at least 1",
     ),
     Refusal(
         lambda a: _anneals(a) and learning_course(a)["lr_warmup_steps"] >= (learning_course(a)["lr_decay_steps"] or 1),
-        "the warm-up of the learning rate would outlast its decay (both begin with the run): use a shorter "
-        "--lr-warmup-iters (--lr-warmup-samples, --lr-warmup-fraction below 1), or a longer --train-iters or "
+        "the learning rate's warm-up would last at least as long as its decay (both start with the run): reduce "
+        "--lr-warmup-iters (or --lr-warmup-samples, or --lr-warmup-fraction to below 1), or increase --train-iters or "
         "--lr-decay-iters",
     ),
     Refusal(
@@ -47,17 +47,17 @@ LENGTH_REFUSALS = (
             and a.lr_decay_style == "WSD"
             and (a.lr_wsd_decay_iters if a.train_iters else a.lr_wsd_decay_samples) is None
         ),
-        "--lr-decay-style WSD needs the length of the decay: use it with --lr-wsd-decay-iters, or with "
-        "--lr-wsd-decay-samples if the length of the run is given in samples",
+        "--lr-decay-style WSD needs the length of the decay: add --lr-wsd-decay-iters, or --lr-wsd-decay-samples if "
+        "the length of the run is given in samples",
     ),
     Refusal(
         lambda a: _anneals(a) and a.lr is not None and a.lr_warmup_init > a.lr,
-        "--lr-warmup-init {lr_warmup_init} is more than --lr {lr}: use a rate that the warm-up can rise from",
+        "--lr-warmup-init {lr_warmup_init} is larger than --lr {lr}: use an initial learning rate of at most --lr",
     ),
     Refusal(
         lambda a: _anneals(a) and not 0 <= a.start_weight_decay <= a.end_weight_decay,
-        "--start-weight-decay {start_weight_decay} and --end-weight-decay {end_weight_decay} cannot work: use numbers "
-        "of at least 0, the first no larger than the second",
+        "--start-weight-decay {start_weight_decay} and --end-weight-decay {end_weight_decay} cannot work: Megatron "
+        "needs 0 <= start <= end; change one of them",
     ),
     Refusal(
         lambda a: a.override_opt_param_scheduler and a.use_checkpoint_opt_param_scheduler,
@@ -66,12 +66,13 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: a.profile and not 0 <= a.profile_step_start < a.profile_step_end,
-        "--profile-step-start {profile_step_start} to --profile-step-end {profile_step_end} is an empty range: use "
-        "numbers from 0, the second larger than the first",
+        "--profile-step-start {profile_step_start} and --profile-step-end {profile_step_end} do not give a range of "
+        "steps: use numbers with 0 <= start < end",
     ),
     Refusal(
         lambda a: any(iteration < 1 for iteration in a.iterations_to_skip),
-        "--iterations-to-skip {iterations_to_skip} names impossible iterations: use numbers from 1",
+        "--iterations-to-skip {iterations_to_skip} contains a number below 1, but Megatron counts iterations from 1: "
+        "use numbers of at least 1",
     ),
     Refusal(
         lambda a: a.phase_transition_iterations and a.train_samples is None,
@@ -80,12 +81,12 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: _scales_loss(a) and not 0 < a.min_loss_scale <= a.initial_loss_scale,
-        "--min-loss-scale {min_loss_scale} and --initial-loss-scale {initial_loss_scale} cannot work: use numbers "
-        "above 0, the first no larger than the second",
+        "--min-loss-scale {min_loss_scale} and --initial-loss-scale {initial_loss_scale} cannot work: Megatron needs "
+        "0 < minimum <= initial; change one of them",
     ),
     Refusal(
         lambda a: _scales_loss(a) and (a.loss_scale_window < 1 or a.hysteresis < 1),
-        "--loss-scale-window {loss_scale_window} and --hysteresis {hysteresis} cannot work: use at least 1 for both",
+        "--loss-scale-window {loss_scale_window} or --hysteresis {hysteresis} is too small: use at least 1 for both",
     ),
 )
 """The refusals, in the order of the checks."""

@@ -14,17 +14,17 @@ from megatron_vp.mcore.settled import run_settings
 class RefusedOption:
     """A refused option, and the parts of its error message.
 
-    name: the option's name in the message, with {names} filled from the arguments. given: whether the arguments ask for
-        it. why: why it cannot work. instead: what works, apart from Megatron's own schedule.
+    name: the option's name in the message, with {names} filled from the arguments. given: whether the arguments contain
+        it. why: the reason. instead: the remedy, apart from using Megatron's own schedule.
     """
 
     name: str
     given: Callable[[argparse.Namespace], Any]
     why: str
-    instead: str = "leave it out"
+    instead: str = "leave that option out"
 
 
-# The checks run in this order.
+# In the order in which they are checked.
 REFUSED_OPTIONS = (
     RefusedOption(
         "FSDP",
@@ -35,20 +35,20 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl}",
         lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and run_settings(a).splits_backward,
-        "replaying a graph of B runs no Python, so nothing would be left for W, and no graph can contain a W that runs "
-        "microbatches later",
+        "replaying a CUDA graph of pass B runs no Python code that could save work for pass W, and a graph of B cannot "
+        "contain W, which runs several microbatches later",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
-        "--cuda-graph-impl {cuda_graph_impl} and a batch that grows",
+        "--cuda-graph-impl {cuda_graph_impl} and a growing batch size",
         lambda a: (
             a.cuda_graph_impl in ("local", "transformer_engine") and (a.rampup_batch_size or a.step_batch_size_schedule)
         ),
-        "graphs are captured once, for one number of microbatches",
-        "use --cuda-graph-impl none, or a batch of one size",
+        "CUDA graphs are captured once, for one number of microbatches",
+        "use --cuda-graph-impl none or a constant batch size",
     ),
     RefusedOption(
-        "--cuda-graph-impl local and an evaluation of other microbatches",
+        "--cuda-graph-impl local and a different batch size for evaluation",
         lambda a: (
             a.cuda_graph_impl == "local"
             and (
@@ -56,14 +56,14 @@ REFUSED_OPTIONS = (
                 or a.eval_micro_batch_size not in (None, a.micro_batch_size)
             )
         ),
-        "an evaluation replays the graphs of training, one microbatch after the other, and the next iteration would "
-        "start with those of another",
+        "an evaluation replays the CUDA graphs of training, one per microbatch, so the next training iteration would "
+        "start with the graph of the wrong microbatch",
         "leave --eval-global-batch-size and --eval-micro-batch-size out",
     ),
     RefusedOption(
         "--cuda-graph-impl full_iteration",
         lambda a: a.cuda_graph_impl == "full_iteration",
-        "an iteration uses two streams and reads token counts on the host, which one graph cannot record",
+        "an iteration uses two streams and reads token counts on the host, which a single CUDA graph cannot capture",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
@@ -74,7 +74,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
         lambda a: a.delay_wgrad_compute or a.overlap_dispatch_backward_with_experts_wgrad,
-        "the schedule decides when gradients of weights are computed",
+        "the schedule decides when weight gradients are computed",
         "leave them out",
     ),
     RefusedOption(
@@ -84,7 +84,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--logits-save-dir or --logits-load-dir",
         lambda a: a.logits_save_dir or a.logits_load_dir,
-        "the logits are taken from each rank's last chunk, and with --vocab-parallel no rank holds them whole",
+        "Megatron takes the logits from each rank's last chunk, and with --vocab-parallel no rank holds all logits",
         "leave them out",
     ),
     RefusedOption(
@@ -95,7 +95,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--mtp-hsm",
         lambda a: getattr(a, "mtp_hsm", False),  # not in megatron-core 0.19 either
-        "it mixes hidden states at random, and was never compared with Megatron's own order of passes",
+        "it mixes hidden states at random, and we have not tested it against Megatron's own schedule",
     ),
     RefusedOption(
         "--fp32-residual-connection",
@@ -111,13 +111,13 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
         lambda a: a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
-        "gathering weights for every use works only in the order of Megatron's own schedules",
+        "the weights are gathered for every use, which works only in the pass order of Megatron's own schedules",
         "leave them out",
     ),
     RefusedOption(
         "--moe-use-upcycling",
         lambda a: a.moe_use_upcycling,
-        "it builds a second model to convert the first checkpoint",
+        "it builds a second model to convert the checkpoint of a dense model",
         "convert the checkpoint in a plain run and load the result",
     ),
     RefusedOption(
@@ -132,7 +132,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--inprocess-restart",
         lambda a: a.inprocess_restart,
-        "this plug-in's communicators survive the restart",
+        "this plug-in's communicators are not rebuilt in a restart",
         "leave it out and let the launcher start the ranks again",
     ),
     RefusedOption(

@@ -25,14 +25,14 @@ REFUSED_PACKING = (
     RefusedOption(
         f"{PACKING}, --context-parallel-size and --mtp-num-layers",
         lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "the tokens that follow a position may be in another piece of the document, on another rank",
+        "prediction heads need the tokens after a position, which may be on another context-parallel rank",
         "leave one of them out",
     ),
     RefusedOption(
         f"{PACKING} and --cuda-graph-impl {{cuda_graph_impl}}",
         lambda a: _packs(a) and _graphs_hold_attention(a),
-        "a graph that contains attention cannot take document boundaries",
-        "name --cuda-graph-modules without attn, use --cuda-graph-impl none",
+        "a CUDA graph that contains attention cannot receive document boundaries",
+        "leave attn out of --cuda-graph-modules, use --cuda-graph-impl none",
     ),
 )
 """Refused only with our schedules."""
@@ -41,18 +41,18 @@ PACKING_REFUSALS = (
     Refusal(
         lambda a: a.sft and (a.mock_data or a.tokenizer_type != "SFTTokenizer"),
         "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer: Megatron reads conversations from "
-        "JSONL files and tokenizes them by a template; use both, or leave --sft out",
+        "JSONL files and tokenizes them with a prompt template; add both options, or leave --sft out",
     ),
     Refusal(
         lambda a: a.sft and (a.create_attention_mask_in_dataloader or a.reset_position_ids or a.reset_attention_mask),
-        "--sft with attention masks made by the loader, --reset-position-ids or --reset-attention-mask cannot work: "
-        "packed conversations use their own positions and boundaries instead of masks; use "
-        "--no-create-attention-mask-in-dataloader, and leave the others out",
+        "--sft with attention masks from the data loader, --reset-position-ids or --reset-attention-mask cannot work: "
+        "packed conversations use their own position ids, and document boundaries instead of masks; add "
+        "--no-create-attention-mask-in-dataloader, and leave the other two options out",
     ),
     Refusal(
         lambda a: a.sft and not installed().datasets,
-        "--sft cannot work: Megatron reads conversations with the package datasets, which is missing here; pip install "
-        "datasets, or leave it out",
+        "--sft needs the package datasets, with which Megatron reads conversations, but it is not installed: run `pip "
+        "install datasets`, or leave --sft out",
     ),
     Refusal(
         lambda a: (
@@ -62,7 +62,8 @@ PACKING_REFUSALS = (
             and a.hybrid_layer_pattern is None
         ),
         f"{PACKING} with --transformer-impl local and --core-attention megatron cannot work: Megatron's local "
-        "attention takes masks, not document boundaries; use --core-attention sdpa, or Transformer Engine's layers",
+        "attention does not support document boundaries; use --core-attention sdpa, or --transformer-impl "
+        "transformer_engine",
     ),
     Refusal(
         lambda a: (
@@ -71,16 +72,16 @@ PACKING_REFUSALS = (
             and max(a.micro_batch_size, a.eval_micro_batch_size or 0) > 1
             and not run_settings(a).replaces_schedule
         ),
-        f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and a larger micro batch "
-        "than 1 cannot work under Megatron's own schedule: its scripts join the sequences of a micro batch, but its "
-        "stages receive them separately; use --micro-batch-size 1 and --eval-micro-batch-size 1, or one of "
+        f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and a micro-batch size above "
+        "1 cannot work under Megatron's own schedule: Megatron's scripts concatenate the sequences of a micro-batch, "
+        "but its stages expect them to be separate; use --micro-batch-size 1 and --eval-micro-batch-size 1, or one of "
         "our schedules (--pipeline-schedule)",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,
         "--core-attention sdpa with --dataloader-inter-document-masking and --context-parallel-size is not supported: "
-        "Megatron then cuts the whole sequence into pieces, but attention needs each document cut; use "
+        "Megatron then splits the whole sequence among the ranks, but attention needs every document to be split; use "
         "--context-parallel-size 1, or --sft",
     ),
 )
-"""Refused in every run, with Megatron's own schedules too."""
+"""Refused in every run, even with Megatron's own schedules."""

@@ -1,7 +1,7 @@
 """fp8 and fp4 options that none of our schedules supports.
 
-All layers but the vocabulary layers may compute in fp8 or fp4, and may keep their weights in that format. The
-vocabulary layers stay in the model's dtype. docs/evidence/on_gpu.md states the evidence for each recipe.
+All layers except the vocabulary layers may compute in fp8 or fp4, and may keep their weights in that format. The
+vocabulary layers stay in the model's dtype. docs/evidence/on_gpu.md says how each recipe was tested.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FIRST_WITHOUT_PICKLES = "2.16.1"
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
-    """Describe which parts of an accepted job compute in fp8 or fp4, and what was tested of that; None without fp8 and
-    fp4.
+    """Describe which parts of an accepted job compute in fp8 or fp4, and how this was tested; None for a job without
+    fp8 and fp4.
     """
     if not (a.fp8 or a.fp4):
         return None
@@ -30,8 +30,8 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     if a.fp4:
         # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
         return (
-            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: losses differ between schedules "
-            f"as with dropout, because rounding draws random numbers; all but the draws tested on CPU, kernels not run"
+            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: stochastic rounding makes "
+            f"losses differ between schedules, as dropout does; all else tested on CPU, kernels not run"
         )
     return f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested on CPU, kernels not run"
 
@@ -44,8 +44,8 @@ def cannot_resume(a: argparse.Namespace) -> bool:
 
 
 def _counts_recomputed_regions(a: argparse.Namespace) -> bool:
-    """Whether Transformer Engine would assign recomputed regions to the wrong forwards, because it counts these regions
-    per process, over all chunks.
+    """Whether Transformer Engine would match recomputed regions with the wrong forward passes, because it counts these
+    regions per process, over all chunks.
     """
     delayed = a.fp8 and a.fp8_recipe == "delayed"
     chunks = a.virtual_pipeline_model_parallel_size or 1
@@ -57,7 +57,7 @@ def _chunks_are_alike(a: argparse.Namespace) -> bool:
     if a.hybrid_layer_pattern is not None or a.mtp_num_layers:
         return False
     if a.pipeline_model_parallel_layout is None:
-        return True  # Megatron then cuts evenly, or refuses the arguments
+        return True  # Megatron divides the layers evenly, or refuses the arguments
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -75,8 +75,8 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--fp8-output-proj",
         lambda a: a.fp8_output_proj,
-        "the output layer computes in the model's dtype: its class for fp8 does not leave its weight gradient to a "
-        "pass of the schedule",
+        "the output layer computes in the model's dtype, because Transformer Engine's fp8 output layer cannot leave "
+        "its weight gradient to a separate pass",
     ),
     RefusedOption(
         "--fp8-recipe custom",
@@ -87,14 +87,14 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "it may choose, layer by layer, formats that are refused as flags",
-        "leave it out and choose one format with --fp8-format and --fp8-recipe",
+        "the file may select formats for single layers that we refuse for the whole model",
+        "choose one format for all layers with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(
-        "--fp8-recipe delayed, recomputation and chunks of different numbers of layers",
+        "--fp8-recipe delayed, recomputation and different numbers of layers per chunk",
         _counts_recomputed_regions,
-        "Transformer Engine counts recomputed regions over all chunks of a rank, so scales would be updated in the "
-        "wrong backward",
-        "use another --fp8-recipe, chunks of equally many layers, or no --recompute-granularity",
+        "Transformer Engine counts recomputed regions over all chunks of a rank, so scaling factors would be updated "
+        "in the wrong backward pass",
+        "use another --fp8-recipe, give every chunk the same number of layers, leave --recompute-granularity out",
     ),
 )

@@ -1,4 +1,4 @@
-"""Refuses options that Megatron leaves to the training script and `pretrain_gpt_vp.py` does not implement."""
+"""Refuses options that the training script must implement and that `pretrain_gpt_vp.py` does not implement."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SCRIPT_OPTIONS = (
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise UserError for each of these options that is given."""
+    """Raise one UserError that names all such options in `args`."""
     asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")
     if asked:
         raise UserError(
-            f"{', '.join(asked)} must be implemented by the script, but pretrain_gpt_vp.py does not do so: run one "
-            "that does, such as NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
+            f"{', '.join(asked)} must be implemented by the training script, but pretrain_gpt_vp.py does not do so: "
+            "use another script, such as NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
         )

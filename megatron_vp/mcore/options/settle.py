@@ -1,5 +1,5 @@
-"""Turns parsed arguments into a settled job: chooses settings, writes them into Megatron's arguments, validates,
-refuses.
+"""Turns parsed arguments into a settled job: chooses settings, writes them into Megatron's arguments, validates the
+arguments, and refuses those that cannot work.
 
 Everything here runs on every rank, before any process group exists.
 """
@@ -41,13 +41,13 @@ def settled_job(
 
     Args:
         megatron: Megatron's `validate_args`.
-        args: parsed arguments. The layout, the rows and our other choices that Megatron must know are written into
-            them.
+        args: parsed arguments. The function writes the layout, the rows and our other choices that Megatron must know
+            into them.
         defaults: the script's defaults for Megatron's arguments.
-        files: also run `check_files`, which finds the checkpoint to load. Otherwise no file is opened.
+        files: whether to run `check_files` too, which finds the checkpoint to load. Otherwise no file is opened.
 
     Raises:
-        UserError: for arguments that cannot work; the message gives all reasons that can be found at once.
+        UserError: for arguments that cannot work; the message lists every reason found.
     """
     # 1. Check the user's own arguments, before anything is derived from them.
     check_ranges(args)
@@ -103,7 +103,7 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
     if settings.replaces_schedule and settings.places_chunks:
         args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
     if settings.replaces_schedule:
-        # If the output layer deferred this work, only Megatron's own schedule would do it later.
+        # Only Megatron's own schedule computes the weight gradients that this option defers.
         args.defer_embedding_wgrad_compute = False
     if settings.file is not None:
         args.schedule_fingerprint = f"sha256:{settings.file.digest}"
@@ -123,7 +123,7 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
 def check_files(args: argparse.Namespace) -> str | None:
-    """Check the data, tokenizer, checkpoint and output folders that validated arguments name; creates nothing.
+    """Check the data, tokenizer, checkpoint and output folders that validated arguments name. Creates nothing.
 
     Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError for anything unusable.
     """
@@ -166,13 +166,13 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
     if chunks > 1 and any(value is not None for value in chosen):
         raise UserError(
             f"--pipeline-schedule {args.pipeline_schedule} already sets {'two' if chunks == 2 else chunks} chunks "
-            f"per rank: leave --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank out"
+            f"per rank: leave out --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
         )
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """Unless the user has given a layout, cut the model evenly into the schedule's chunks, by a layout string or, for a
-    hybrid model, by bars in its pattern.
+    """Unless the user has given a layout, divide the layers evenly among the schedule's chunks, with a layout string
+    or, for a hybrid model, with bars in its pattern.
     """
     from megatron_vp.mcore.model.chunk_layout import even_layout
 

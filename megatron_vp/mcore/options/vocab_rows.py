@@ -23,11 +23,10 @@ from megatron_vp.trace.partition import Partition
 
 
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
-    """Choose the vocabulary rows of each pipeline rank (for all tensor ranks of a stage together), and possibly a
-    layout.
+    """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly a layout.
 
-    A layout is chosen only if the arguments name none. Every rank makes the same choice from its arguments and the name
-    of its GPU. Call this before Megatron validates the arguments. Raises UserError.
+    A layout is chosen only if the arguments name none. The choice depends only on the arguments and the name of the
+    GPU, so all ranks make the same choice. Call this before Megatron validates the arguments. Raises UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
     if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
@@ -46,7 +45,7 @@ def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
     if args.vocab_rows is None:
         return
     vocab_size = prediction.vocabulary
-    if vocab_size is not None:  # if unknown, rows are checked when the model is cut
+    if vocab_size is not None:  # otherwise, rows are checked when the model is split
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
 
@@ -57,7 +56,7 @@ def needs_even_shards(settings: RunSettings) -> bool:
 
 
 def describe_rows(job: SettledJob) -> str | None:
-    """Describe the rows and the reason for them in one line; None for equal shards that need no reason."""
+    """Describe the rows and why they were chosen in one line; None for equal shards chosen for no special reason."""
     reason = job.shards.reason
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"
@@ -66,24 +65,24 @@ def describe_rows(job: SettledJob) -> str | None:
 
 
 def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
-    """Choose the rows, and without a given layout also the layers, that are predicted to be fastest. If the cost model
-    cannot predict the job, shards stay equal.
+    """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If it cannot
+    predict the job, shards stay equal.
     """
     kept = partition_to_keep(args)
     if kept is not None:
         rows, layout = kept
-        reason = "as in the checkpoint, whose optimizer state fits no others" if rows else None
+        reason = "as in the checkpoint, whose optimizer state requires the same rows" if rows else None
         return ChosenRows(rows, reason, None if is_laid_out(args) else layout)
     try:
         job, plan, hardware = prediction.job()
         found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=is_laid_out(args))
     except UserError as error:
         return ChosenRows(reason=f"equal, because --vocab-shards balanced cannot predict this job: {error}")
-    return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal ones on {hardware.name}")
+    return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal rows on {hardware.name}")
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from the pass times of an earlier run. Raises UserError for a run of another job."""
+    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if it ran another job."""
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
@@ -98,12 +97,12 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
     job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers, option)
     chosen = next_rows(folder, job, room)
     return _chosen(
-        args, chosen, f"--vocab-shards measured:{folder}: the busiest rank had {chosen.gain:.3f} times as much work"
+        args, chosen, f"from the pass times in {folder}: the busiest rank becomes {chosen.gain:.3f} times as fast"
     )
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """Combine the chosen rows and layers, but drop the layers if the arguments name a layout."""
+    """Combine the chosen rows and layers. The layers are dropped if the arguments name a layout."""
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))

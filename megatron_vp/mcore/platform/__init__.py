@@ -1,1 +1,1 @@
-"""Adapts Megatron to the machine on which it runs: flags that it needs there, and patches for missing parts."""
+"""Adapts Megatron to the machine: sets the flags that it needs there, and replaces packages that are missing."""

@@ -1,7 +1,7 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
 Applied if no CUDA device is used. We tested for each patch that Megatron fails without it. `torch.cuda.is_available` is
-overridden only while Megatron initialises, because Megatron's checkpointing and torch's compiler need the true answer.
+overridden only while Megatron initializes, because Megatron's checkpointing and torch's compiler need its true value.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """Copy the current contents of tensors for Megatron's checkpoint writer, which imports this function by name."""
+    """Copy tensors for Megatron's process that writes checkpoints, which imports this function by name."""
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in write_buckets
@@ -117,9 +117,9 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 
 
 class _HostGenerator:
-    """Gives data loaders and datasets random numbers of their own, as a run with GPUs does.
+    """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
 
-    On a CPU, torch's default generator stands for that of the device. Its state must not depend on which rank reads
+    On a CPU, torch's default generator replaces the device's generator. Its state must not depend on which rank reads
     data (one tensor rank of a stage) or on how often a loader was started (once more when a run resumes), because then
     dropout would differ. So loaders draw from another generator, whose state is not stored in checkpoints.
     """
@@ -129,7 +129,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Switch torch's default generator, inside this context, to the one for data."""
+        """Replace the state of torch's default generator, inside this context, by that of the generator for data."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())
@@ -200,39 +200,39 @@ _FACTORIES = (
 
 PATCHES = (
     *(
-        Patch(f"torch:{name}", _factory_on_cpu, "Megatron asks for tensors on device 'cuda', or pinned", "builtin")
+        Patch(f"torch:{name}", _factory_on_cpu, "Megatron creates tensors on 'cuda' or in pinned memory", "builtin")
         for name in _FACTORIES
     ),
     Patch(
         "torch:Tensor.cuda",
         _always(lambda self, *_args, **_kwargs: self),
-        "batches and parameters are moved to the device by name",
+        "Megatron moves batches and parameters to the device with this method",
         "builtin",
     ),
-    Patch("torch:Tensor.type", _type_as_cuda, "the optimizers tell dtypes apart by 'torch.cuda.*' names", "builtin"),
+    Patch("torch:Tensor.type", _type_as_cuda, "Megatron's optimizers compare types as 'torch.cuda.*' names", "builtin"),
     Patch(
         "torch.cuda:current_device",
         _always(lambda: _CPU),
-        "its result is passed on as a device everywhere",
+        "Megatron passes its result to many functions as a device",
         "()",
     ),
-    Patch("torch.cuda:set_device", _always(lambda device: None), "no device exists to select", "(device)"),
+    Patch("torch.cuda:set_device", _always(lambda device: None), "there is no device to select", "(device)"),
     Patch(
         "torch.cuda:synchronize",
         _always(lambda device=None: None),
-        "timers and point-to-point links wait for the device",
+        "timers and point-to-point communication wait for the device",
         "(device=None)",
     ),
     Patch(
         "torch.cuda:Stream",
         _always(_Stream),
-        "data-parallel wrapping runs on a side stream",
+        "Megatron wraps models for data parallelism on a side stream",
         "(device=None, priority=0, **kwargs)",
     ),
     Patch(
         "torch.cuda:Event",
         _always(_Event),
-        "streams are ordered by events",
+        "Megatron orders streams with events",
         "(enable_timing=False, blocking=False, interprocess=False, external=False)",
     ),
     Patch(
@@ -250,44 +250,44 @@ PATCHES = (
     Patch(
         "torch.cuda:stream",
         _always(lambda stream: contextlib.nullcontext(stream)),
-        "code under a side stream runs in order instead",
+        "code for a side stream runs in program order instead",
         "(stream)",
     ),
     Patch(
         "torch.cuda:get_rng_state",
         _always(lambda device="cuda": torch.default_generator.get_state()),
-        "checkpoints store the device generator; here it is the CPU's",
+        "checkpoints store the state of the device's generator, which here is the CPU's",
         "(device='cuda')",
     ),
     Patch(
         "torch.cuda:set_rng_state",
         _always(lambda new_state, device="cuda": torch.default_generator.set_state(new_state)),
-        "checkpoints restore the device generator; here it is the CPU's",
+        "checkpoints restore the state of the device's generator, which here is the CPU's",
         "(new_state, device='cuda')",
     ),
     Patch(
         "torch.cuda:manual_seed",
         _always(lambda seed: torch.default_generator.manual_seed(seed)),
-        "the parallel random states are seeded on the device",
+        "Megatron seeds its parallel random states on the device",
         "(seed)",
     ),
     Patch(
         "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         _always(lambda device="cuda", clone=False, graph_safe=False: torch.default_generator.get_state()),
-        "the random state tracker saves the device generator",
+        "Megatron's random state tracker saves the state of the device's generator",
         "(device='cuda', clone=False, graph_safe=False)",
     ),
     Patch(
         "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         _always(lambda new_state, device=-1, graph_safe=False: torch.default_generator.set_state(new_state)),
-        "the random state tracker restores the device generator",
+        "Megatron's random state tracker restores the state of the device's generator",
         "(new_state, device=-1, graph_safe=False)",
     ),
     *(
         Patch(
             f"torch.utils.data.dataloader:{method}",
             _on_the_host,
-            "loaders and datasets draw from the host's generator, dropout from the device's; here both are the CPU's",
+            "loaders draw from the host's generator and dropout from the device's, which on a CPU would be the same",
             "(self)",
         )
         for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")
@@ -295,14 +295,14 @@ PATCHES = (
     Patch(
         "megatron.training.arguments:get_device_arch_version",
         _always(lambda: 0),
-        "tensor parallelism asks for the GPU generation",
+        "tensor parallelism asks for the generation of the GPU",
         "()",
     ),
     *(
         Patch(
             f"{module}:initialize_megatron",
             _pretend_cuda,
-            "initialisation insists on CUDA, and builds the parallel groups only where it counts a device",
+            "initialization requires CUDA, and creates the parallel groups only if there is a device",
             _INITIALIZE,
         )
         for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
@@ -316,7 +316,7 @@ PATCHES = (
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
         _always(copied_tensors),
-        "an asynchronous save shares the weights with its writer, and the next step would change them under it",
+        "an asynchronous save shares the weights with its writer, so the next step would change what is being written",
         "(write_buckets, non_blocking=True)",
     ),
     *expert_tokens.PATCHES,
@@ -330,19 +330,19 @@ PATCHES = (
     Patch(
         "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         _bytes_apart,
-        "torch joins gathers of buffers in one message, and over gloo 16-bit weights next to fp8 ones become bytes",
+        "torch merges all-gathers of several buffers, and over gloo this turns 16-bit weights next to fp8 into bytes",
         "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(
         "torch.distributed:all_gather",
         _parts_of_any_size,
-        "gloo gathers parts of one size, and each replica steps other weights with a layer-wise optimizer",
+        "gloo gathers only parts of equal size, but with a layer-wise optimizer each replica updates other weights",
         "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(
         "megatron.training.training:set_jit_fusion_options",
         _always(lambda tp_size=None: None),
-        "the fusion warm-up draws random numbers from the generator that initialises the weights",
+        "the fusion warm-up draws random numbers from the generator that initializes the weights",
         "(tp_size=None)",
     ),
 )

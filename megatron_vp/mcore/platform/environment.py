@@ -1,4 +1,4 @@
-"""Lists the parts of this installation that a training run uses, which of them are missing, and what that costs."""
+"""Lists the parts of this installation that a training run uses, and the consequence of each part that is missing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BROKEN = "broken"
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the installation: `found` is its version or name, None if it is missing; `without` says what is lost
-    then.
+    """One part of the installation. `found` is its version or name, None if it is missing. `without` says what happens
+    without it.
     """
 
     name: str
@@ -44,10 +44,10 @@ def parts() -> list[Part]:
 
 
 def who_computes() -> dict[str, str]:
-    """Which implementations a bf16 job on this machine would use for layers, norms, softmax, accumulation and the
-    optimizer step.
+    """Return the implementations that a bf16 job on this machine would use, for layers, norms, softmax, accumulation
+    and the optimizer step.
 
-    The job has no other flags, uses LayerNorm, and does not split backwards. Raises UserError if it could not start.
+    The job has no other flags, uses LayerNorm, and does not split backward passes. Raises UserError if it cannot start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)
@@ -66,7 +66,7 @@ def who_computes() -> dict[str, str]:
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
-    except Exception as error:  # one broken installation must not hide the other parts
+    except Exception as error:  # a broken package must not hide the other parts
         return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 
@@ -123,35 +123,39 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ("Python", lambda: sys.version.split()[0], ""),
     ("torch", lambda: torch.__version__, ""),
     ("megatron-core", lambda: importlib.metadata.version("megatron-core"), "nothing trains"),
-    ("GPU", _gpu, "training runs on CPU processes over gloo: for tests and trials"),
+    ("GPU", _gpu, "training runs in CPU processes over gloo, for tests and trials"),
     ("NCCL", _nccl, "no communication between GPUs"),
     (
         "Transformer Engine",
         _engine,
-        "local layers (--transformer-impl local): no fp8, no fused layer norm; their attention writes all scores to "
-        "memory and takes whole sequences, without context parallelism, unless --core-attention sdpa is given",
+        "Megatron's local layers are used (--transformer-impl local), without fp8 and without fused layer norm; unless "
+        "--core-attention sdpa is given, their attention writes all scores to memory and lacks context parallelism",
     ),
-    ("Apex: norms, optimizer", _apex, "torch's norms in local layers; without Transformer Engine, torch's optimizer"),
+    (
+        "Apex: norms, optimizer",
+        _apex,
+        "local layers use PyTorch's norms, and without Transformer Engine the optimizer is PyTorch's",
+    ),
     (
         "Apex: accumulation",
         lambda: "fused_weight_gradient_mlp_cuda" if here().apex_accumulation else None,
-        "megatron_vp's own product into main_grad stands in; before PyTorch 2.10 it is rounded to 16 bits first",
+        "megatron_vp's own kernel accumulates into main_grad; before PyTorch 2.10 it rounds products to 16 bits first",
     ),
     (
         "Apex: softmax",
         lambda: "scaled_masked_softmax_cuda" if here().apex_softmax else None,
-        "local layers run PyTorch's softmax (--no-masked-softmax-fusion), unless --core-attention sdpa is given",
+        "local layers use PyTorch's softmax (--no-masked-softmax-fusion), unless --core-attention sdpa is given",
     ),
     (
         "Triton",
         _package("triton", "triton"),
-        "S and T run on eager PyTorch, which moves the logits several times",
+        "passes S and T run in eager PyTorch, which reads and writes the logits several times",
     ),
     (
         "C compiler",
         triton_start.c_compiler,
-        "Triton compiles a small library at its first start on a machine: S and T stop there with an error without a C "
-        "compiler (gcc, clang or CC) and Python's headers",
+        "Triton compiles a small library when it first runs on a machine: without a C compiler (gcc, clang or CC) and "
+        "Python's headers, passes S and T fail with an error",
     ),
     (
         "Triton's cache",
@@ -162,15 +166,15 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "hardware queues",
         _one_queue,
-        "CUDA_DEVICE_MAX_CONNECTIONS=1: a vocabulary collective that waits for its peers holds up the passes behind "
-        "it; only tensor and context parallelism ask for it",
+        "with CUDA_DEVICE_MAX_CONNECTIONS=1, a vocabulary collective that waits for its peers blocks the passes issued "
+        "after it; only tensor and context parallelism need this setting",
     ),
     (
         "dataset index",
         _index_builder,
-        "Megatron compiles its index builder at the first start, which needs make and a C++ compiler",
+        "Megatron compiles its index builder when it first starts, which needs make and a C++ compiler",
     ),
     ("psutil", _package("psutil", "psutil"), "torch_dist checkpoints cannot be written"),
     ("tensorboard", _package("tensorboard", "tensorboard"), "no loss curves on disk (--tensorboard-dir)"),
-    ("SLURM", _slurm, "start with torchrun; the files in scripts/slurm need sbatch"),
+    ("SLURM", _slurm, "jobs are started with torchrun; the files in scripts/slurm need sbatch"),
 )

@@ -1,6 +1,6 @@
-"""Patches for all-to-all dispatch of tokens to experts over gloo, with tensors that are already on the CPU.
+"""Patches with which `--moe-token-dispatcher-type alltoall` runs without CUDA, over gloo.
 
-With them, `--moe-token-dispatcher-type alltoall` runs without CUDA. They belong to the patches of the CPU platform.
+They are part of the patches for the CPU platform.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         _sizes_as_numbers,
-        "the all-to-all of experts takes sizes as numbers, and only those from a device are made so",
+        "the experts' all-to-all needs sizes as numbers, but Megatron converts only sizes that are on a device",
         "(tensor, as_numpy=False, record_stream=False)",
     ),
     *(
         Patch(
             f"megatron.core.tensor_parallel.mappings:{name}",
             replacement,
-            "gloo gathers and scatters in equal parts, and ranks have unequal numbers of an expert's tokens",
+            "gloo gathers and scatters only equal parts, but ranks have different numbers of tokens for an expert",
             f"(input_, group, {sizes}=None, use_global_buffer=False)",
         )
         for name, replacement, sizes in (

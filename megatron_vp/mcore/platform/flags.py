@@ -24,7 +24,7 @@ _FALLBACK_WARNINGS = (
 
 @dataclass(frozen=True)
 class _Situation:
-    """What the choice of a flag depends on: the platform, the layers that will be built, and the machine's packages."""
+    """The inputs to the choice of a flag: the platform, the layers that will be built, and the machine's packages."""
 
     cpu: bool
     local: bool
@@ -35,7 +35,7 @@ class _Situation:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A Megatron flag, with `value` None if it takes none, and the condition under which it is needed."""
+    """A Megatron flag, its value (None for a switch), and the condition under which it is needed."""
 
     option: str
     value: str | None
@@ -45,15 +45,15 @@ class _Choice:
 _CHOICES = (
     _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
     _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
-    # Megatron's local attention takes this kernel from Apex; Transformer Engine's layers have their own.
+    # Megatron's local attention uses Apex's kernel for this; Transformer Engine's layers have their own kernel.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
-    # PyTorch would need minutes to compile these.
+    # PyTorch would compile these fused functions for minutes.
     _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
     # Both kinds of layers use Transformer Engine's kernel for this.
     _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
-    # On a GPU without Apex, our own product replaces Apex's (`without_apex.py`).
+    # On a GPU without Apex, our own kernel replaces Apex's (`without_apex.py`).
     _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
     _Choice("--no-persist-layer-norm", None, lambda s: s.cpu or (s.local and s.torch_norm)),
 )
@@ -65,8 +65,8 @@ def uses_cpu(arguments: list[str]) -> bool:
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence import-time warnings that Transformer Engine, Apex or a device is missing: our own line in the log says
-    so once.
+    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: the log already says so
+    once, in a line of ours.
 
     Child processes inherit this, because the checkpoint writers of an asynchronous save import the script again.
     """
@@ -84,7 +84,7 @@ def prepare_environment(cpu: bool) -> None:
     if cpu:
         # Megatron requires this for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Hide existing devices from code that asks torch itself.
+        # Hide the devices of this machine, if any, from code that asks torch.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # Megatron warns when the CPU's generator was used; without a device, that is expected.
@@ -92,18 +92,18 @@ def prepare_environment(cpu: bool) -> None:
 
 
 def platform_arguments(given: list[str], cpu: bool) -> list[str]:
-    """The Megatron flags that this platform needs and that `given` (flags of the user and of the configuration) does
-    not set.
+    """Return the Megatron flags that this platform needs and that `given` (the flags of the user and of configuration
+    files) does not set.
 
     They depend on the layers that will be built and on the machine's packages: a fused operation is switched off if no
-    installed package computes it. Raises UserError if a given flag cannot work here, or if the job uses Transformer
-    Engine's layers but its installation cannot be imported.
+    installed package implements it. Raises UserError if a given flag cannot work here, or if the job uses Transformer
+    Engine's layers but Transformer Engine cannot be imported.
     """
     machine = installed()
     layers = flag_value(given, "--transformer-impl")
     if machine.engine_fault and not cpu and layers != "local":
         raise UserError(
-            f"Transformer Engine is installed and cannot be imported: {machine.engine_fault}. Install it with "
+            f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}; reinstall it with "
             f"`{INSTALL_ENGINE}` (core_cu12 for CUDA 12), or use --transformer-impl local"
         )
     local = cpu or machine.engine is None or layers == "local"

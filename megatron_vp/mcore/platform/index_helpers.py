@@ -1,7 +1,7 @@
-"""Checks for Megatron's compiled helpers for dataset indices, which a wheel contains and a checkout compiles on first
-use.
+"""Checks for Megatron's compiled helpers for dataset indices. A wheel contains them, and a checkout compiles them on
+first use.
 
-Rank 0 compiles them while the other ranks wait. Before that, every rank checks that the tools for it are installed.
+Rank 0 compiles them while the other ranks wait. Before that, every rank checks that the necessary tools are installed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_vp.mcore.patches import Patch
 
 _MODULE = "megatron.core.datasets.helpers_cpp"
 _REMEDY = (
-    "install it, compile them yourself with `make -C {folder}`, or use the wheel's megatron-core, which holds them "
-    "compiled"
+    "install it, compile the helpers yourself with `make -C {folder}`, or install megatron-core from its wheel, which "
+    "contains them"
 )
 
 
@@ -34,7 +34,7 @@ def check_index_helpers() -> None:
         missing = ["pybind11 (for the python3 that is found first)"]
     if missing:
         raise UserError(
-            f"Megatron in {folder} compiles its index helpers with {missing[0]}, which is missing here: "
+            f"Megatron in {folder} compiles its index helpers with {missing[0]}, which is not installed: "
             f"{_REMEDY.format(folder=folder)}"
         )
 
@@ -69,7 +69,7 @@ PATCHES = (
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
         _compile_only_if_missing,
-        "the wheel holds the compiled index helpers but no Makefile: compiling them again ends the job",
+        "the wheel contains the compiled index helpers but no Makefile, so compiling them again would end the job",
         "()",
     ),
 )

@@ -1,8 +1,8 @@
 """Finds the installed packages and compiled extensions that decide which code Megatron runs.
 
-Megatron finds out by importing `transformer_engine.pytorch` and individual extension modules of NVIDIA's Apex. The name
+Like Megatron, we try to import `transformer_engine.pytorch` and individual extension modules of NVIDIA's Apex. The name
 and version of a package are not enough: PyPI's `transformer-engine` without an extra raises an error on import, PyPI's
-`apex` is an unrelated project, and an Apex built without its extensions contains only Python.
+`apex` is an unrelated project, and Apex built without its extensions contains only Python code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from megatron_vp.errors import UserError
 
 INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
-"""The command that builds Transformer Engine for the installed PyTorch, in the version that Megatron 0.19 is tested
-with.
+"""The command that builds Transformer Engine for the installed PyTorch, in the version that was tested with Megatron
+0.19.
 """
 
 _ENGINE, _APEX = "transformer_engine", "apex"
@@ -27,7 +27,7 @@ _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cu
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
-"""Names of packages in `--nodes`, and the corresponding fields of `Installed`."""
+"""The names of packages in `--nodes`, and the fields of `Installed` that they set."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
@@ -38,7 +38,7 @@ class Installed:
     engine: str | None = None
     """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
     engine_fault: str | None = None
-    """The reason why Transformer Engine cannot be imported although it is installed."""
+    """The reason why the installed Transformer Engine cannot be imported; None if it can, or if it is not installed."""
     apex_accumulation: bool = False
     """Whether Apex's kernel that accumulates into `main_grad` is installed."""
     apex_softmax: bool = False
@@ -48,13 +48,13 @@ class Installed:
     apex_fault: str | None = None
     """The reason why Megatron must not use the installed package `apex`."""
     datasets: bool = False
-    """Whether the package is installed with which Megatron reads conversations for --sft."""
+    """Whether `datasets` is installed, with which Megatron reads conversations for --sft."""
     einops: bool = False
-    """Whether the package is installed that Megatron needs for several instances of the distributed optimizer."""
+    """Whether `einops` is installed, which Megatron needs for several instances of the distributed optimizer."""
     emerging_optimizers: bool = False
-    """Whether the package is installed that provides Muon and similar optimizers."""
+    """Whether `emerging_optimizers` is installed, which provides Muon and similar optimizers."""
     nvrx: bool = False
-    """Whether `nvidia_resiliency_ext` is installed, which by default writes the checkpoints of --async-save."""
+    """Whether `nvidia_resiliency_ext` is installed, with which --async-save writes checkpoints by default."""
     capability: tuple[int, int] | None = None
     """The compute capability of the GPUs, if given."""
 
@@ -89,22 +89,22 @@ def here() -> Installed:
 
 
 def hide_what_is_broken() -> list[str]:
-    """Hide a broken Transformer Engine or Apex from imports. Returns a line for each that was not hidden before.
+    """Hide a broken Transformer Engine or Apex from imports. Returns a line for each package that is newly hidden.
 
-    Call it before Megatron is imported, because Megatron handles an ImportError but no other error, and takes any
-    package called `apex` for NVIDIA's.
+    Call this before Megatron is imported: Megatron handles an ImportError but no other error, and takes any package
+    named `apex` for NVIDIA's.
     """
     found = here()
     lines = []
     for package, fault in ((_ENGINE, found.engine_fault), (_APEX, found.apex_fault)):
         if fault is not None and package not in _hidden:
             _hide(package, fault)
-            lines.append(f"{_TITLES[package]} is installed and not used: {fault}")
+            lines.append(f"{_TITLES[package]} is installed but not used: {fault}")
     return lines
 
 
 def hide_what_needs_a_gpu() -> None:
-    """Hide Transformer Engine and Apex from imports, because Megatron would use their norms and optimizers even on a
+    """Hide Transformer Engine and Apex from imports. Megatron would otherwise use their norms and optimizers even on a
     CPU.
     """
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
@@ -119,17 +119,17 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """Read the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, with names as in
-    `_PACKAGES`.
+    """Parse the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, where PACKAGE is a
+    name in `_PACKAGES`.
 
-    Anything left out is taken from this machine. Raises UserError.
+    For anything left out, the nodes are like this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
     if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
         raise UserError(
-            f"--nodes {text} cannot be read: it describes a node, by te=VERSION or te=no, apex=yes or apex=no, "
-            f"{', '.join(f'{name}=' for name in _PACKAGES)} likewise, and cc=9.0 for the compute capability; give some "
-            "of them, with commas in between"
+            f"--nodes {text} cannot be parsed: give comma-separated entries such as te=2.17.1 or te=no, apex=yes or "
+            f"apex=no, {', '.join(f'{name}=' for name in _PACKAGES)} with yes or no, and cc=9.0 for the compute "
+            "capability"
         )
     machine = here()
     if "te" in given:
@@ -140,7 +140,7 @@ def from_text(text: str) -> Installed:
         machine = replace(machine, apex_accumulation=yes, apex_softmax=yes, apex=yes, apex_fault=None)
     if "cc" in given:
         if _CAPABILITY.fullmatch(given["cc"]) is None:
-            raise UserError(f"--nodes: cc={given['cc']} is not a compute capability: give one such as cc=9.0")
+            raise UserError(f"--nodes: cc={given['cc']} is not a compute capability: use one such as cc=9.0")
         major, _, minor = given["cc"].partition(".")
         machine = replace(machine, capability=(int(major), int(minor)))
     return replace(machine, **{field: _is_yes(given, name) for name, field in _PACKAGES.items() if name in given})
@@ -148,7 +148,7 @@ def from_text(text: str) -> Installed:
 
 def _is_yes(given: Mapping[str, str], name: str) -> bool:
     if given[name] not in ("yes", "no"):
-        raise UserError(f"--nodes: {name}={given[name]} is neither yes nor no")
+        raise UserError(f"--nodes: {name}={given[name]} cannot be parsed: use {name}=yes or {name}=no")
     return given[name] == "yes"
 
 
@@ -157,12 +157,12 @@ _TITLES = {_ENGINE: "Transformer Engine", _APEX: "a package `apex`"}
 
 def _version(text: str) -> str:
     if _VERSION.fullmatch(text) is None:
-        raise UserError(f"--nodes: te={text} is neither a version, such as te=2.17.1, nor te=no")
+        raise UserError(f"--nodes: te={text} is not a version: use one such as te=2.17.1, or te=no")
     return text
 
 
 def _engine() -> tuple[str | None, str | None]:
-    """Transformer Engine's version, or the reason why it cannot be imported; both None if it is not installed."""
+    """Return Transformer Engine's version, and why it cannot be imported; both None if it is not installed."""
     if _ENGINE in _hidden:
         return None, _hidden[_ENGINE]
     if not _is_there(_ENGINE):
@@ -186,7 +186,7 @@ def _apex_fault() -> str | None:
     if not missing:
         return None
     return (
-        f"it lacks {' and '.join(missing)}, so it is not NVIDIA's or was built without APEX_CPP_EXT and APEX_CUDA_EXT"
+        f"it lacks {' and '.join(missing)}, so it is not NVIDIA's, or was built without APEX_CPP_EXT and APEX_CUDA_EXT"
     )
 
 

@@ -12,17 +12,18 @@ TITLES = {
     "apex": "Apex",
     "torch": "PyTorch",
     "megatron_vp": "megatron_vp",
-    "unfused": "products are added to main_grad in a pass of their own",
+    "unfused": "PyTorch, with a separate addition to main_grad",
 }
 
 
 def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> dict[str, str]:
-    """Name what computes layers, norms, softmax, accumulation of weight gradients, and the optimizer step.
+    """Return the implementation of layers, norms, softmax, accumulation of weight gradients, and the optimizer step, as
+    keys of TITLES.
 
     Args:
         args: arguments that Megatron has validated.
         machine: the packages of the machine on which the job runs.
-        w_is_ours: whether local layers leave their weight gradients to a pass W.
+        w_is_ours: whether a pass W computes the weight gradients of local layers.
     """
     local = args.transformer_impl == "local"
     return {

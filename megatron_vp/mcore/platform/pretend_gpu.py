@@ -1,7 +1,7 @@
-"""Checks a job for GPUs on a machine without any, such as a login node.
+"""Lets a job for GPUs be checked on a machine without any, such as a login node.
 
 While Megatron validates arguments, it reads the compute capability of the device and the version of Transformer Engine.
-Here both are those of a current node; nothing can be computed.
+This module gives it the values of a typical GPU node. Nothing can be computed on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_vp.mcore.platform.installed import Installed
 CAPABILITY = (9, 0)
 ENGINE = "2.20.2"
 
-# Megatron refuses a fusion if it has not found the function in Transformer Engine.
+# Functions of Transformer Engine without which Megatron refuses a fusion.
 _FUSED = {
     "megatron.core.models.common.embeddings.rope_utils": (
         "fused_apply_rotary_pos_emb",
@@ -58,8 +58,8 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """The packages that nodes have by default: those installed here, and Transformer Engine if its layers are asked
-    for.
+    """Return the packages that nodes are assumed to have: those of this machine, and Transformer Engine if the job asks
+    for its layers.
     """
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
@@ -77,7 +77,7 @@ def assumptions(nodes: Installed) -> str:
 
 @contextmanager
 def pretend_engine() -> Iterator[None]:
-    """Let Megatron, inside this context, find the Transformer Engine that the nodes of `pretend_gpu` have, or none."""
+    """Let Megatron, inside this context, find Transformer Engine as installed on the nodes of `pretend_gpu`."""
     nodes = installed.of_nodes
     if nodes is None or nodes.engine == installed.here().engine:
         yield

@@ -1,7 +1,7 @@
-"""Checks what Triton needs when it first runs: a C compiler with Python's headers, and a folder for its cache.
+"""Checks what Triton needs when it first runs: a C compiler, Python's headers, and a folder for its cache.
 
-Triton compiles a small C library when it first uses a device, and each kernel when it is first launched. It keeps both
-in one folder, which all ranks of a node read and write.
+Triton compiles a small C library when it first uses a device, and each kernel when the kernel is first launched. It
+keeps both in one folder, which all ranks of a node read and write.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NETWORK = {
     *("lustre", "gpfs", "beegfs", "panfs", "wekafs", "orangefs", "pvfs2", "vastnfs", "quobyte", "daos"),
 }
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""The escape sequences for spaces and the like in the list of mounts."""
+"""An escape sequence in the list of mounts, for a space or another special character."""
 _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuseblk"}
 
 
@@ -27,7 +27,7 @@ def c_compiler() -> str | None:
     chosen = os.environ.get("CC")
     found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
     if chosen and found is None:
-        raise OSError(f"CC={chosen} is not a command on this machine: unset CC or name a C compiler")
+        raise OSError(f"CC={chosen} is not a command on this machine: unset CC, or set it to a C compiler")
     headers = Path(sysconfig.get_paths()["include"])
     if found is not None and not (headers / "Python.h").is_file():
         raise OSError(f"{found} exists, but {headers}/Python.h does not: install Python's headers (python3-dev)")
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system on which a folder is or would be; None if unknown."""
+    """The type of the file system on which a folder is, or would be created; None if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:

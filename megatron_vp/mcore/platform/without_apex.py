@@ -1,9 +1,9 @@
 """Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without it, Megatron builds such layers only if this accumulation is switched off. The same
-switch turns off accumulation in Transformer Engine's layers, although they do not need Apex. With this replacement, all
-of them accumulate into `main_grad`.
+accumulate weight gradients. Without it, Megatron builds these layers only if this accumulation is switched off. But the
+same switch turns off accumulation in Transformer Engine's layers, which do not need Apex. With our replacement, all of
+these layers accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_vp.vocab.operations import operations_for
 
 
 def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, main_grad_oi: torch.Tensor) -> None:
-    """Compute main_grad += output_gradient^T rows, for factors with any leading dimensions; arguments in Apex's order.
+    """Compute main_grad += output_gradient^T rows. The factors may have any leading dimensions.
 
     With PyTorch 2.10 or newer, a GPU adds the product of 16-bit factors to an fp32 `main_grad` in one GEMM. Older
     versions round the product first.
@@ -38,13 +38,13 @@ PATCHES = (
     Patch(
         f"{_LAYERS}:_grad_accum_fusion_available",
         lambda original: True,
-        "Megatron builds no layer that accumulates weight gradients without Apex",
+        "without Apex, Megatron refuses to build layers that accumulate weight gradients",
         "value",
     ),
     Patch(
         f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
         _stand_in,
-        "our product into main_grad stands in for Apex's",
+        "our kernel that accumulates into main_grad replaces Apex's",
         "nothing or value",
     ),
 )

@@ -1,8 +1,8 @@
-"""Patches for machines without Transformer Engine, also with GPUs: norms, Adam's state in checkpoints, warm-up.
+"""Patches for machines without Transformer Engine, with or without GPUs: norms, Adam's state in checkpoints, warm-up.
 
-We tested for each patch that Megatron fails without it, except for the final norm with Apex, which is needed according
-to Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or without
-Transformer Engine.
+We tested for each patch that Megatron fails without it. The exception is the patch for the final norm with Apex, whose
+need we know from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or
+without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # In a replay, local layers stand for Transformer Engine's, which support zero-centered weights.
+        # In a replay, local layers replace Transformer Engine's layers, which support zero-centered weights.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
-            # For parameters with this mark, Megatron sums gradients over the tensor-parallel ranks.
+            # Megatron sums the gradients of parameters with this attribute over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
@@ -46,7 +46,7 @@ def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
 
 
 def _final_norm(original: Any) -> Any:
-    """Use PyTorch's RMSNorm behind the last layer, where Megatron uses Apex's norms, which include no RMSNorm."""
+    """Use PyTorch's RMSNorm after the last layer if Megatron would use Apex's norms, which include no RMSNorm."""
     if getattr(original, "__name__", None) != "FusedLayerNorm":
         return original
 
@@ -111,7 +111,7 @@ NORM_PATCHES = (
     Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _norm_under_sequence_parallelism,
-        "torch's norms work under sequence parallelism once their gradients are marked for the reduction",
+        "torch's norms support sequence parallelism if their parameters are marked for Megatron's gradient reduction",
         "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
         "normalization='LayerNorm')",
     ),
@@ -122,7 +122,7 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
         _final_norm,
-        "the norm behind the last layer is Apex's where Apex is installed, which has no RMSNorm",
+        "if Apex is installed, Megatron takes the final norm from Apex, which has no RMSNorm",
         "(config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
         "normalization='LayerNorm') or (config, hidden_size, eps=1e-05, persist_layer_norm=True, "
         "zero_centered_gamma=False, normalization='LayerNorm') or (config, hidden_size, eps=1e-05, has_residual=False)",
@@ -130,7 +130,7 @@ PATCHES = (
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _torch_norm,
-        "a hybrid model's final norm is Transformer Engine's whatever its layers are",
+        "Megatron takes a hybrid model's final norm from Transformer Engine, whatever its layers are",
         "(config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
@@ -142,19 +142,19 @@ PATCHES = (
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "a step tensor per parameter is asked for, but the step is stored with the group; leaves are written into",
+        "Megatron expects a step for every parameter, although the group stores it, and writes into leaf tensors",
         "(self, model_param, tensors)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
         _own_step_per_parameter,
-        "one step tensor shared by all parameters would count every parameter's update",
+        "a step tensor that all parameters share would be incremented once for every parameter",
         "(self, state_dict)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
         lambda original: lambda module: False,
-        "a layer for further predictions asks for classes that Megatron has with Transformer Engine alone",
+        "a layer for multi-token prediction needs classes that Megatron defines only with Transformer Engine",
         "(module)",
         {"0.19": None},
     ),
@@ -164,7 +164,7 @@ WARM_UP_PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
         _no_warm_up,
-        "on a GPU it compiles fused kernels for minutes, and without Transformer Engine none of them is chosen",
+        "on a GPU it compiles fused kernels for minutes, none of which is used without Transformer Engine",
         "(tp_size=None)",
     ),
 )

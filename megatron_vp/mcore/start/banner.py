@@ -31,7 +31,7 @@ _GIB = 2**30
 
 
 def print_banner(job: SettledJob) -> None:
-    """Print the banner of this process's job; call it on one rank."""
+    """Print the banner of this process's job. Call this on one rank only."""
     described = describe_run(job, job.args.world_size)
     lines = [", ".join(versions()), *described, *describe_prediction(job)]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
@@ -64,7 +64,7 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
     args, file = job.args, job.settings.file
     lines = (
         describe_sizes(job, ranks),
-        file and f"--pipeline-schedule {args.pipeline_schedule} as it is now (sha256 {file.digest})",
+        file and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {file.digest})",
         *_partition(job),
         describe(job.parts),
         describe_precision(args) if job.settings.replaces_schedule else None,
@@ -74,8 +74,8 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with the bubble and the memory of the fullest rank that the cost model predicts; none without a
-    pipeline.
+    """One line with the bubble and the memory of the fullest rank, as the cost model predicts them; no line for a
+    single pipeline stage.
     """
     if job.args.pipeline_model_parallel_size < 2:
         return []
@@ -86,16 +86,16 @@ def describe_prediction(job: SettledJob) -> list[str]:
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
             found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, whole)
     except UserError as error:
-        return [f"bubble and memory not predicted: {error}"]
+        return [f"bubble and memory cannot be predicted: {error}"]
     fullest = max(range(whole.pipeline), key=lambda rank: found.memory[rank].total)
     return [
-        f"predicted as on {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, at most "
-        f"{found.memory[fullest].total / _GIB:.3g} GiB, on pipeline rank {fullest}"
+        f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, at most "
+        f"{found.memory[fullest].total / _GIB:.3g} GiB (on pipeline rank {fullest})"
     ]
 
 
 def _partition(job: SettledJob) -> list[str]:
-    """Lines with vocabulary rows by pipeline rank, and layers by virtual stage in model order, if known."""
+    """Lines with the vocabulary rows of each pipeline rank and the layers of each stage in model order, if known."""
     rows, layers = describe_rows(job), layers_given(job.args)
     with suppress(UserError):  # for a job that the cost model does not cover
         sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
@@ -106,7 +106,7 @@ def _partition(job: SettledJob) -> list[str]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Format numbers by rank or stage, and shorten long lists of equal numbers."""
+    """Format one number for each rank or stage; a long list of equal numbers becomes `N each`."""
     if len(values) > 8 and len(set(values)) == 1:
         return f"{values[0]} each"
     return ",".join(map(str, values))

@@ -1,8 +1,8 @@
-"""Implements `megatron_vp.enable`: the plug-in for scripts and frameworks with their own training loops.
+"""Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
-The patches are the same as with flags. If the script lets Megatron parse arguments, the settings of the call are put
-before the command line, and everything works as with flags. Otherwise the job is settled when the first model is built:
-the model's configuration and Megatron's process groups replace Megatron's arguments and go through the same checks.
+It applies the same patches as flags would. If the script lets Megatron parse arguments, the settings of the call are
+inserted before the command line, and work like flags. Otherwise the job is settled when the first model is built: the
+model's configuration and the sizes of Megatron's process groups replace Megatron's arguments, and the same checks run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Handle:
         self._hook = hook
 
     def disable(self) -> None:
-        """Undo the call and restore Megatron. Models that were built in the meantime can no longer be trained."""
+        """Undo the call and restore Megatron. Models that were built since the call can no longer be trained."""
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.clear()
         settled.note_own_loop(None)
@@ -44,9 +44,11 @@ class Handle:
 
 
 def enable(settings: Mapping[str, Any]) -> Handle:
-    """See `megatron_vp.enable`."""
+    """Apply the patches for `settings` and return a handle, as `megatron_vp.enable` describes."""
     if settled.own_loop() is not None:
-        raise UserError("megatron_vp.enable was called twice: call disable() of the first handle first")
+        raise UserError(
+            "megatron_vp.enable was called twice: call disable() on the first call's handle before the second call"
+        )
     before, hook = patches.in_force(), sys.excepthook
     handle = Handle(before, hook)
     try:
@@ -58,7 +60,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Applied before a model exists, so that no training loop silently gets Megatron's own schedule.
+        # Applied now, before a model exists, so that no training loop silently uses Megatron's own schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
     except UserError:
         handle.disable()
@@ -78,7 +80,7 @@ def _require_no_model() -> None:
     if built:
         raise UserError(
             f"megatron_vp.enable was called after this script had built a {min(kind.__name__ for kind in built)}: call "
-            f"it before a model is built, ideally in the first lines of the script"
+            f"it before the script builds a model, ideally in its first lines"
         )
 
 
@@ -104,13 +106,13 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""Arguments that Megatron's checks need, but that follow neither from a model nor from its groups. Settings of the call
-override them.
+"""Arguments that Megatron's checks need, but that neither the model nor the process groups determine. Settings passed
+to `enable` override these values.
 """
 
 
 class _OwnLoop:
-    """See `settled.OwnLoop`."""
+    """The `settled.OwnLoop` of a call of `enable`; settles the job when the script builds its first model."""
 
     def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
         self.words = words
@@ -144,12 +146,12 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     if run_settings(args).family.chunks is None:  # the schedule accepts any number of chunks
         args.num_virtual_stages_per_pipeline_rank = chunks
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
-    with redirect_stdout(io.StringIO()):  # hide Megatron's list of arguments, most of which mean nothing here
+    with redirect_stdout(io.StringIO()):  # hide Megatron's list of arguments, most of which this script does not use
         job = settled_job(inspect.unwrap(arguments.validate_args), args, {})
     _require_chunks(job, chunks)
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     require_same_job(facts(vars(args), job.parts, job.words.options), patience)
-    order = [job.order]  # devices, and so costs, may differ between ranks
+    order = [job.order]  # costs depend on the device, which may differ between ranks
     dist.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
     settled.settle(job)
@@ -161,17 +163,17 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
 
 def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Copy a model's configuration and the sizes of Megatron's groups to Megatron's arguments. Raises UserError for
-    contradictions.
+    """Copy a model's configuration and the sizes of Megatron's process groups to Megatron's arguments. Raises UserError
+    if they contradict each other.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         raise UserError(
-            "this script builds a model before initialize_model_parallel, or with process groups of its own: "
-            "megatron_vp.enable reads the sizes of Megatron's groups; call it before, and in Megatron-Bridge leave "
-            "dist.use_decentralized_pg=False"
+            "this script builds a model before initialize_model_parallel, or with process groups of its own, but "
+            "megatron_vp.enable needs the sizes of Megatron's groups: call initialize_model_parallel first, and in "
+            "Megatron-Bridge keep dist.use_decentralized_pg=False"
         )
     config, size = model["config"], parallel_state
     said = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -197,35 +199,36 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # Four fields are not copied. A layout is refused below. How Megatron's own schedule would send activations does not
-    # matter to our schedules. The kernel for a loss over whole logits does not matter either, and Megatron's arguments
-    # do not accept the one that Bridge's recipes name. And a configuration names Transformer Engine by default,
+    # Four fields are not copied: a layout, which is refused below; how Megatron's own schedule overlaps communication,
+    # which our schedules do not use; the kernel for a loss over whole logits, for which Bridge's recipes name one that
+    # Megatron's arguments do not accept; and the implementation of layers, which is Transformer Engine by default,
     # whatever layers the model has.
     for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():
-        # Functions in a configuration are not arguments, and what is None there keeps the default of the argument.
+        # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
-    # The usual default, balanced shards, may move layers.
+    # By default, shards are balanced, which may move layers. This script places its layers itself.
     unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
     for name, value in unsaid.items():
         if name not in settings:
             setattr(args, name, value)
     if config.pipeline_model_parallel_layout is not None:
         raise UserError(
-            "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: leave "
-            "it out, or let Megatron's own arguments lay the model out"
+            "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: remove "
+            "it, or let Megatron parse --pipeline-model-parallel-layout from the command line"
         )
     if args.vocab_parallel and (args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:")):
         raise UserError(
             f"vocab_shards={args.vocab_shards!r} may move layers, but this script places the layers itself: use "
-            "'even' or rows by pipeline rank"
+            "'even', or one number of rows for each pipeline rank"
         )
     if config.pipeline_model_parallel_size != args.pipeline_model_parallel_size:
         raise UserError(
-            f"the model's configuration has pipeline_model_parallel_size={config.pipeline_model_parallel_size} and "
-            f"Megatron's groups {args.pipeline_model_parallel_size}: set the same in both"
+            f"the model's configuration has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but "
+            f"Megatron's process groups have {args.pipeline_model_parallel_size} pipeline ranks: use the same size in "
+            "both"
         )
 
 
@@ -233,8 +236,8 @@ def _require_chunks(job: SettledJob, chunks: int) -> None:
     """Raise UserError if the script's number of chunks per rank differs from the schedule's."""
     if job.placement.chunks != chunks:
         raise UserError(
-            f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, and this "
-            f"script's groups have {chunks}: call initialize_model_parallel and set the model's configuration with "
-            f"virtual_pipeline_model_parallel_size={job.placement.chunks if job.placement.chunks > 1 else None}, and "
-            f"build one GPTModel per vp_stage"
+            f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, but this "
+            f"script's process groups have {chunks}: set "
+            f"virtual_pipeline_model_parallel_size={job.placement.chunks if job.placement.chunks > 1 else None} in "
+            f"initialize_model_parallel and in the model's configuration, and build one GPTModel for each vp_stage"
         )

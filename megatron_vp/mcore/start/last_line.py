@@ -1,8 +1,8 @@
-"""Prints the last line in the log of a job that refuses to start, once, after all other output of the job's ranks.
+"""Prints why a job refuses to start, in one line at the end of its log, after all other output of its ranks.
 
 Ranks that refuse to start communicate through the launcher's store, or through one that rank 0 serves. Each rank first
-flushes its own output. Then one of them prints the line for all, so that it is the last in the job's log. All exit
-together, because launchers stop every rank as soon as one has exited.
+flushes its own output. Then one of them prints the line for all ranks. All exit together, because launchers stop every
+rank as soon as one has exited.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _refusals = itertools.count()
 
 
 class _ToldToEnd(Exception):
-    """This rank got SIGTERM while it waited for others, because a launcher is stopping the job."""
+    """Raised if this rank gets SIGTERM while it waits for other ranks, because a launcher is stopping the job."""
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print `error: REASON` on one of the refusing ranks, naming the ranks if not all give this reason.
+    """Print `error: REASON` on one of the refusing ranks, with the ranks that gave each reason if reasons differ.
 
     `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
     another one has printed the line.
     """
     at_last(lambda: None)  # flush this rank's output so that it precedes the line
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # no store can be reached, perhaps because its address is the bad input
+    with suppress(Exception):  # the store cannot be reached, perhaps because its address is the bad input
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():
@@ -53,7 +53,7 @@ def _replays() -> bool:
 
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
-    """Print for all ranks, or wait until another rank has printed; return whether this rank's reason was printed."""
+    """Print the line, or wait until another rank has printed it; return whether this rank's reason was printed."""
     from torch.distributed import PrefixStore
 
     from megatron_vp.mcore.start.meeting import meeting_point
@@ -81,7 +81,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
 
 
 def _listen() -> None:
-    """From now on, let SIGTERM stop the waiting instead of the process."""
+    """Make SIGTERM from now on end the waiting instead of the process."""
 
     def told(*_: object) -> None:
         raise _ToldToEnd
@@ -91,7 +91,7 @@ def _listen() -> None:
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition, at most `seconds`; return whether it holds."""
+    """Wait for at most `seconds` until a condition holds; return whether it does."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,4 +119,4 @@ def _tell_torchrun(line: str) -> None:
 
 
 def _ranks(who: Sequence[int]) -> str:
-    return f"rank {who[0]}" if len(who) == 1 else f"{len(who)} ranks (the first is {who[0]})"
+    return f"rank {who[0]}" if len(who) == 1 else f"{len(who)} ranks (the first is rank {who[0]})"

@@ -1,5 +1,5 @@
-"""Runs a Megatron script with the plug-in: first checks versions, applies patches and sets the environment; prints one
-line per job on bad input.
+"""Runs a Megatron script with the plug-in: sets the environment, checks versions, applies patches, and turns bad input
+into one line for the whole job.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from megatron_vp.jobs.command_line import CPU, asks_for_help
 from megatron_vp.mcore.start.last_line import refuse_together
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
-"""Storage errors that may not occur again in the next attempt of a job."""
+"""Storage errors that may not recur in a job's next attempt."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn errors into one line on standard error and an exit status. A UserError becomes status 2. A lost peer, a
-    storage error, or a checkpoint that cannot be written or read becomes status 1. Before ranks are connected, a
-    storage error counts as bad input, with status 2, unless another attempt may help.
+    """Turn errors into one line on standard error and an exit status. The status is 2 for a UserError, and 1 for a lost
+    peer, a storage error, or a checkpoint that cannot be written or read. Before ranks are connected, a storage error
+    counts as bad input, with status 2, unless another attempt may help.
 
     On Ctrl-C, rank 0 prints a line and the status is 130. Once ranks are connected, a process that fails exits at once,
-    whatever the error: destructors of process groups would wait for peers, which in turn would wait for this rank to
-    exit.
+    whatever the error: otherwise the destructors of its process groups would wait for peers, which would wait for this
+    process to exit.
     """
     try:
         yield
@@ -57,15 +57,15 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse(said: str, status: int) -> NoReturn:
-    """Print one line for the whole job and exit. If ranks are connected, the others refuse at the same time or wait for
-    this one.
+    """Print one line for the whole job and exit. If ranks are connected, the other ranks refuse at the same time or
+    wait for this one, so it waits for them only briefly.
     """
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
 
 
 def _end_interrupted() -> NoReturn:
-    """Exit after Ctrl-C, which every rank gets: only rank 0 prints a line, and no rank waits for its peers."""
+    """Exit after Ctrl-C, which interrupts every rank. Only rank 0 prints a line, and no rank waits for its peers."""
     if os.environ.get("RANK", "0") == "0":
         at_last(lambda: say("stopped by Ctrl-C (SIGINT)"))
     _exit(128 + signal.SIGINT)
@@ -103,23 +103,23 @@ def _exit(status: int) -> NoReturn:
         from megatron_vp.runtime.watchdog import end_process
 
         end_process(status)
-    # If output cannot be flushed, Python would try again, fail, and exit with a different status.
+    # If output cannot be flushed, `sys.exit` would try again, fail, and change the exit status.
     if not at_last(lambda: None):
         os._exit(status)
     sys.exit(status)
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 knows which rank
-    failed.
+    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 can name the rank
+    that failed.
     """
     from torch.distributed.checkpoint import CheckpointException
 
     if not isinstance(error, CheckpointException):
         return None
     failed = [f"rank {rank}: {_failure(reason)}" for rank, (reason, _) in error.failures.items()]
-    where = f" on {'; '.join(failed)}" if failed else "; rank 0 says where"
-    return f"{_who()} gave the checkpoint up, because its {error.args[0]} failed{where}"
+    where = f" on {'; '.join(failed)}" if failed else "; the line of rank 0 says on which rank"
+    return f"{_who()} abandoned the checkpoint, because its {error.args[0]} failed{where}"
 
 
 def _failure(reason: BaseException) -> str:
@@ -127,18 +127,18 @@ def _failure(reason: BaseException) -> str:
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
-    way = "; the run that wrote it had this frozen: start with a fresh optimizer by --no-load-optim" if state else ""
+    way = "; the run that saved it had frozen it: add --no-load-optim to start with a fresh optimizer" if state else ""
     return f"the checkpoint has no {reason.args[0]}{way}"
 
 
 def _storage_line(error: BaseException) -> str | None:
     """One line for a storage error; None for any other error."""
     refused = storage_failure(error)
-    return None if refused is None else f"{_who()} was in {_place(error)}: {refused}"
+    return None if refused is None else f"{_who()} failed in {_place(error)}: {refused}"
 
 
 def _lost_peer_line(error: BaseException) -> str | None:
-    """One line that says where this rank waited for a lost or silent peer; None for any other error."""
+    """One line that says where this rank was waiting for a lost or silent peer; None for any other error."""
     from megatron_vp.runtime.progress import lost_peer
     from megatron_vp.runtime.watchdog import others_of_a_lost_peer
 
@@ -147,7 +147,7 @@ def _lost_peer_line(error: BaseException) -> str | None:
     reason = lost_peer(error)
     if reason is None:
         return None
-    return f"{_who()} waited in {_place(error)}, outside the pipeline schedule: {reason}{others_of_a_lost_peer()}"
+    return f"{_who()} was waiting in {_place(error)}, outside the pipeline schedule: {reason}{others_of_a_lost_peer()}"
 
 
 def _who() -> str:
@@ -155,7 +155,7 @@ def _who() -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function on the traceback outside torch and Python's standard library."""
+    """The innermost function on the traceback that belongs neither to torch nor to Python's standard library."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not _foreign(frame.filename)]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
@@ -186,7 +186,7 @@ def run_script(script: str, arguments: list[str]) -> None:
         _require_launcher(f"--no-python megatron-vp run {script}")
         if not Path(script).is_file():
             raise UserError(f"{script} is not a file: give the path of a Megatron training script")
-        # Let the script import its neighbours, as if Python had started it.
+        # Let the script import modules from its own folder, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
         from megatron_vp.mcore.storage.attempt import noting_the_end
@@ -199,7 +199,7 @@ def _require_launcher(command: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and not asks_for_help(sys.argv):
         raise UserError(
-            f"{', '.join(missing)} not set: start one process per rank, for instance with "
+            f"{', '.join(missing)} not set in the environment: start one process per rank, for example with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
         )
     if not missing:
@@ -207,8 +207,8 @@ def _require_launcher(command: str) -> None:
 
 
 def _check_place() -> None:
-    """Check the rank and world size in the environment: with wrong values, ranks would wait for peers forever or fail
-    inside Megatron.
+    """Check the rank, the world size and the port in the environment. With wrong values, ranks would wait for peers
+    forever or fail inside Megatron.
     """
     ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
     _whole("RANK", 0, ranks - 1)
@@ -222,17 +222,17 @@ def _whole(name: str, least: int, most: int) -> int:
     if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
         raise UserError(
-            f"{name}={printable(text, 40)} is not a whole number {limits}: let the launcher set it, or correct it"
+            f"{name}={printable(text, 40)} is not a whole number {limits}: correct it, or let the launcher set it"
         )
     return int(text)
 
 
 def patch_megatron(argv: list[str], together: bool = False) -> None:
-    """Check the patches that this run selects against the installed Megatron, and apply those of the first stage.
+    """Check the patches that this run needs against the installed Megatron, and apply those of the first stage.
 
     Also reads the schedule file that the run names; if all ranks call this `together`, they use rank 0's text. Removes
-    `--cpu` from `argv`. Raises UserError if a patch of any stage does not fit or a schedule file cannot be used; in
-    that case nothing is patched.
+    `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage does not fit or a schedule
+    file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

@@ -1,6 +1,6 @@
 """Lets ranks compare values before Megatron creates process groups, through the store that they connect to anyway.
 
-Ranks with different sizes or backends would create different groups, and wait for each other until a timeout.
+Otherwise, ranks with different sizes or backends would create different groups and wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others, as in Megatron by default."""
+"""How long a rank waits for the others; Megatron's default timeout."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
 """The size of one value in bytes; the store accepts at most 8 MiB."""
@@ -32,8 +32,8 @@ def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name` on every rank, because other nodes may hold a different file or
     none.
 
-    A rank whose file has the same text does not fetch it. If rank 0 was given another name, returns the text of the
-    file here; `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
+    A rank whose file has the same text does not fetch it. If rank 0 was given another name, a rank uses its own file,
+    and `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
     """
     rank, ranks = _place()
     if ranks == 1:
@@ -65,7 +65,7 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare the values of all ranks. Returns if all are equal, otherwise raises UserError on all ranks.
+    """Compare the values of all ranks. Returns if all are equal, and otherwise raises UserError on every rank.
 
     Args:
         own: JSON values by name.
@@ -101,8 +101,8 @@ def _store() -> Store:
 
 
 def meeting_point(patience: timedelta = PATIENCE) -> Store:
-    """The launcher's store, or one that rank 0 serves. A reference is kept, because the server would stop with its last
-    client here.
+    """Return the launcher's store, or one that rank 0 serves. This module keeps a reference to it, because rank 0's
+    server would stop with the last store object in its process.
     """
     global _met
     if distributed_c10d.is_initialized():

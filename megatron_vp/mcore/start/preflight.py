@@ -40,13 +40,13 @@ def check_job(
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Nothing is started.
 
-    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine:
-    if it has no CUDA device, with the layers and backend of a CPU run. A job is checked for GPUs elsewhere if its
-    `nodes` are described ("te=2.17.1,apex=no"). On a machine without GPUs, this also holds for a job that does not run
-    `here`, if it asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`, the
-    files that the job reads and writes are checked as well. With `own_script`, the user's script may have its own
+    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
+    with the layers and backend of a CPU run if it has no CUDA device. They are checked for GPU nodes if `nodes`
+    describes such nodes ("te=2.17.1,apex=no"). This is also the case on a machine without GPUs, unless the job runs
+    `here`, if the job asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`,
+    the files that the job reads and writes are checked as well. With `own_script`, the user's script may have its own
     options. Raises UserError for anything that the job would refuse at startup, such as unknown or contradictory
-    arguments or a Megatron that does not fit.
+    arguments, or an unsupported version of Megatron.
     """
     with (
         one_line_for_paths(),
@@ -80,9 +80,9 @@ def own_options(arguments: list[str]) -> list[str]:
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
     """The reason why a job's `ranks` processes would refuse its arguments; None if they would start.
 
-    Without `--cpu` they are checked for GPUs, either this machine's or those of a current node. The environment
-    variable that Megatron requires with tensor or context parallelism counts as set, because it is not part of the
-    arguments.
+    Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a current node. The
+    environment variable that Megatron requires with tensor or context parallelism counts as set, because it is not part
+    of the arguments.
     """
     nodes = None
     if not asks_for_cpu(arguments) and not torch.cuda.is_available():
@@ -103,7 +103,7 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 def load_megatron() -> None:
     """Import the modules that a check needs, in a process that only checks."""
-    warnings.simplefilter("ignore")  # ignore warnings about packages that are missing here
+    warnings.simplefilter("ignore")  # such as warnings about packages that are not installed on this machine
     installed.hide_what_is_broken()
     with without_compilers():
         from megatron.training import arguments  # noqa: F401
@@ -111,24 +111,27 @@ def load_megatron() -> None:
 
 @contextmanager
 def without_compilers() -> Iterator[None]:
-    """Do not compile Megatron's fused functions inside this context, which is meant for a process that only checks.
+    """Leave Megatron's fused functions uncompiled inside this context, for a process that only checks jobs.
 
-    `torch.compile` would import PyTorch's compilers for them, which takes as long as importing all of Megatron.
+    For these functions, `torch.compile` would import PyTorch's compilers, which takes as long as importing Megatron.
     """
     with mock.patch.object(torch, "compile", _uncompiled):
         yield
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
-    """Replaces `torch.compile`, which decorates with or without options, but compiles nothing."""
+    """Replaces `torch.compile` as a decorator with or without options; returns the function uncompiled."""
     return (lambda decorated: decorated) if function is None else function
 
 
 def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> AbstractContextManager[None]:
-    """Return the context in which to check a job: for this machine's platform, or for GPUs elsewhere."""
+    """Return the context in which to check a job: for this machine, or for GPU nodes elsewhere."""
     if nodes is not None:
         if here or asks_for_cpu(arguments):
-            raise UserError("--nodes is about nodes with GPUs elsewhere: leave it out, or --cpu and --ranks-per-node")
+            raise UserError(
+                "--nodes describes GPU nodes other than this machine, so it cannot be combined with --cpu or "
+                "--ranks-per-node: leave --nodes out, or leave the other two options out"
+            )
         return pretend_gpu(installed.from_text(nodes))
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
@@ -139,7 +142,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The layers and backend that a job's command line or configuration asks for; each None if neither does."""
+    """The layers and the backend that a job's command line or configuration asks for; None for what it does not set."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -158,7 +161,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 def check_files(args: argparse.Namespace) -> None:
     """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
     from megatron_vp.mcore.options.settle import (
-        check_files as check,  # imports Megatron, so only once its warnings are silenced
+        check_files as check,  # imports Megatron, so only after its warnings are silenced
     )
 
     with one_line_for_paths():
@@ -166,7 +169,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
-    """The number of ranks that together hold one replica of the model. Raises UserError if the arguments cannot be
+    """The number of ranks that hold one replica of the model together. Raises UserError if the arguments cannot be
     parsed.
     """
     own = own_options(arguments) if own_script else ()
@@ -175,31 +178,38 @@ def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Check that this node can run its part of a job with validated `args`: GPUs, network, access to the output
-    folders. Raises a UserError that names the node.
+    """Check that this node can run its ranks of a job with validated `args`: its GPUs, its network, and access to the
+    output folders. Raises a UserError that names the node.
     """
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
         raise UserError(
-            f"{node}: {ranks_per_node} ranks would run here, but {devices} GPUs are visible: start as many tasks per "
-            f"node as it has GPUs (sbatch --gpus-per-node), and bind no GPU to a task"
+            f"{node}: {ranks_per_node} ranks are to run on this node, but {devices} GPUs are visible: start one task "
+            f"for each GPU of a node (sbatch --gpus-per-node), and do not bind GPUs to tasks"
         )
     interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not _names_an_interface(interfaces, [name for _, name in socket.if_nameindex()]):
-        raise UserError(f"{node}: NCCL_SOCKET_IFNAME={interfaces} names no interface of this node; see `ip link`")
+        raise UserError(
+            f"{node}: NCCL_SOCKET_IFNAME={interfaces} names no interface of this node: choose one that `ip link` lists"
+        )
     address = os.environ.get("MASTER_ADDR", "localhost")
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:
-        raise UserError(f"{node}: cannot resolve MASTER_ADDR={address}: {error.strerror}") from error
+        raise UserError(
+            f"{node}: cannot resolve MASTER_ADDR={address} ({error.strerror}): set it to a name or address of rank 0's "
+            f"node that every node can resolve"
+        ) from error
     for folder in filter(None, (args.save, args.tensorboard_dir)):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"\0")
         except OSError as error:
-            raise UserError(f"{node}: cannot write to {folder}: {error.strerror}") from error
+            raise UserError(
+                f"{node}: cannot write to {folder} ({error.strerror}): choose a folder that every node can write to"
+            ) from error
 
 
 def describe_node() -> str:
@@ -227,18 +237,18 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_start(job: SettledJob) -> list[str]:
-    """Lines about the nodes that a job was checked for and the iteration at which it would start."""
+    """Lines that say for which nodes a job was checked and at which iteration it would start."""
     args = job.args
-    lines = [] if job.nodes is None else [f"checked for GPUs elsewhere: {assumptions(job.nodes)}"]
+    lines = [] if job.nodes is None else [f"checked for GPU nodes, not for this machine: {assumptions(job.nodes)}"]
     if args.save is None:
         return [*lines, "no --save: a stopped job starts again from iteration 0"]
     if args.save != args.load:
         return [
             *lines,
-            f"saves to {args.save} but loads from {args.load or 'nowhere'}: a stopped job does not resume",
+            f"--save is {args.save} but --load is {args.load or 'not given'}: a stopped job does not resume",
         ]
     reached = last_checkpoint(args.save)
-    start = f"goes on from iteration {reached}" if reached else "starts at iteration 0"
+    start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
     return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
 
 
@@ -253,7 +263,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Patch Megatron inside this context, and yield the arguments as it parses them. `own`: names of the script's own
+    """Patch Megatron inside this context, and yield the arguments that it parses. `own`: the names of the script's own
     options.
     """
 
@@ -283,8 +293,8 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
 
 @contextmanager
 def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the job's last
-    rank, so that no code runs that prints or writes files on a particular rank.
+    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the last rank of
+    the job, so that code for particular ranks, which prints or writes files, does not run.
     """
     environment, command = dict(os.environ), list(sys.argv)
     os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
@@ -298,8 +308,8 @@ def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
 
 
 def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME admits one of `interfaces`. It lists prefixes (after `=` exact names, after `^`
-    exclusions); an empty value admits all.
+    """Whether NCCL_SOCKET_IFNAME permits one of `interfaces`. The variable lists prefixes (after `=` exact names, after
+    `^` exclusions); an empty value permits all interfaces.
 
     See NCCL's documentation of the variable.
     """

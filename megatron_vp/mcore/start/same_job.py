@@ -1,5 +1,5 @@
-"""Checks that every rank runs the same job, so that a node with a different file or installation is found before it
-does harm.
+"""Checks that every rank runs the same job, so that a node with a different file or installation is found before
+training starts.
 
 Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
 of this package would silently produce a different model. So all arguments are compared, except those that may differ
@@ -33,9 +33,9 @@ OF_A_RANK = {
     "rank": "each process has its own",
     "local_rank": "each process has its own",
     "node_rank": "each machine has its own",
-    "config": "the options in the files are compared, wherever they were written",
+    "config": "the options in the files are compared instead",
 }
-"""Arguments that are not compared, and the reasons."""
+"""Arguments that are not compared between ranks, and the reasons."""
 
 _PLACES = {
     "data, which machines may keep in different folders": (
@@ -43,7 +43,7 @@ _PLACES = {
         "per_dataset_sequences_path data_cache_path object_storage_cache_path titles_data_path evidence_data_path "
         "block_data_path embedding_path"
     ),
-    "the tokenizer's files; sizes that follow from them are compared": (
+    "the tokenizer's files; the sizes that are read from them are compared": (
         "vocab_file merge_file tokenizer_model metadata_path"
     ),
     "checkpoints, which machines may mount in different places": (
@@ -56,7 +56,7 @@ _PLACES = {
         "memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename "
         "dump_param_to_param_group_map moe_routing_trace_path"
     ),
-    "names in logs of one rank, which may hold the time or the machine": (
+    "names for the logs of one rank, which may contain the time or the machine's name": (
         "wandb_project wandb_exp_name wandb_entity one_logger_project one_logger_run_name app_tag_run_name "
         "app_tag_run_version"
     ),
@@ -66,18 +66,18 @@ _PLACES = {
     ),
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a file, a folder or another resource, and what it holds. Only the presence of such an argument is
-compared and, in a list of data, the weights.
+"""Arguments that name a file, a folder or another resource, and what that resource contains. For such an argument,
+ranks compare only whether it is given and, in a list of datasets, the weights.
 """
 
 
 def facts(
     arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """What must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
+    """Collect what must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
 
-    "alike" covers all arguments, including those that Megatron and this plug-in derive, the versions of packages, and
-    our code.
+    "alike" contains all arguments, including those that Megatron and this plug-in derive, the versions of packages, and
+    a fingerprint of our code.
 
     Args:
         arguments: values by name; names that begin with an underscore are left out.
@@ -97,14 +97,14 @@ def facts(
         "torch": torch.__version__,
         "Transformer Engine": installed().engine,
     }
-    parts = {f"who computes the {part}": who for part, who in (parts or {}).items()}
+    parts = {f"the implementation of the {part}": who for part, who in (parts or {}).items()}
     versions = {f"the version of {package}": str(found) for package, found in packages.items()}
     ours = {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
     return {"alike": alike | parts | versions | ours, "given": dict(given or {})}
 
 
 def _place(value: Any) -> str:
-    """The text by which the value of an argument in PLACES is compared."""
+    """Return the text that stands for the value of an argument in PLACES when ranks compare it."""
     if value is None:
         return "not given"
     return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
 
 
 def code(package: Path) -> str:
-    """A fingerprint of a package's sources, because two checkouts may have the same version."""
+    """Return a fingerprint of a package's sources, because two checkouts may have the same version number."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
@@ -146,8 +146,8 @@ def code(package: Path) -> str:
 
 
 def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
-    """Describe the first name on which not all `ranks` agree: each value with its ranks. Options that were given are
-    compared first, because arguments that are derived from them differ as well.
+    """Describe the first difference between `ranks`: the name, and each value with its ranks. Options that were given
+    come first, because the arguments that are derived from them differ as well.
     """
     given: dict[str, str] = {}
     for each in ranks:
@@ -164,7 +164,7 @@ def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
 
 
 def _counted(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks (the first is {ranks[0]})"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks (the first is rank {ranks[0]})"
 
 
 def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
@@ -174,19 +174,18 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         arguments = job.args
         if arguments.fake_process_group:
             return original(*args, **kwargs)
-        # Compare before groups exist: ranks that would create different groups have no communicator through which to
-        # find out.
+        # Compare before groups exist: ranks that create different groups have no communicator in which to compare.
         patience = timedelta(minutes=arguments.distributed_timeout_minutes)
         require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
         original(*args, **kwargs)
-        order = [job.order]  # devices, and so costs, may differ between ranks
+        order = [job.order]  # costs depend on the device, which may differ between ranks
         torch.distributed.broadcast_object_list(order, src=0)
         settle(replace(job, order=order[0]))
         if (folder := saves_to(arguments)) is not None:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
         if arguments.rank == 0:
-            from megatron_vp.mcore.start.banner import print_banner  # imports the cost model, for this rank only
+            from megatron_vp.mcore.start.banner import print_banner  # imports the cost model, which others do not need
 
             print_banner(current())
         return None
@@ -201,7 +200,7 @@ def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> Non
         own,
         lambda everyone: (
             f"the ranks did not get the same job: {difference(everyone)}; start every rank with the same "
-            f"configuration, flags and installation"
+            f"configuration files, flags and package versions"
         ),
         patience,
     )
@@ -211,9 +210,9 @@ PATCHES = (
     Patch(
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
-        "compares the ranks' arguments and versions: a node with another file would hang the others or spoil the "
-        "model; then takes the order costs of rank 0, claims the folder that this run saves to, writes "
-        "the resolved configuration and says what runs",
+        "compares the ranks' arguments and versions, because a rank with different ones would hang the job or spoil "
+        "the model; then takes over rank 0's costs for ordering passes, claims the folder that this run saves to, "
+        "writes the resolved configuration, and prints the banner",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

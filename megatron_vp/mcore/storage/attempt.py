@@ -1,8 +1,8 @@
 """Tells the script that started the ranks how far this attempt of a job got.
 
-`slurm/pretrain.sbatch` puts two empty files into a folder that MEGATRON_VP_ATTEMPT names. Training removes `unsaved`
-when it has written a checkpoint, and `unfinished` when it has finished. Files are removed rather than written, because
-that works even on a full disk, and the script does not have to interpret what ranks print.
+`slurm/pretrain.sbatch` creates two empty files in the folder that MEGATRON_VP_ATTEMPT names. Training removes `unsaved`
+when it has written a checkpoint, and `unfinished` when it has finished. Removing files works even on a full disk, and
+the script does not have to interpret the output of ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Run training inside this context, which notes that training has finished, unless it fails or a signal stops it
-    early.
-    """
+    """Run training inside this context, which notes that training has finished unless it fails or a signal stops it."""
     try:
         yield
     except SystemExit as end:
@@ -65,7 +63,7 @@ PATCHES = (
     Patch(
         "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
         _remembering,
-        "Megatron ends with status 0 when it is told to stop: the SLURM script must tell that from finished training",
+        "Megatron exits with status 0 if a signal stops it, and the SLURM script must tell that from finished training",
         "(self)",
     ),
 )

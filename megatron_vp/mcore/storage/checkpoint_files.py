@@ -1,7 +1,7 @@
 """Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
-Megatron empties the file that names the last checkpoint before it writes a new number. If a rank died in between or the
-disk was full, the last good checkpoint could no longer be found.
+Megatron empties the file that names the last checkpoint before it writes a new number. If a rank dies in between, or if
+the disk is full, the last good checkpoint can no longer be found.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
     """Check that `folder` is writable or could be created; creates nothing. Raises UserError."""
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(f"{option} {folder} cannot be a directory: {existing} is a file; choose another place")
+        raise UserError(f"{option} {folder} cannot be a directory: {existing} is a file; choose another directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {folder}: {existing} is not writable; choose another place")
+        raise UserError(f"{option} {folder} cannot be used: {existing} is not writable; choose another directory")
 
 
 class _Files:
@@ -41,7 +41,7 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """As the original, except that the tracker is replaced atomically, as object storage does anyway."""
+        """Open a file like the original, but replace the tracker atomically, as object storage does anyway."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
@@ -51,8 +51,8 @@ class _Files:
 
 @contextmanager
 def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
-    """Note that a checkpoint was saved when Megatron writes the tracker, which is after all ranks have written their
-    parts.
+    """Note that a checkpoint was saved once Megatron has written the tracker, because by then all ranks have written
+    their parts.
     """
     with tracker as file:
         yield file
@@ -70,9 +70,9 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 
 
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """The position of each parameter in a gradient buffer, not counting the padding at the ends of buckets.
+    """Return the position of each parameter in a gradient buffer, not counting the padding at the ends of buckets.
 
-    Returns (start, end, bucket) by parameter, like Megatron's `param_index_map`, which does count the padding.
+    The result is (start, end, bucket) by parameter, as in Megatron's `param_index_map`, which counts the padding.
     """
     ranges, before = {}, 0
     shifts = []
@@ -100,14 +100,14 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         _without_padding,
-        "with several buckets of gradients the optimizer's state would be saved from next to where it lies",
+        "with several gradient buckets, Megatron would save the optimizer's state from the wrong positions",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron itself leaves the padding out there
+        {"0.20": None},  # Megatron 0.20 itself leaves the padding out
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",
         _Files,
-        "the file that names the last checkpoint is emptied before it is written: a fault in between would lose it",
+        "Megatron empties the file that names the last checkpoint before writing to it, so a fault could lose the name",
         "value",
     ),
     *attempt.PATCHES,

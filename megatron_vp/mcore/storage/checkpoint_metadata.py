@@ -1,7 +1,7 @@
 """Reads the `.metadata` file of a torch_dist checkpoint, which is a pickle, without running any function that it names.
 
-A pickle may name any function, and loading the pickle calls it. A checkpoint from someone else is therefore a program,
-and a check, for example on a login node, must not run it.
+A pickle may name any function, and loading the pickle calls that function. A checkpoint from someone else is therefore
+a program, and a check, for example on a login node, must not run it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""The modules whose data classes and enumerations describe a checkpoint. Other releases of torch may add some."""
+"""The modules whose data classes and enumerations describe a checkpoint; other releases of torch may add classes."""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,

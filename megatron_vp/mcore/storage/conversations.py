@@ -1,4 +1,4 @@
-"""Checks files of conversations for --sft, in JSON lines, before a training run opens them."""
+"""Checks the JSON-lines files with conversations for --sft before a training run opens them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
         with open(path, encoding="utf-8") as file:
             line = file.readline()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not a text in UTF-8"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"cannot read the conversations {path}: {reason}; check --data-path") from error
     try:
         messages = json.loads(line)["messages"]
@@ -28,6 +28,6 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
         complete = False
     if not complete:
         raise UserError(
-            f"the first line of {path} is not a conversation, but --sft expects one on every line: write each line as "
-            f"{form}"
+            f"the first line of {path} is not a conversation, but --sft needs one on every line: write each line in "
+            f"the form {form}"
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# Called with the stage, the characters done, and all characters or None while that is unknown.
+# Called with the stage, the number of characters done, and their total number (None while it is unknown).
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
@@ -70,24 +70,31 @@ def prepare(
 
     `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size` or `tokenizer`: with
     `vocab_size`, the documents are read twice, and a tokenizer with exactly that many tokens is trained and saved in
-    `NAME_tokenizer`; `tokenizer` is the directory of an existing one. Token ids are stored as uint16 if there are fewer
-    than 65500 tokens, else as int32. Files get their names only when they are complete, and the index last, so an
-    interrupted run leaves no dataset that looks whole. Existing files are replaced only with `overwrite`, and kept
-    until the new ones are complete. `progress` is called for every document. Raises UserError if there is no text, if
-    vocabulary and text do not fit, if files exist already, or if files cannot be written.
+    `NAME_tokenizer`; `tokenizer` is the directory of an existing tokenizer. Token ids are stored as uint16 if there are
+    fewer than 65500 tokens, else as int32. Files get their final names only when they are complete, and the index gets
+    its name last, so an interrupted run leaves no dataset that looks complete. Existing files are replaced only with
+    `overwrite`, and only once the new ones are complete. `progress` is called for every document. Raises UserError if
+    there is no text, if the vocabulary size does not suit the text, if files exist already, or if they cannot be
+    written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
         raise UserError(
-            "give either a vocabulary size to train a tokenizer (--vocab-size) or an existing one (--tokenizer)"
+            "exactly one of --vocab-size and --tokenizer is needed: give --vocab-size to train a tokenizer, or "
+            "--tokenizer to use an existing one"
         )
     if Path(name).name != name or not name.strip("."):
-        raise UserError(f"--name {name!r} is not a plain file name; choose the directory with --output")
+        raise UserError(
+            f"--name {name!r} is not a plain file name: use a name without slashes, and choose the directory with "
+            f"--output"
+        )
     output = Path(output)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the output directory {output}: {error.strerror}") from error
+        raise UserError(
+            f"cannot create the output directory {output}: {error.strerror}; choose another --output"
+        ) from error
     prefix = output / f"{name}_text_document"
     directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
     bin_and_idx = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
@@ -112,8 +119,8 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if a file exists already, unless it may be replaced, and for a folder with files that do not
-    belong to a tokenizer.
+    """Raise UserError if a file exists that may not be replaced, or a folder with files that do not belong to a
+    tokenizer.
     """
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
@@ -132,7 +139,7 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Give complete files their names, in this order. Old files are first moved aside, and moved back on failure."""
+    """Give complete files their final names, in this order. Old files are moved aside, and back after a failure."""
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -158,11 +165,13 @@ def _storage_told(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write to {output}: {error.strerror}; make room, or choose another place") from error
+        raise UserError(
+            f"cannot write to {output}: {error.strerror}; free some space, or choose another --output or --name"
+        ) from error
 
 
 class _Counter:
-    """Iterates over the non-empty texts of documents, and reports how many characters are done."""
+    """Iterates over the non-empty texts of documents, and reports the number of characters done."""
 
     def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
         self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
@@ -176,11 +185,11 @@ class _Counter:
                 yield text
                 self._progress(self._stage, self.characters, self._total)
         if not self.characters:
-            raise UserError("the input holds no text")
+            raise UserError("the input contains no text")
 
 
 def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
-    """Encode `texts` into `prefix`.{bin,idx}; return the numbers of documents and tokens."""
+    """Encode `texts` into `prefix`.{bin,idx}; return the number of documents and the number of tokens."""
     import numpy
 
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
@@ -190,7 +199,7 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     hide_what_is_broken()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    # If a document spells out special tokens, encode them as ordinary text.
+    # If a document contains the text of a special token, encode it as ordinary text.
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     documents = tokens = 0
@@ -219,10 +228,10 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
 
 
 def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
-    """Check that `prefix`.{bin,idx} exist and belong together. Reads only the index, through Megatron's reader.
+    """Check that `prefix`.{bin,idx} exist and match. Reads only the index, with Megatron's reader.
 
-    Also checks that every share of `split` gets tokens; `split` is None if a run does not split the dataset. Prefixes
-    on object storage are left to Megatron. Raises a UserError that names the file, the fault and the remedy.
+    Also checks that every part of `split` gets tokens; `split` is None if a run does not split the dataset. Prefixes on
+    object storage are left to Megatron. Raises a UserError that names the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -241,7 +250,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
         reader = _IndexReader(index, multimodal=False)
     except (AssertionError, ValueError, OverflowError, OSError, struct.error) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the index {index} is corrupt or cut short ({reason}); {remedy}") from error
+        raise UserError(f"the index {index} is corrupt or truncated ({reason}); {remedy}") from error
     lengths, ends = reader.sequence_lengths, reader.document_indices
     if len(lengths) == 0:
         raise UserError(f"the index {index} lists no documents; {remedy}")
@@ -252,7 +261,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
         raise UserError(f"the index {index} is corrupt: its lengths and positions disagree; {remedy}")
     actual = os.path.getsize(data)
     if actual != expected:
-        raise UserError(f"{data} holds {actual} bytes where its index lists {expected}; {remedy}")
+        raise UserError(f"{data} has {actual} bytes, but its index lists {expected}; {remedy}")
     if split is not None:
         check_parts(prefix, split, lengths)
 
@@ -260,7 +269,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
 def check_inputs(args: argparse.Namespace) -> None:
     """Check every dataset and the tokenizer that parsed Megatron arguments name, before Megatron opens any of them.
 
-    Raises UserError for the first that cannot be used.
+    Raises UserError for the first one that cannot be used.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -268,23 +277,27 @@ def check_inputs(args: argparse.Namespace) -> None:
         for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
             if os.path.exists(path) and not os.path.isfile(path):
                 raise UserError(
-                    f"the list of datasets {path} is not a regular file, but every rank has to read it: write it to "
-                    "a file"
+                    f"the list of datasets {path} is not a regular file, which every rank could read: write the list "
+                    "to a file"
                 )
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)
         except OSError as error:
-            raise UserError(f"cannot read the list of datasets {error.filename}: {error.strerror}") from error
+            raise UserError(
+                f"cannot read the list of datasets {error.filename}: {error.strerror}; check the path in the arguments"
+            ) from error
         except ValueError as error:
             listed = args.data_args_path or args.per_split_data_args_path or "--data-path"
             raise UserError(f"{listed} is not a list of datasets: {error}") from error
         except AssertionError as error:
-            raise UserError("give --data-path either as prefixes or as pairs of a weight and a prefix") from error
+            raise UserError(
+                "--data-path gives only some datasets a weight: use only prefixes, or pairs of a weight and a prefix"
+            ) from error
         split = None
         if blend is not None:
             if args.split is None and args.data_path is None:
                 raise UserError(
-                    "--data-args-path without --split: give the shares of training, validation and test data, such as "
+                    "--data-args-path needs the shares of training, validation and test data: add --split, such as "
                     "--split 98,1,1"
                 )
             split = args.split or MEGATRONS_SPLIT
@@ -297,7 +310,7 @@ def check_inputs(args: argparse.Namespace) -> None:
                     check_dataset(prefix, split)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
-            raise UserError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIRECTORY")
+            raise UserError("--tokenizer-type HuggingFaceTokenizer needs a tokenizer: add --tokenizer-model DIRECTORY")
         check_tokenizer(args.tokenizer_model)
     if args.padded_vocab_size is not None:
         check_room_for_tokens(args.padded_vocab_size, _tokens_of(args))
@@ -307,14 +320,14 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
     """Raise UserError if the padded vocabulary is smaller than the tokenizer's, which has `tokens` entries."""
     if padded < tokens:
         raise UserError(
-            f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least that, "
-            f"or leave the option out"
+            f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least "
+            f"{tokens}, or leave the option out"
         )
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """The padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, as on a
-    machine that only plans, it is computed from --vocab-size; None without that option.
+    """Return the padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, for
+    example on a machine that only plans, the size follows from --vocab-size; None without that option.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -328,8 +341,8 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def check_room_without_files(args: argparse.Namespace) -> None:
-    """Raise UserError for a padded vocabulary that is too small for a tokenizer without files, whose size is
-    --vocab-size.
+    """Raise UserError if the tokenizer needs no files (its size is --vocab-size) and the padded vocabulary is too small
+    for it.
     """
     if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
@@ -341,14 +354,14 @@ def _tokens_of(args: argparse.Namespace) -> int:
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # The library would mistake the path for a name on the hub, and spend minutes looking there.
-        raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder")
+        # The library would take the path for a name on Hugging Face's hub, and search there for minutes.
+        raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print
     try:
         return build_tokenizer(asked).vocab_size
     except Exception as error:  # each library raises its own errors
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model}: "
-            f"{said}"
+            f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model} "
+            f"({said}): correct one of the two options"
         ) from error

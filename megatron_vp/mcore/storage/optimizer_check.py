@@ -9,8 +9,8 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
-# The arguments that determine where a rank's parameters lie in the buffers of the distributed optimizer, and the value
-# to assume if a checkpoint lacks one.
+# The arguments that determine where a rank's parameters lie in the distributed optimizer's buffers, each with the value
+# to assume if a checkpoint does not record it.
 _LAYOUT: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "vocab_parallel": False,
@@ -29,17 +29,17 @@ _LAYOUT: dict[str, Any] = {
 def check_optimizer(
     args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
 ) -> None:
-    """Check the optimizer state of a checkpoint against validated Megatron arguments.
+    """Check that a run with validated Megatron arguments can load the optimizer state of a checkpoint.
 
-    written_by: the arguments of the run that wrote it.
-    common: the contents of the checkpoint besides tensors.
+    written_by: the arguments of the run that wrote the checkpoint.
+    common: everything in the checkpoint except tensors.
 
     Raises UserError.
     """
     if args.optimizer == "sgd":
         raise UserError(
-            f"Megatron cannot load the state of --optimizer sgd, which {folder} may hold: start with a fresh optimizer "
-            f"by --no-load-optim"
+            f"--optimizer sgd cannot resume from {folder}, because Megatron cannot load the state of this optimizer: "
+            f"add --no-load-optim to start with a fresh optimizer"
         )
     _check_form(args, written_by, common, folder)
     _check_decoupled_rates(args, written_by, folder)
@@ -48,26 +48,29 @@ def check_optimizer(
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Check that the state has a form that this run can read. Megatron reads state only into the kind of optimizer that
-    wrote it, and the distributed optimizer's default form, which stores raw buffers, fits only the same layout.
+    wrote it. The distributed optimizer's default form stores raw buffers, which can be read only with the same layout.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
-            f"the optimizer state in {folder} was written by --optimizer {written}, and --optimizer {args.optimizer} "
-            f"cannot read it: continue with --optimizer {written}, or with a fresh optimizer by --no-load-optim"
+            f"the optimizer state in {folder} was written with --optimizer {written}, which --optimizer "
+            f"{args.optimizer} cannot read: use --optimizer {written}, or add --no-load-optim to start with a fresh "
+            f"optimizer"
         )
     distributed = _is_distributed(written_by, _is_distributed(args))
     if distributed != _is_distributed(args):
         raise UserError(
             f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
-            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} it: "
-            f"{'add it' if distributed else 'leave it out'}, or start with a fresh optimizer by --no-load-optim"
+            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} that "
+            f"option: {'add it' if distributed else 'leave it out'}, or add --no-load-optim to start with a fresh "
+            f"optimizer"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Experts have a separate optimizer, whose state has other names, only if they are spread over ranks.
+    # Only experts that are distributed over ranks have a separate optimizer, whose state has other names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
-            f"Megatron cannot load the optimizer state in {folder}, saved with --expert-model-parallel-size {there}, "
-            f"with {here}: keep both at 1 or both above, or start with a fresh optimizer by --no-load-optim"
+            f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
+            f"cannot read it with {here}: use 1 in both runs or more than 1 in both, or add --no-load-optim to start "
+            f"with a fresh optimizer"
         )
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
@@ -76,24 +79,24 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     for name, there in written.items():
         if there != (here := asked[name]):
             raise UserError(
-                f"the optimizer state in {folder} is in the distributed optimizer's default form (dp_reshardable), "
-                f"which fits only the layout that wrote it, and {name} was {there} in that run but is {here} in this "
-                "one: write it with --dist-ckpt-optim-fully-reshardable, or start with a fresh optimizer by "
-                "--no-load-optim"
+                f"the optimizer state in {folder} has the distributed optimizer's default form (dp_reshardable), "
+                f"which can be read only with the same layout, but {name} was {there} in that run and is {here} in "
+                "this one: save the checkpoint with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to "
+                "start with a fresh optimizer"
             )
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run uses one of Megatron's distributed optimizers: split by element, or by whole weight for Muon and
-    similar.
+    """Whether a run uses one of Megatron's distributed optimizers. They split the state by elements or, for Muon and
+    similar optimizers, by whole weights.
     """
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Check separate learning rates of the vocabulary layers: they create parameter groups, which Megatron finds by
-    their rates.
+    """Check the options that give the vocabulary layers a separate learning rate. They create parameter groups, which
+    Megatron finds by their rates.
     """
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
@@ -103,21 +106,21 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
         if name == "decoupled_lr" and None in (here, there):
             raise UserError(
                 f"the optimizer state in {folder} was written {'without' if there is None else 'with'} {option}, and "
-                f"Megatron cannot read it {'with' if there is None else 'without'} it: "
-                f"{'leave it out' if there is None else f'add {option} {there}'}, or start with a fresh optimizer by "
-                f"--no-load-optim"
+                f"Megatron cannot read it {'with' if there is None else 'without'} that option: "
+                f"{'leave it out' if there is None else f'add {option} {there}'}, or add --no-load-optim to start with "
+                f"a fresh optimizer"
             )
         if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
             raise UserError(
-                f"learning rates would not continue as in {folder}, where {option} is {there} and here {here}: add "
-                "--override-opt-param-scheduler to continue with the new value, or "
-                "--use-checkpoint-opt-param-scheduler with the old"
+                f"{option} was {there} in the run that wrote {folder}, but is {here} in this one: add "
+                "--override-opt-param-scheduler to continue with the new learning rate, or "
+                "--use-checkpoint-opt-param-scheduler to continue with the old one"
             )
 
 
 def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check the learning rate schedule: without an option that says which one to use, Megatron continues only with the
-    same.
+    """Check the learning rate schedule. Unless an option says which schedule to use, Megatron continues only with the
+    one in the checkpoint.
     """
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if told or not (args.train_iters or args.train_samples):  # Megatron itself refuses a run without an end
@@ -126,15 +129,16 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
     for name, here in learning_course(args).items():
         if (there := written.get(name, here)) != here:
             raise UserError(
-                f"learning rate and weight decay would not continue as in {folder}, where {name} is {there} and here "
-                f"{here} (steps are samples): add --override-opt-param-scheduler to continue with the new values, as "
-                f"after a change of --train-iters or of the batch, or --use-checkpoint-opt-param-scheduler with the old"
+                f"the schedule of learning rate and weight decay differs from that in {folder}: {name} was {there} and "
+                f"is now {here} (steps are counted in samples); add --override-opt-param-scheduler to continue with "
+                f"the new values, for example after a change of --train-iters or the batch size, or "
+                f"--use-checkpoint-opt-param-scheduler to continue with the old ones"
             )
 
 
 def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """The values with which Megatron creates its OptimizerParamScheduler (in `get_optimizer_param_scheduler`), by
-    argument name.
+    """The arguments with which Megatron creates its OptimizerParamScheduler (in `get_optimizer_param_scheduler`), by
+    name.
     """
     if args.train_iters:
         batch = args.global_batch_size
@@ -161,13 +165,13 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
     rows = getattr(args, "vocab_rows", None)
     layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
-    # With another placement of chunks, the same layout string puts other layers on a rank.
+    # The same layout string puts different layers on a rank if its chunks are placed differently.
     layout["the placement of chunks"] = _placement(args, layout)
     return layout
 
 
 def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The virtual stage of each chunk, by rank. Our runs record it if it differs from Megatron's."""
+    """The virtual stage of each chunk, by rank. Our runs record the placement if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:
         return tuple(map(tuple, recorded))

@@ -1,11 +1,10 @@
-"""Restricts the form in which training loops other than Megatron's keep the distributed optimizer's state in
-checkpoints.
+"""Restricts the form in which training loops other than Megatron's save the distributed optimizer's state.
 
 Megatron's default form (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. Our
-buffers differ: every rank has rows of both vocabulary layers, and in a V a rank holds other layers. Plain Megatron
-would load such a state without an error, as we would load that of plain Megatron, and training would continue with the
-moments of other parameters. If Megatron parses the arguments, `optimizer_check` compares the two layouts at startup. A
-checkpoint of another loop does not record its layout, so only forms that fit every layout are accepted.
+buffers differ from plain Megatron's: every rank has rows of both vocabulary layers, and in a V shape it holds other
+layers. If a checkpoint moved between the two, it would load without an error, and training would continue with the
+moments of other parameters. If Megatron parses the arguments, `optimizer_check` compares the layouts at startup. A
+checkpoint of another training loop does not record its layout, so only a form that fits every layout is accepted.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""The forms that fit only one layout, and the suffixes of Megatron's functions for them."""
+"""The forms that fit only one layout, and the suffixes in the names of Megatron's functions for them."""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the replacement for Megatron's function for one of these forms; it raises UserError."""
+    """Make the function that replaces Megatron's for one of these forms; it raises UserError when called."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -33,13 +32,14 @@ def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if is_loading:
                 raise UserError(
                     f"the optimizer's state in this checkpoint is in the form {form}, which fits only the layout that "
-                    f"wrote it and does not record that layout: write it in the form {_TAKEN} (in Megatron-Bridge by "
-                    f"checkpoint.dist_ckpt_optim_fully_reshardable=True), or take a fresh optimizer (load_optim=False)"
+                    f"wrote it and does not record that layout: save it in the form {_TAKEN} (in Megatron-Bridge, set "
+                    f"checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh optimizer "
+                    f"(load_optim=False)"
                 )
             raise UserError(
-                f"this loop saves the distributed optimizer's state in the form {form}, which would load in another "
-                f'layout without an error: give its sharded_state_dict metadata={{"distrib_optim_sharding_type": '
-                f'"{_TAKEN}"}}'
+                f"this loop saves the distributed optimizer's state in the form {form}, which another layout would "
+                f"load into the wrong parameters without an error: call the optimizer's sharded_state_dict with "
+                f'metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
             )
 
         return sharded_param_state
@@ -65,7 +65,7 @@ PATCHES = tuple(
     Patch(
         f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
         _refusing(form),
-        "the optimizer's state in a form that fits one layout would load in another without an error",
+        "a run with another layout would load this form of the optimizer's state into the wrong parameters",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
     )
     for form, function in _OF_ONE_LAYOUT.items()
@@ -76,8 +76,8 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.training.checkpointing:_build_sharded_state_dict_metadata",
         _always_reshardable,
-        "checkpoints hold the optimizer's state in the form that fits every layout, in place of Bridge's default",
+        "Bridge's default form of the optimizer's state is replaced by the form that fits every layout",
         "(use_distributed_optimizer, cfg)",
     ),
 )
-"""Applied likewise, in a process that has imported Megatron-Bridge's training loop."""
+"""Applied in the same scripts, if the process has imported Megatron-Bridge's training loop."""

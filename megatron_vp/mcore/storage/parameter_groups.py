@@ -1,8 +1,8 @@
-"""Lets a run with other learning rates load optimizer state.
+"""Lets a run load optimizer state that was saved with other learning rates.
 
-Megatron finds a checkpoint's parameter groups by their settings, which include learning rates. The options
-`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say which rates to use, are applied
-too late: before that, Megatron fails to find the group.
+Megatron looks up a checkpoint's parameter groups by their settings, which include learning rates. The options
+`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say which rates to use, take effect
+only after this lookup, so Megatron fails to find the groups.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Group = dict[str, Any]
 
 
 def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_loaded: bool) -> None:
-    """Give the loaded parameter groups the same rates as the optimizer's own groups, so that Megatron finds them.
+    """Give the loaded parameter groups and the optimizer's own groups the same rates, so that Megatron can match them.
 
-    With `keeps_loaded` both get the rates of the checkpoint, otherwise those of this run. Groups that differ only in
-    their rates, as with MuP, are paired in the order of the rates. Raises UserError if groups cannot be paired.
+    Both get the rates of the checkpoint with `keeps_loaded`, and otherwise the rates of this run. Groups that differ
+    only in their rates, as with MuP, are paired in the order of the rates. Raises UserError if groups cannot be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
@@ -35,9 +35,9 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
             continue
         if len(here) != len(there) or (keeps_loaded and len(here) > 1):
             raise UserError(
-                "the optimizer state in the checkpoint has different parameter groups for learning rates than this run "
-                "(--decoupled-lr, --use-mup): give the options and rates of the run that wrote it, or start with a "
-                "fresh optimizer by --no-load-optim"
+                "the checkpoint divides parameters into groups by learning rate differently from this run "
+                "(--decoupled-lr, --use-mup): use the options and rates of the run that wrote the checkpoint, or add "
+                "--no-load-optim to start with a fresh optimizer"
             )
         for group in () if keeps_loaded else theirs:
             group.update(_named(here[there.index(_rates(group))], group))
@@ -60,7 +60,7 @@ def _named(rates: tuple[float, ...], group: Group) -> Group:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """As the original, but also for a checkpoint that was written with other learning rates."""
+        """Load like the original, but also a checkpoint that was written with other learning rates."""
         args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (
@@ -79,7 +79,7 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         _under_other_rates,
-        "optimizer state would not be found under another learning rate than that it was saved with",
+        "after a change of learning rates, Megatron would not find the optimizer state in a checkpoint",
         "(self, state_dict)",
     ),
 )

@@ -1,13 +1,13 @@
-"""Ensures that only one run at a time saves to a folder, because two would silently overwrite each other's checkpoints.
+"""Lets only one run at a time save to a folder, because two runs would silently overwrite each other's checkpoints.
 
-Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is one more than any number there. The file is
-created exclusively, so only one of several runs succeeds, even on network file systems. This needs neither file locks
-nor synchronised clocks. During the run, a thread keeps renewing the file's modification time.
+Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger than the number of any other claim. The
+file is created exclusively, so only one of several runs succeeds, even on network file systems. This needs neither file
+locks nor synchronized clocks. During the run, a thread keeps renewing the file's modification time.
 
-A claim is void if its run has certainly ended, because it is an earlier attempt of the same SLURM job or a process of
-this machine that no longer exists. Any other claim is watched. If it is not renewed for SILENCE_SECONDS, its run is
-considered lost, for example with its node. If that run comes back, it finds at its next save that its claim is gone,
-and stops.
+A claim is void if its run has certainly ended: if that run was an earlier attempt of the same SLURM job, or a process
+of this machine that no longer exists. Any other claim is watched. If it is not renewed for SILENCE_SECONDS, its run is
+considered dead, for example because its node failed. If that run continues after all, it notices at its next save that
+its claim is gone, and stops.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """For each claim that may be void, its state when first seen, and the time."""
+        """For each claim that may be void, its state when it was first seen, and the time then."""
         self._identity = _identity()
 
     def take(self) -> bool:
-        """Try to claim the folder. Returns False while that is undecided; call it again after a moment.
+        """Try to claim the folder. Returns False while another claim may still be valid; call it again after a moment.
 
-        Raises UserError if another run uses the folder, or if it cannot be written to.
+        Raises UserError if another run uses the folder, or if it is not writable.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -67,11 +67,11 @@ class SaveFolder:
             return all(map(self._is_void, void)) and self._create(void)
         except OSError as error:
             raise UserError(
-                f"cannot write to {self._named}: {error.strerror}; make room or choose another directory"
+                f"cannot write to {self._named}: {error.strerror}; free some space, or choose another directory"
             ) from error
 
     def check(self) -> bool:
-        """Raise UserError if another run has taken over the folder; create a claim again that was merely removed."""
+        """Raise UserError if another run has taken over the folder. If only the claim was deleted, create it again."""
         assert self._own is not None
         found = _read(self._own)
         if found is not None and found[0]["token"] in ("", self._identity["token"]):  # "": unreadable
@@ -80,9 +80,9 @@ class SaveFolder:
         if others or not self._create([]):
             taker = _read(others[-1]) if others else None
             raise UserError(
-                f"{self._named} was taken over by {_who(taker[0]) if taker else 'another run'}, because this "
-                f"run gave no sign of life for {SILENCE_SECONDS:g} s: this run stops without saving, so that it does "
-                f"not overwrite the other run's checkpoints"
+                f"{self._named} was taken over by {_who(taker[0]) if taker else 'another run'}, because this run did "
+                f"not renew its claim for {SILENCE_SECONDS:g} s: this run stops without saving, so that it does not "
+                f"overwrite the other run's checkpoints"
             )
         return True
 
@@ -104,7 +104,7 @@ class SaveFolder:
 
     def _is_void(self, claim: Path) -> bool:
         found = _read(claim)
-        if found is None:  # it was removed in the meantime
+        if found is None:  # the claim was removed in the meantime
             return False
         owner, looks = found
         ours = self._identity
@@ -115,8 +115,8 @@ class SaveFolder:
             alive = self._renewed(claim, owner, looks)
         if alive:
             raise UserError(
-                f"{self._named} is in use by {_who(owner)}: wait until that run has ended, stop it, or use "
-                f"another directory; two runs would overwrite each other's checkpoints"
+                f"{self._named} is in use by {_who(owner)}, and two runs would overwrite each other's checkpoints: "
+                f"wait until that run has ended, stop it, or use another directory"
             )
         return alive is False
 
@@ -127,7 +127,7 @@ class SaveFolder:
             self._watched[claim] = looks, now
             say(
                 f"megatron_vp: {self._named} was claimed by {_who(owner)}: waiting up to "
-                f"{SILENCE_SECONDS:g} s to see whether that run is alive"
+                f"{SILENCE_SECONDS:g} s to see whether that run is still alive"
             )
         before, since = self._watched[claim]
         if looks != before:
@@ -145,7 +145,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # A claim that appeared and vanished in the meantime may have freed its number for a third run.
+            # A claim that was made and removed in the meantime may have left its number to a third run.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -186,9 +186,9 @@ def _identity() -> dict[str, str]:
 
 
 def _machine() -> str:
-    """A name that is the same for all processes that see the same process numbers as this one; empty if unknown.
+    """A name shared by all processes that see the same process numbers as this process; empty if unknown.
 
-    Containers on one machine may share its name but not its process numbers.
+    It is not the host name, because containers on one machine may have the same host name but other process numbers.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -197,14 +197,14 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process started, in ticks after boot; None if it has ended. Raises OSError if that is not visible."""
+    """When a process started, in ticks after boot; None if it has ended. Raises OSError if /proc does not show it."""
     state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else rest[18]
 
 
 def _alive(owner: dict[str, str]) -> bool | None:
-    """Whether a process of this machine is alive, judged by its number and start time, because numbers are reused. None
-    if this user cannot find out.
+    """Whether a process of this machine is alive, judged by its number and its start time, because numbers are reused.
+    None if this user may not see it.
     """
     process = _whole(owner["process"])
     if process == os.getpid() or process == 0:
@@ -222,11 +222,11 @@ def _alive(owner: dict[str, str]) -> bool | None:
 
 
 def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
-    """Read a claim: its fields, and a value that changes when it is renewed; None if it is gone. If it cannot be read,
-    its fields are empty.
+    """Read a claim: return its fields, and a value that changes when the claim is renewed; None if the file is gone. If
+    it cannot be read, all fields are empty.
     """
     try:
-        # Opening a file makes a network file system fetch its current state.
+        # Opening a file makes a network file system fetch the file's current state.
         with suppress(UserError, ValueError, RecursionError):
             found = json.loads(read_text(claim, "claim", MIB))
             found = found if isinstance(found, dict) else {}
@@ -241,7 +241,7 @@ def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
 
 def _who(owner: dict[str, str]) -> str:
     if not owner["process"]:
-        return "a run that cannot be named"
+        return "an unknown run"
     job = f"SLURM job {owner['job']}, " if owner["job"] else ""
     return f"process {owner['process']} on {owner['host']} ({job}since {owner['since']})"
 
@@ -263,7 +263,7 @@ _guarded = False
 
 
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
-    """The folder to which a run writes checkpoints, after the option that names it; None if it writes none. In a
+    """The option that names the folder for a run's checkpoints, and that folder; None if the run writes none. In a
     conversion, Megatron itself sets `--save` after loading the checkpoint.
     """
     if args.ckpt_convert_format is not None:
@@ -327,7 +327,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:save_checkpoint",
         _only_where_claimed,
-        "two runs with one --save would silently overwrite each other's checkpoints",
+        "two runs with the same --save would silently overwrite each other's checkpoints",
         "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
         "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
         "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, "

@@ -1,7 +1,7 @@
-"""Checks that every share of --split gets some tokens of a dataset.
+"""Checks that every part of a dataset under --split has tokens.
 
-Megatron repeats a part of a dataset until it has enough tokens. For a part without tokens, the rank that reads the data
-would do so forever, while the other ranks wait.
+Megatron repeats each part of a dataset until it has enough tokens. For a part without tokens, the rank that reads the
+data would do so forever, while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def check_split(split: str) -> None:
     if len(shares) > len(PARTS) or not sum(shares):
         raise UserError(
             f"--split {split} does not give valid shares of training, validation and test data: use up to three "
-            "numbers from 0 with commas between them, not all 0, such as 98,1,1"
+            "numbers of at least 0, separated by commas and not all 0, such as 98,1,1"
         )
 
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError if a share of `split` gets no tokens of `dataset`, whose documents have these `lengths`."""
+    """Raise UserError if a part of `dataset` under `split` has no tokens. `lengths`: the lengths of its documents."""
     places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
         raise UserError(
-            f"--split {split} leaves no tokens of {dataset} for {' and '.join(empty)}, because it has {len(lengths)} "
-            f"document{'s' * (len(lengths) != 1)}: use --split {split_with_documents(split, len(lengths))}, "
-            f"or a dataset of more documents"
+            f"--split {split} leaves no tokens of {dataset} for {' and '.join(empty)}, because the dataset has only "
+            f"{len(lengths)} document{'s' * (len(lengths) != 1)}: use --split "
+            f"{split_with_documents(split, len(lengths))}, or a dataset with more documents"
         )
 
 
@@ -60,8 +60,8 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """A split that gives every part of `split` at least one document, or if there are too few documents, all to
-    training.
+    """A split that gives every part of `split` at least one document; if there are too few documents, one that gives
+    all of them to training.
     """
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
