@@ -1,1 +1,1 @@
-"""Runs a lowered program: executor, point-to-point links and vocabulary collectives; imports nothing of Megatron."""
+"""Runs a lowered program: executor, point-to-point links and vocabulary collectives; does not import Megatron."""

@@ -34,7 +34,7 @@ class VocabLayers(Protocol):
         """Return the leaf that receives stage 0's input gradient, and the chunk's input [s, b, h]."""
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Handle the gradient that the backward of stage 0 has left in `leaf`."""
+        """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
         """Prepare the last stage's forward; return labels, int64 [b, s], if it needs them and its rank does not read

@@ -1,4 +1,4 @@
-"""Puts the clocks of a pipeline's ranks on one time axis, with an error bound.
+"""Aligns the clocks of a pipeline's ranks on one time axis, with an error bound.
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
 rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`

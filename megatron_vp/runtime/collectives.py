@@ -1,4 +1,4 @@
-"""Runs the vocabulary collectives of one iteration, and defines which data each of them moves between which passes.
+"""Runs the vocabulary collectives of one iteration, and defines the data that each of them moves between passes.
 
 All collectives run on the second stream, in the order that lowering decided. `post` passes buffers to that stream, and
 `wait` puts results into the store, where the passes find them. All buffers are allocated here, on the compute stream;
@@ -361,7 +361,7 @@ class VocabularyCollectives:
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _place(self, rank: int) -> int:
-        """Position of a pipeline rank among the members."""
+        """Return the position of a pipeline rank among the members."""
         return self._members.index(rank)
 
     def _by_member(self, counts: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ class Communicator(Protocol):
     ) -> None:
         """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from every r.
 
-        The rows of both tensors are in rank order. Sender and receiver both know the counts.
+        The rows of both tensors are in rank order. Both sender and receiver know the counts in advance.
         """
 
 

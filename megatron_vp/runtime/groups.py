@@ -145,7 +145,7 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
 
 def pipeline_device() -> torch.device:
     """The device on which this process computes and communicates."""
-    # The fake group of a rank without peers does not know the device.
+    # PyTorch's fake process group, which a rank without peers uses, does not know the device.
     if dist.get_backend() == "nccl" or (dist.get_backend() == "fake" and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

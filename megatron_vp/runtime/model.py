@@ -131,7 +131,7 @@ class Model(Protocol):
         """Run the forward of one chunk; `release_output` may free the output's data later.
 
         A chunk with the whole embedding takes no input. A chunk with the whole output layer returns token losses, fp32
-        [b, s]; it is given `labels_bs` if another rank reads the labels.
+        [b, s]; it receives `labels_bs` if another rank reads the labels.
         """
 
     def release_output(self, output_sbh: torch.Tensor) -> None:

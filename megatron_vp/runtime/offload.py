@@ -1,10 +1,10 @@
 """Moves the tensors that a chunk's forward saves for its backward to host memory and back.
 
 During F, every saved tensor is packed into a handle. After F, every storage to which nothing else refers is copied to
-the host as a whole. Parameters, caches and shared masks therefore stay. Pass O frees the storage on the device, pass R
-allocates a new one, the copy back fills it, and the backward unpacks views of it. Device memory is allocated and freed
-only on the compute stream, so the order of the passes determines how much is in use (PipeOffload, arXiv 2503.01328,
-appendix C).
+the host as a whole. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
+device, pass R allocates a new one, the copy back fills it, and the backward unpacks views of it. Device memory is
+allocated and freed only on the compute stream, so the order of the passes determines how much is in use (PipeOffload,
+arXiv 2503.01328, appendix C).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Pipeline:
     def _offload(
         self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
     ) -> Offload | None:
-        """Create the offload of a program with copies to the host; None for other programs.
+        """Create the `Offload` of a program with copies to the host; return None for other programs.
 
         A rehearsal uses separate host memory, because its tensors are too small to show how large a slot must be.
         """

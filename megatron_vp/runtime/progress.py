@@ -40,7 +40,7 @@ _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
 
 
 class _Finishing:
-    """Takes the place of an instruction at the end of a program, while peers still receive what this rank sent."""
+    """Takes the place of an instruction at the end of a program, while peers may still receive this rank's messages."""
 
 
 FINISHING = _Finishing()
@@ -149,7 +149,7 @@ class Progress:
             if isinstance(at, _HOSTS_OWN) and behind is not None:
                 said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
         except Exception as error:
-            said = f"cannot say where it was ({printable(f'{type(error).__name__}: {error}')})"
+            said = f"was at an unknown place ({printable(f'{type(error).__name__}: {error}')})"
         return f"rank {self.members[self.rank]} {said}"
 
     def _device_finished(self) -> bool:

@@ -118,7 +118,7 @@ class DeviceClock:
 
 
 class Recorder:
-    """Times one iteration, from construction to `finish`; an `Observer` of the runtime.
+    """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
 
     With `lean`, recording does not slow the iteration down. Only passes, losses and operations on other streams are
     timed, and the host never waits for the device: call `read` instead of `finish`, once `passed` returns True. On

@@ -17,7 +17,9 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard. Each of the others uses one or two rows of all shards but one."""
+"""The first microbatch uses many rows of every shard. In the others, all shards but one have only one or two rows in
+use.
+"""
 
 
 class RehearsalModel:

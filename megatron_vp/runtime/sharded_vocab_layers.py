@@ -81,7 +81,7 @@ class ShardedVocabLayers:
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Keep the gradients of the rows [b e, h] for their owners, unless the embedding is frozen."""
+        """Keep the rows' gradients [b e, h] for the ranks that own the rows, unless the embedding is frozen."""
         assert leaf is not None
         if self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)

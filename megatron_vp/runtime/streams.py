@@ -1,9 +1,9 @@
 """A second stream for the vocabulary collectives, with one interface for CUDA and CPU.
 
 `submit` runs a function after everything submitted before it and after the compute work issued so far. The `wait` of
-the returned event makes later compute work wait for the function. On CUDA, both orderings are device events, and the
-host continues. On CPU, the stream is a worker thread, so that gloo's blocking collectives run at the same time as the
-passes.
+the returned event makes later compute work wait for the function. On CUDA, device events enforce both orderings, and
+the host continues without waiting. On CPU, the stream is a worker thread, so that gloo's blocking collectives run at
+the same time as the passes.
 
 A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function,
 and with it those buffers, alive until the compute stream waits for the event or the work is known to be finished.

@@ -31,7 +31,7 @@ _SECONDS_TO_ANSWER = 3.0
 roll call.
 """
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank, once it has all answers, waits for its peers to get theirs."""
+"""Seconds that a rank with all answers waits, so that its peers can get their answers, too."""
 _TOLD_SECONDS = 2.0
 """Seconds during which a process that has received such a signal may still ask its peers."""
 
@@ -140,8 +140,8 @@ def others_of_a_lost_peer() -> str:
 def end_process(status: int, line: str | None = None) -> NoReturn:
     """Print `line`, and end this process and its children now, from any thread and whatever else fails.
 
-    Exit handlers and destructors do not run, because they would wait for peers that may be gone. The children are those
-    of `multiprocessing`: data loader workers and checkpoint writers.
+    Exit handlers and destructors do not run, because they would wait for peers that may be gone. The children are the
+    processes of `multiprocessing`: data loader workers and checkpoint writers.
     """
     try:
         at_last(lambda: None if line is None else say(line))

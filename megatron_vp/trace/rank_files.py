@@ -31,7 +31,7 @@ _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 class TracedSpan:
     """Something that a rank did in a traced iteration.
 
-    This is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
+    The span is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
     host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds;
     `posted` is the time at which the rank submitted a collective or a copy to its stream.
     """

@@ -1,7 +1,7 @@
 """The seven operations of TOKENS, S, C1, T and IB besides GEMMs and collectives, in plain PyTorch.
 
-`operations_for` picks either these or the Triton kernels in `kernels`, by device and dtype. The versions here serve CPU
-and fp64, and define what a kernel has to compute. Tests compare both with fp64.
+`operations_for` picks either these or the Triton kernels in `kernels`, by device and dtype. The versions here are used
+on CPUs and for fp64, and define the results of the kernels. Tests compare both with fp64.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class EagerOperations:
         max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
         max_n, sum_n, linear_n = total_3n.unbind()
         torch.amax(max_rn, 0, out=max_n)
-        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is not a number
+        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is NaN
         torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
         torch.sum(linear_rn, 0, out=linear_n)
 

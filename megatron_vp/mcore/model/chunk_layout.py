@@ -25,7 +25,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout that gives every chunk the segment of the virtual stage that a placement assigns to it."""
+    """A layout in which every chunk has the segment of its virtual stage, as a placement assigns it."""
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)

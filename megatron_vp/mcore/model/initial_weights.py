@@ -12,7 +12,7 @@ whole model.
 
 Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
 run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank, and
-rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages are those of
+rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages equal
 Megatron's even split.
 """
 

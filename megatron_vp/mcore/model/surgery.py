@@ -1,10 +1,11 @@
 """Turns every chunk of a model into a middle chunk, and splits the vocabulary layers over all pipeline ranks.
 
-Without --vocab-parallel, nothing is cut: the placement decides which chunks hold the vocabulary layers. With it,
-Megatron first builds its chunks as always, with the word embedding on the first stage and the output layer on the last,
-each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks, and shards replace
-the layers under Megatron's own names. Training therefore starts from exactly the weights of plain Megatron. If the
-placement moves layers between ranks, `initial_weights` gives them plain Megatron's weights before the cut.
+Without --vocab-parallel, nothing is cut: the placement decides which chunks hold the vocabulary layers. With
+--vocab-parallel, Megatron first builds its chunks as usual, with the word embedding on the first stage and the output
+layer on the last, each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks,
+and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
+Megatron. If the placement moves layers between ranks, `initial_weights` gives them plain Megatron's weights before the
+cut.
 """
 
 from __future__ import annotations
@@ -293,8 +294,8 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
 
 
 def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    """Whether chunk `index` of this rank holds the first and the last stage, as keyword arguments for a model's
-    constructor.
+    """Return the arguments `pre_process` and `post_process` of a model's constructor: whether chunk `index` of this
+    rank holds the first and the last stage.
     """
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}

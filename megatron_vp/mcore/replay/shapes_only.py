@@ -2,7 +2,7 @@
 
 All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
 program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. It
-does not include what an allocator adds (rounding, fragmentation), workspaces of libraries, or communicators.
+does not include an allocator's overhead (rounding, fragmentation), workspaces of libraries, or communicators.
 """
 
 from __future__ import annotations

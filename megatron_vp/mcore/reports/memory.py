@@ -19,7 +19,7 @@ class Meter(Protocol):
 
     @property
     def peak(self) -> int:
-        """The most bytes allocated at once since `restart`."""
+        """The largest number of bytes allocated at once since `restart`."""
 
     def restart(self) -> None:
         """Forget the peak so far."""
@@ -48,9 +48,9 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Counts of device memory that include more than tensors, in bytes; empty without a device. reserved: the most that
-    PyTorch's allocator reserved since `restart`. outside: memory now in use outside of that allocator: the CUDA
-    context, loaded kernels, workspaces of libraries, communicators, and other processes.
+    """Counts of device memory that include more than tensors, in bytes; empty without a device. reserved: the largest
+    amount that PyTorch's allocator reserved since `restart`. outside: memory now in use outside of that allocator: the
+    CUDA context, loaded kernels, workspaces of libraries, communicators, and other processes.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}

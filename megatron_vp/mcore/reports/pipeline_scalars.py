@@ -51,7 +51,7 @@ class PipelineScalars:
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Publish this rank's figures for the iterations that its device has finished, or with `at_last` for all."""
+        """Publish this rank's figures for the iterations that its device has finished or, with `at_last`, for all."""
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return

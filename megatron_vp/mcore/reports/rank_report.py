@@ -79,7 +79,7 @@ class RankReport:
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Record how many microbatches' activations, and how many microbatches' logits, an iteration held at most."""
+        """Record an iteration's peak numbers of microbatches whose activations, and whose logits, were held at once."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
@@ -108,7 +108,7 @@ class RankReport:
         """Count the bytes of weights and main gradients; add further counts of memory if known.
 
         On a GPU or with shapes only, these counts are the bytes allocated before an iteration and at its peak. On a
-        GPU, they also include what the allocator has reserved, and what is in use outside of it.
+        GPU, they also include the memory that the allocator has reserved, and the memory in use outside of it.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {

@@ -28,7 +28,7 @@ def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
     return write
 
 
-_WHY = "a full disk behind --tensorboard-dir would end training"
+_WHY = "a full disk under --tensorboard-dir would end training"
 PATCHES = (
     Patch("tensorboard.summary.writer.record_writer:RecordWriter.write", _forgiving, _WHY, "(self, data)"),
     Patch("tensorboard.summary.writer.record_writer:RecordWriter.flush", _forgiving, _WHY, "(self)"),

@@ -34,7 +34,7 @@ class Watch:
 
         Args:
             model: the chunks of this rank.
-            schedule: the schedule that ran; the trace records it without its passes.
+            schedule: the schedule that ran.
             in_flight, logits: peaks of activations and logits, in microbatches of the whole rank.
         """
         if self.report or self.trace:

@@ -199,7 +199,9 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report a weight whose gradient autograd never sees to Megatron's buckets, as autograd's hook would."""
+        """Report to Megatron's buckets that a weight's gradient is complete, as autograd's hook does for other
+        parameters.
+        """
         for chunk in self._chunks:
             if chunk.owns(parameter):
                 chunk.synchronisation.complete(parameter)

@@ -21,7 +21,7 @@ _ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
 class FusedOperations:
-    """Operations that use Triton kernels and cuBLAS; `Operations` says what each of them computes."""
+    """Operations that use Triton kernels and cuBLAS; `Operations` documents them."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)
@@ -43,7 +43,7 @@ class FusedOperations:
     def sort_by_owner_(
         order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
     ) -> None:
-        """See `Operations`. Takes one launch for up to `tokens.MOST_TOKENS` tokens, and PyTorch's sort for more."""
+        """See `Operations`. Uses one launch for up to `tokens.MOST_TOKENS` tokens, and PyTorch's sort for more."""
         if tokens.takes(tokens_n, vocab_size):
             tokens.sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
         else:

@@ -198,7 +198,7 @@ def enter_targets_(
     result = x_nh.new_empty(len(exp_nv), hidden)
     rows, block = SUMMED_TILE if smoothed else TILE
     groups = triton.cdiv(tokens, rows)
-    # By default, Triton 3.6 takes 56 registers for rows of X that are not aligned, and spills one.
+    # By default, Triton 3.6 uses 56 registers for rows of X that are not aligned, and spills one.
     options = {"maxnreg": 64} if hidden % 16 and not smoothed else {}
     sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
     _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](

@@ -179,13 +179,14 @@ def _exponentiate(
     row = logits + token.to(tl.int64) * stride * UNIT
     lane = tl.arange(0, PIECE)
     local = tl.load(labels + token) - first
-    # An id far outside the vocabulary becomes -1 before it is narrowed.
+    # An id far outside the vocabulary becomes -1 before it is narrowed to 32 bits.
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
-        # 1. The row and its maximum. Pieces that are not held come first. All pieces but the last are full.
+        # 1. The row and its maximum. Pieces that are not held in registers are loaded first. All pieces but the last
+        # are full.
         held = ()  # type: tuple
         for part in tl.static_range(2):
             for i in tl.static_range((1 - part) * HELD, part * HELD + (1 - part) * PIECES):
@@ -309,7 +310,7 @@ def launch_exponentiate(
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
-        options["maxnreg"] = 40  # by default, Triton 3.6 takes 32 and spills one
+        options["maxnreg"] = 40  # by default, Triton 3.6 uses 32 registers and spills one
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
         statistics_4n, target_n, tokens, columns // unit,
@@ -355,7 +356,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
     for shard in range(shards):
         own = tl.load(gathered + shard * size + token, mask=inside, other=-float("inf"))
         largest = tl.maximum(largest, own)
-    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is not a number
+    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is NaN
     sum_of_all = tl.zeros((BLOCK,), tl.float32)
     linear_of_all = tl.zeros((BLOCK,), tl.float32)
     for shard in range(shards):

@@ -18,10 +18,10 @@ MOST_TOKENS = 16384
 """
 
 QUERIES = 16
-"""Positions, or owners, for which a program counts."""
+"""Number of positions or of owners whose counts a program computes."""
 
 CHUNK = 512
-"""Positions that a program compares with its own at a time."""
+"""Number of positions that a program compares with its own at a time."""
 
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -93,7 +93,7 @@ def sort_by_owner_(
     """
     count, owners = len(tokens_n), len(counts)
     assert takes(tokens_n, vocab_size) and tokens_n.is_contiguous() and spans.is_contiguous() and counts.is_contiguous()
-    # Number of halvings in a search among p shards.
+    # The number of steps in a binary search among p shards.
     steps = (owners - 3).bit_length()
     _sort_by_owner[(triton.cdiv(count, QUERIES) + triton.cdiv(owners, QUERIES),)](
         order_n, counts, tokens_n, count, spans, owners, steps, vocab_size,
