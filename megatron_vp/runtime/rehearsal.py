@@ -57,7 +57,7 @@ class RehearsalModel:
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Ids that make each rank exchange many rows in one microbatch and few in another.
 
-        Kernels differ by the number of rows, and both kinds have to be loaded.
+        Many and few rows need different kernels, and both must be loaded.
         """
         ids_be = self._shapes.token_ids()
         often = self._first_tokens if microbatch == 0 else [self._first_tokens[0 if microbatch == 1 else -1]]

@@ -92,7 +92,7 @@ class TwoRuns:
 
     @property
     def largest_loss_difference(self) -> tuple[int, float]:
-        """The iteration with the largest relative difference, and that difference without its sign."""
+        """The iteration with the largest relative difference, and the absolute value of that difference."""
         differences = self.differences()
         iteration = max(differences, key=lambda each: abs(differences[each]))
         return iteration, abs(differences[iteration])

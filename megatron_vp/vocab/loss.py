@@ -31,7 +31,7 @@ class TokenLoss:
         return self.label_smoothing / (vocab_size - 1) if self.label_smoothing else 0.0
 
     def target_weight(self, vocab_size: int) -> float:
-        """t, the weight of the target's logit beyond u."""
+        """t, the weight of the target's logit in addition to u."""
         return 1.0 - vocab_size * self.logit_weight(vocab_size)
 
     def softmax_weight(self, log_sum_exp_n: torch.Tensor) -> torch.Tensor:

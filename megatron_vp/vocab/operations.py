@@ -95,7 +95,7 @@ class Operations(Protocol):
     def sort_by_owner_(
         self, order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
     ) -> None:
-        """Sort the positions of a microbatch by key, stably, and count the positions of every owner.
+        """Sort the positions of a microbatch stably by key, and count the positions of every owner.
 
         The key of a position is its token id if a shard of this pipeline owns it, and V plus its id if another
         pipeline's shard does. If the id is outside the vocabulary, the key is 2 V plus the nearest valid id.

@@ -238,6 +238,6 @@ def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
     assert "'vocab_parallel'" in unknown and "megatron_vp.enable" in unknown
     assert "is a switch: write true or false" in value and "v-haf" in schedule
     assert "called twice" in twice
-    assert "Linear was built before the call of megatron_vp.enable, or is not a GPTModel" in unprepared
+    assert "Linear was built before megatron_vp.enable was called, or is not a GPTModel" in unprepared
     assert "TorchFullyShardedDataParallel" in sharded and "wrap it in DistributedDataParallel" in sharded
     assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared, sharded))

@@ -120,9 +120,9 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
 def adapted(name: str, layer: nn.Module) -> str:
     """The error message for an adapter on a vocabulary layer."""
     return (
-        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which computes "
-        "with the rows of that layer and would ignore the adapter: adapt only layers between the embedding and the "
-        "output layer, or leave --vocab-parallel out"
+        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which reads "
+        "the rows of that layer directly and would ignore the adapter: adapt only layers between the embedding and "
+        "the output layer, or leave --vocab-parallel out"
     )
 
 

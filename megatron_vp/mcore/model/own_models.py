@@ -45,7 +45,7 @@ class _OwnModel:
         self.building = False
         """Whether our constructor is running; constructor calls inside it then go to Megatron unchanged."""
         self.hooks_follow = False
-        """Whether Megatron's builder is running; it calls hooks on the chunks when all are built."""
+        """Whether Megatron's builder is running; it calls hooks on the chunks once all of them are built."""
         self.uncut: ProcessGroupCollection | None = None
         """The process groups of chunks that are built but not yet cut, because their hooks must run first; None if
         there are no such chunks.

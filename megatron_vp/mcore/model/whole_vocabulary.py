@@ -143,7 +143,7 @@ def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: 
     None.
 
     Uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would open connections
-    between pairs of ranks, which last as long as the job.
+    between pairs of ranks, which would stay open as long as the job runs.
     """
     shards, group = cut.shards, cut.group
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)

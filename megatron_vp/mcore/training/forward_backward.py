@@ -177,7 +177,7 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
     if pipeline is None and own_loop() is not None:
         raise UserError(
-            f"this script's {type(cores[0]).__name__} was built before the call of megatron_vp.enable, or is not a "
+            f"this script's {type(cores[0]).__name__} was built before megatron_vp.enable was called, or is not a "
             "GPTModel: call enable before the model is built, and build a GPTModel"
         )
     if pipeline is None:
