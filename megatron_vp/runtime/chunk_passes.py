@@ -19,9 +19,7 @@ Handler = Callable[[int, int], None]
 
 
 class VocabLayers(Protocol):
-    """Interface of the vocabulary layers, which provide the input of virtual stage 0 and consume the last stage's
-    output.
-    """
+    """Interface of the vocabulary layers, which provide stage 0's input and consume the last stage's output."""
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -37,9 +35,7 @@ class VocabLayers(Protocol):
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return labels, int64 [b, s], if it needs them and its rank does not read
-        them.
-        """
+        """Prepare the last stage's forward; return the labels, int64 [b, s], that it needs from another rank."""
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Receive the last stage's output, detached from the autograd graph."""

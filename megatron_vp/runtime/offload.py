@@ -94,9 +94,7 @@ class SavedForward:
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture the tensors that autograd saves in this context and, with `names_modules`, the modules that save
-        them.
-        """
+        """Capture the tensors that autograd saves in this context; `names_modules` also captures their modules."""
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -185,9 +183,7 @@ class Offload:
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """A context for F that collects the tensors that an offloaded chunk saves for its backward; None for other
-        chunks.
-        """
+        """A context for F that collects the tensors that an offloaded chunk saves; None for other chunks."""
         if chunk not in self.chunks:
             yield None
             return

@@ -87,9 +87,7 @@ class Progress:
         self.collective: Operation | None = None
         """The operation that the second stream is running on CPU, in a thread of the host."""
         self.others: Callable[[], str] = str
-        """Returns a text that names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets
-        it.
-        """
+        """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
@@ -97,9 +95,7 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """A context for one iteration. An error about a lost connection becomes PeerLost; other errors get a note that
-        says where the rank was.
-        """
+        """Context of one iteration. A lost connection raises PeerLost; other errors get a note of the rank's place."""
         self.iteration += not rehearsal
         try:
             yield

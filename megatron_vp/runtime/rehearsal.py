@@ -17,9 +17,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard. In the others, all shards but one have only one or two rows in
-use.
-"""
+"""The first microbatch uses many rows of every shard. The others use one or two rows of all shards but one."""
 
 
 class RehearsalModel:

@@ -174,9 +174,7 @@ class ShardedVocabLayers:
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """Count a contribution to a weight's gradient, and tell the model when it was the last. Frozen weights are not
-        counted.
-        """
+        """Count a contribution to the gradient of a weight that is not frozen, and tell the model after the last."""
         if weight not in self._contributions:
             return
         self._contributions[weight] -= 1

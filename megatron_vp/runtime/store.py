@@ -71,9 +71,7 @@ class Slot(Enum):
     stage.
     """
     MTP_EMBEDDING = auto()
-    """The embedding rows for the multi-token prediction block, like EMBEDDING, on the last stage. Put by EMBED, taken
-    by F of the last stage.
-    """
+    """Like EMBEDDING, for multi-token prediction on the last stage. Put by EMBED, taken by F of the last stage."""
     MTP_LEAF = auto()
     """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
     EMBEDDING_GRAD = auto()

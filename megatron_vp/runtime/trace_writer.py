@@ -50,9 +50,7 @@ class PipelineTrace:
         self._trace: RankTrace | None = None
 
     def begin(self) -> bool:
-        """Count an iteration, and return whether to trace it; if so, first compare the ranks' clocks, which
-        synchronises them.
-        """
+        """Count an iteration, and return whether to trace it; if so, first compare the ranks' clocks."""
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False

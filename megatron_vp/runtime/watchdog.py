@@ -27,11 +27,9 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum number of seconds that other ranks get to answer: three times the longest interval at which they look for a
-roll call.
-"""
+"""Minimum time for other ranks to answer: three times the longest interval at which they look for a roll call."""
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank with all answers waits, so that its peers can get their answers, too."""
+"""Seconds that a rank with all answers waits, so that its peers can get theirs."""
 _TOLD_SECONDS = 2.0
 """Seconds during which a process that has received such a signal may still ask its peers."""
 

@@ -111,9 +111,7 @@ class Operations(Protocol):
 
 
 class EagerOperations:
-    """Operations for any device and float dtype, which read and write the logits several times and may wait for the
-    device.
-    """
+    """Operations for any device and float dtype. They read the logits several times and may wait for the device."""
 
     def exponentiate_(
         self,

@@ -46,9 +46,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def even_layout(layers: int, stages: int, further_heads: int) -> str:
-    """Megatron's layout string for `layers` layers, split as evenly as possible, with `further_heads` MTP layers at the
-    end.
-    """
+    """Megatron's layout string for `layers` evenly split layers, with `further_heads` MTP layers at the end."""
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 

@@ -141,9 +141,7 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach an input, or each input in a list, because its autograd graph would keep the chunk's input and that
-    input's gradient alive until W.
-    """
+    """Detach one input or a list, whose autograd graph would keep the chunk's input and its gradient until W."""
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand

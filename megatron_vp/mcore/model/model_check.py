@@ -31,9 +31,7 @@ _UNREAD = (
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""fp8 fields of a model configuration that have not been tested under our schedules. No flag sets them, but a script
-may.
-"""
+"""fp8 fields of a model configuration that were not tested under our schedules. No flag sets them, but a script may."""
 
 
 _SOFTCAP = "final_logit_softcapping"

@@ -47,9 +47,7 @@ class _OwnModel:
         self.hooks_follow = False
         """Whether Megatron's builder is running; it calls hooks on the chunks once all of them are built."""
         self.uncut: ProcessGroupCollection | None = None
-        """The process groups of chunks that are built but not yet cut, because their hooks must run first; None if
-        there are no such chunks.
-        """
+        """The process groups of chunks that will be cut after their hooks; None if there are no such chunks."""
 
 
 _model = _OwnModel()
@@ -176,9 +174,7 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Cut the chunks of a Megatron-Bridge provider when it prints their size, which is after their hooks and before
-    wrapping.
-    """
+    """Cut a provider's chunks when Megatron-Bridge prints their size, after their hooks and before wrapping."""
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:

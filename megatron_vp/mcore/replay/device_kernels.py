@@ -73,9 +73,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 
 @contextlib.contextmanager
 def device_kernels() -> Iterator[None]:
-    """Inside this context, PyTorch's norms, dropout and fused attention save the same tensors as on a GPU. Results are
-    zeros.
-    """
+    """Inside this context, norms, dropout and fused attention save the same tensors as on a GPU. Results are zeros."""
     with (
         mock.patch.object(torch.nn.RMSNorm, "forward", _norm),
         mock.patch.object(torch.nn.LayerNorm, "forward", _norm),

@@ -49,9 +49,7 @@ ROUNDS = 3
 """After this many microbatches per pipeline rank, every schedule has reached its peak of activations."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options that --shapes-only ignores: they work only with Transformer Engine's layers, and do not change which tensors
-these layers save.
-"""
+"""Options that --shapes-only ignores: they need Transformer Engine's layers, but do not change the tensors saved."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
@@ -67,9 +65,7 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """For each kind of pass, its time for one microbatch, summed over the rank's chunks; empty with shapes only."""
     host_milliseconds: dict[str, float]
-    """The host time for the same passes: on a GPU, the time to issue them, including any time that Megatron waits
-    inside them.
-    """
+    """The host time for the same passes: on a GPU, the time to issue them, including waits inside Megatron."""
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
     memory_bytes: dict[str, int]

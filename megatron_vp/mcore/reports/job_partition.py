@@ -26,9 +26,7 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """The number of layers by virtual stage, as given by a layout or by the bars in a hybrid pattern; None if neither
-    is given.
-    """
+    """The number of layers by virtual stage, from a layout or the bars in a hybrid pattern; None if not given."""
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:
         return pattern.layers

@@ -31,9 +31,7 @@ _PATIENCE = timedelta(seconds=10)
 
 
 class PipelineScalars:
-    """Records every `interval`-th iteration of pipeline rank `rank` of `ranks`, and holds the figures until they are
-    written.
-    """
+    """Records every `interval`-th iteration of pipeline rank `rank` of `ranks`, and keeps the figures until written."""
 
     def __init__(self, interval: int, rank: int, ranks: int) -> None:
         self._interval, self._rank, self._ranks = interval, rank, ranks

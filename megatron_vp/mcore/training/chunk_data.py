@@ -40,9 +40,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """Call the original, which runs once per chunk, but keep the lengths of the validation sets if a chunk has no
-        data.
-        """
+        """Call the original, but keep the validation sets' lengths if the chunk has no data."""
         nonlocal given
         args = current().args
         if isinstance(args.eval_iters, list):  # written by the previous chunk

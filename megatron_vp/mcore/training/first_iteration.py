@@ -1,6 +1,4 @@
-"""Rehearses training and evaluation before a job's first iteration and logs how long that took; also logs the host
-memory that offloading allocates.
-"""
+"""Rehearses training and evaluation before the first iteration, and logs host memory allocated for offloading."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """A context for one iteration. On exit, it logs the host memory that was allocated for offloading, and any
-    activations that could not be offloaded.
-    """
+    """After an iteration in this context, log newly allocated host memory and activations that were not offloaded."""
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:

@@ -161,9 +161,7 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings. Raises UserError for a model that was not prepared for our schedules or that
-    `agreed` refuses.
-    """
+    """Collect the model and its settings. Raises UserError for an unprepared model, and if `agreed` does."""
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]

@@ -199,9 +199,7 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report to Megatron's buckets that a weight's gradient is complete, as autograd's hook does for other
-        parameters.
-        """
+        """Report to Megatron's buckets that a weight's gradient is complete, as autograd's hooks do for others."""
         for chunk in self._chunks:
             if chunk.owns(parameter):
                 chunk.synchronisation.complete(parameter)
@@ -319,9 +317,7 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that microbatch 0 comes first, because Transformer Engine's fused products overwrite main_grad for it
-        and add to main_grad for all others.
-        """
+        """Check that microbatch 0 comes first: its fused products in Transformer Engine overwrite main_grad."""
         assert self._weight_passes or not microbatch, "microbatch 0 must be the first to run pass W"
         self._weight_passes += 1
 
