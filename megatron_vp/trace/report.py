@@ -21,7 +21,7 @@ def report(traces: Sequence[RankTrace], found: Figures) -> str:
         f"mean times in ms: {times}",
         f"clocks of the ranks agree within {found.clock_error:.3g} ms",
         "",
-        "rank   busy ms   bubble %   S+T % of busy   waits ms   second stream ms   of it hidden %",
+        "rank   busy ms   bubble %   S+T % of busy   waits ms   second stream ms   hidden % of it",
     ]
     for rank, figure in enumerate(found.ranks):
         hidden = _percent(figure.hidden, figure.communicating)

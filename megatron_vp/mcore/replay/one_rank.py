@@ -136,7 +136,7 @@ def run_alone(
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
         raise UserError(
-            "the vocabulary size is unknown, because a replay reads no tokenizer: give it with --vocab-size N"
+            "the vocabulary size is unknown, because a replay does not read a tokenizer: give it with --vocab-size N"
         )
     kind = layer_kind(job.values)
     engine = kind is LayerKind.ENGINE
@@ -273,7 +273,7 @@ PATCHES = (
     Patch(
         "megatron.core.utils:get_batch_on_this_tp_rank",
         _made_up_batch,
-        "make up tokens and labels on tensor ranks that would receive their batch from the first tensor rank",
+        "generate random tokens and labels on tensor ranks that would receive their batch from the first tensor rank",
         "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
         "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
         "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",

@@ -94,7 +94,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:build_train_valid_test_data_iterators",
         _counting_validation_sets,
-        "a chunk without data would forget how many iterations each validation set takes",
+        "a chunk without data would lose the number of iterations of each validation set",
         "(build_train_valid_test_datasets_provider)",
     ),
     Patch(

@@ -241,7 +241,7 @@ class MegatronModel:
             found = "nothing" if value is None else f"shape {list(value.shape)}"
             raise UserError(
                 f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {list(expected)}, but "
-                f"forward_step passed {found} to the model for microbatch {microbatch}"
+                f"forward_step passed {found} to the model for microbatch {microbatch}: pass {name} in that shape"
             )
         return value.contiguous()
 
