@@ -169,7 +169,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
     """Whether saving `value` for the backward would keep the whole joint projection of queries, keys and values alive.
-    It would if the rotary embedding has copied queries and keys, so that only `value` still refers to the projection.
+    That is so if the rotary embedding has copied queries and keys, and only `value` still refers to the projection.
     """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata

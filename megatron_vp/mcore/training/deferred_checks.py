@@ -41,7 +41,7 @@ def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
         if _deferred is None:
             validate_result(self, result, *args, **kwargs)
             return
-        # A copy, because the schedule later scales the loss in place.
+        # Copy the result, because the schedule later scales the loss in place.
         kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
         _deferred.append(partial(validate_result, self, kept, *args, **kwargs))
 

@@ -208,7 +208,8 @@ class MegatronModel:
         """End the schedule: start the gradient synchronisations that have not started yet."""
         for chunk in self._chunks:
             # A loader's workers stop when the last reference to their iterator is dropped; with --exit-signal-handler,
-            # nothing else stops them. So drop this reference now, instead of leaving it to the garbage collector.
+            # nothing else stops them. Therefore drop this reference now, instead of leaving it to the garbage
+            # collector.
             chunk.data_iterator = None
         if not self._gradients:
             return

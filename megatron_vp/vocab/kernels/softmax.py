@@ -29,8 +29,8 @@ CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
 """Number of pieces that a program can hold in 32 registers; in fp16, three would spill at compute capability 10.0."""
 
 VECTOR = 8
-"""Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of it are passed to the
-kernel in this unit, which tells the compiler that accesses are aligned.
+"""Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of VECTOR are passed to
+the kernel in units of VECTOR, which tells the compiler that accesses are aligned.
 """
 
 TOKENS_A_PROGRAM = 128
