@@ -41,7 +41,7 @@ class ScheduleFile:
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a run's arguments, before parsing."""
+    """The words of a run's command line and configuration files, before parsing."""
 
     all: tuple[str, ...] = ()
     """All words that were parsed: first the flags added for the platform, then the words of configuration files, then

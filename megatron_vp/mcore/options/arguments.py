@@ -150,8 +150,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="balanced|even|measured:DIR|ROWS,...",
             default=ShardRule.BALANCED.value,
             help="Vocabulary rows of each pipeline rank, with --vocab-parallel. balanced: chosen by predicted pass "
-            "times, but equal if that gains less than 1 percent; even: equal; measured:DIR: chosen by the pass times "
-            "that a run wrote to DIR; ROWS,...: one number per pipeline rank (0: no rows), which add up to the padded "
+            "times, or equal if the gain would be below 1 percent; even: equal; measured:DIR: chosen by the pass times "
+            "that a run wrote to DIR; ROWS,...: one number per pipeline rank (0: no rows), adding up to the padded "
             "vocabulary.",
         )
         ours.add_argument(
@@ -192,7 +192,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="N|half|all|auto",
             default="0",
             help="Number of chunks per rank whose activations are kept in host memory between forward and backward, "
-            "starting with the longest-lived ones. auto: as many as the job needs to fit, by the cost model.",
+            "starting with the longest-lived ones. auto: the cost model chooses as many as the job needs to fit.",
         )
         ours.add_argument(
             "--core-attention",
@@ -213,8 +213,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=int,
             default=0,
             help="Every N iterations, log to TensorBoard and W&B: the bubble, the busy times, the vocabulary passes' "
-            "share of them, and the share of the second stream that passes hide; 0: never. Also works under Megatron's "
-            "own schedule.",
+            "share of them, and the share of the second stream's time that is hidden behind passes; 0: never. Also "
+            "works under Megatron's own schedule.",
         )
         ours.add_argument(
             "--pipeline-trace",
@@ -254,7 +254,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # in a real job, the rank that reads the data tells the others
+            args.do_train = True  # in a real job, the rank that reads the data tells the others to train
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))

@@ -1,4 +1,4 @@
-"""Chooses the costs by which this job's passes are ordered. They are the predicted pass times, so that training runs
+"""Chooses the costs by which this job's passes are ordered. The costs are the predicted pass times, so training runs
 the same order that `megatron-vp plan` simulates.
 """
 

@@ -90,7 +90,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--output-logit-dtype",
         lambda a: getattr(a, "logit_dtype", None) is not None,  # megatron-core 0.19 has no such option
-        "vocabulary passes and split backwards compute logits in the model's dtype",
+        "vocabulary passes and split backward passes compute logits in the model's dtype",
     ),
     RefusedOption(
         "--mtp-hsm",

@@ -109,7 +109,7 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """Copy tensors for Megatron's process that writes checkpoints, which imports this function by name."""
+    """Copy tensors for an asynchronous save, whose writer process imports this function by name."""
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in write_buckets
@@ -119,9 +119,9 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 class _HostGenerator:
     """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
 
-    On a CPU, torch's default generator replaces the device's generator. Its state must not depend on which rank reads
-    data (one tensor rank of a stage) or on how often a loader was started (once more when a run resumes), because then
-    dropout would differ. So loaders draw from another generator, whose state is not stored in checkpoints.
+    On a CPU, torch's default generator replaces the device's generator. The state of the default generator must not
+    depend on which rank reads data (one tensor rank of a stage) or on how often a loader was started (once more when a
+    run resumes), because then dropout would differ. So loaders draw from another generator, which no checkpoint stores.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ PATCHES = (
         "Megatron moves batches and parameters to the device with this method",
         "builtin",
     ),
-    Patch("torch:Tensor.type", _type_as_cuda, "Megatron's optimizers compare types as 'torch.cuda.*' names", "builtin"),
+    Patch("torch:Tensor.type", _type_as_cuda, "Megatron's optimizers check types by 'torch.cuda.*' names", "builtin"),
     Patch(
         "torch.cuda:current_device",
         _always(lambda: _CPU),

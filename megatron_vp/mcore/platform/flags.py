@@ -47,7 +47,7 @@ _CHOICES = (
     _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
     # Megatron's local attention uses Apex's kernel for this; Transformer Engine's layers have their own kernel.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
-    # PyTorch would compile these fused functions for minutes.
+    # PyTorch would need minutes to compile these fused functions.
     _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
@@ -68,7 +68,7 @@ def quiet_fallback_warnings() -> None:
     """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: the log already says so
     once, in a line of ours.
 
-    Child processes inherit this, because the checkpoint writers of an asynchronous save import the script again.
+    Child processes inherit these filters, because the writers of an asynchronous save import the script again.
     """
     # This logger warns if a CUDA toolkit is installed but there is no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

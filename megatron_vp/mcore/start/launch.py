@@ -127,7 +127,11 @@ def _failure(reason: BaseException) -> str:
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
-    way = "; the run that saved it had frozen it: add --no-load-optim to start with a fresh optimizer" if state else ""
+    way = (
+        "; the run that saved it had frozen this parameter: add --no-load-optim to start with a fresh optimizer"
+        if state
+        else ""
+    )
     return f"the checkpoint has no {reason.args[0]}{way}"
 
 

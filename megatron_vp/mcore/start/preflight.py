@@ -42,11 +42,11 @@ def check_job(
 
     The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
     with the layers and backend of a CPU run if it has no CUDA device. They are checked for GPU nodes if `nodes`
-    describes such nodes ("te=2.17.1,apex=no"). This is also the case on a machine without GPUs, unless the job runs
-    `here`, if the job asks for NCCL or Transformer Engine's layers or if Transformer Engine is installed. With `files`,
-    the files that the job reads and writes are checked as well. With `own_script`, the user's script may have its own
-    options. Raises UserError for anything that the job would refuse at startup, such as unknown or contradictory
-    arguments, or an unsupported version of Megatron.
+    describes such nodes ("te=2.17.1,apex=no"). A machine without GPUs also checks for GPU nodes if the job asks for
+    NCCL or Transformer Engine's layers, or if Transformer Engine is installed, unless the job runs `here`. With
+    `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may have
+    its own options. Raises UserError for anything that the job would refuse at startup, such as unknown or
+    contradictory arguments, or an unsupported version of Megatron.
     """
     with (
         one_line_for_paths(),
@@ -178,8 +178,8 @@ def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Check that this node can run its ranks of a job with validated `args`: its GPUs, its network, and access to the
-    output folders. Raises a UserError that names the node.
+    """Check that a job with validated `args` can run on this node: that it has enough GPUs, a working network, and
+    access to the output folders. Raises a UserError that names the node.
     """
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node

@@ -63,7 +63,7 @@ PATCHES = (
     Patch(
         "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
         _remembering,
-        "Megatron exits with status 0 if a signal stops it, and the SLURM script must tell that from finished training",
+        "Megatron exits with status 0 if a signal stops it, which the SLURM script must not take for finished training",
         "(self)",
     ),
 )

@@ -73,8 +73,8 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     """Return the vocabulary rows and the layout (or pattern) of the run that wrote the checkpoint, if this run must use
     the same.
 
-    It must if the optimizer state has the distributed optimizer's default form, which can be loaded only with the
-    partition of the run that wrote it. Returns None if this run may choose any partition, and for a checkpoint that
+    This is necessary if the optimizer state has the distributed optimizer's default form, which can be loaded only with
+    the partition of the run that wrote it. Returns None if this run may choose any partition, and for a checkpoint that
     cannot be read, which is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
@@ -251,7 +251,7 @@ def _others(folder: Path) -> str:
     steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
     for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
         if _damage(folder.parent / f"iter_{step:07d}") is None:
-            return f"use --ckpt-step {step}, the newest other checkpoint that is complete"
+            return f"use --ckpt-step {step}, the newest other complete checkpoint"
     return f"{folder.parent} holds no other complete checkpoint: check --load, or leave it out to start from scratch"
 
 

@@ -277,8 +277,8 @@ def check_inputs(args: argparse.Namespace) -> None:
         for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
             if os.path.exists(path) and not os.path.isfile(path):
                 raise UserError(
-                    f"the list of datasets {path} is not a regular file, which every rank could read: write the list "
-                    "to a file"
+                    f"the list of datasets {path} is not a regular file, so not every rank can read it: save the list "
+                    "as a file"
                 )
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)

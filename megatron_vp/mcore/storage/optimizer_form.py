@@ -37,8 +37,8 @@ def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     f"(load_optim=False)"
                 )
             raise UserError(
-                f"this loop saves the distributed optimizer's state in the form {form}, which another layout would "
-                f"load into the wrong parameters without an error: call the optimizer's sharded_state_dict with "
+                f"this loop saves the distributed optimizer's state in the form {form}, which a run with another "
+                f"layout would load into the wrong parameters: call the optimizer's sharded_state_dict with "
                 f'metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
             )
 
