@@ -1,7 +1,7 @@
-"""Costs of passes and communication in any unit of time, either equal everywhere or by stage, rank and link.
+"""Durations of passes and communication in any unit of time, either equal everywhere or by stage, rank and link.
 
-Both kinds of costs provide the duration of a pass (`duration`) and of an operation (`communication`), and the costs for
-which schedules are generated (`nominal`).
+Both kinds of costs give the duration of a pass (`duration`) and of an operation (`communication`), and mean costs for
+generating schedules (`nominal`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PassCosts:
 
     @classmethod
     def parse(cls, text: str) -> PassCosts:
-        """Read `F=1,B=1,S=0.25`; anything not named keeps its default. Raises UserError."""
+        """Parse text such as `F=1,B=1,S=0.25`; durations that are not named keep their defaults. Raises UserError."""
         known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED)}
         known |= {make(0, Pass(kind, 0)).cost for kind in PassKind for make in (kind.through, kind.filled_by) if make}
         given: dict[str, float] = {}
@@ -60,12 +60,12 @@ class PassCosts:
             try:
                 given[name] = float(value)
             except ValueError:
-                raise UserError(f"cost {item!r}: {value!r} is not a number") from None
+                raise UserError(f"cost {item!r} is not valid: {value!r} is not a number") from None
         own = {name: value for name, value in given.items() if name in _OWN}
         return cls(**own, other={name: value for name, value in given.items() if name not in _OWN})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """Return these costs themselves."""
+        """These costs, because they are equal on all ranks."""
         return self
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
@@ -91,35 +91,35 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """The same total work, but with equally long F, B and W and free communication; copies keep their times."""
+        """The same total work with equally long F, B and W, and free communication; copies do not change."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """The same costs, but F, B and W are at least a thousandth of their sum, for building nominal times."""
+        """The same costs with F, B and W of at least a thousandth of their sum, as nominal times need."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
 
 _BY_STAGE = ("F", "B", "W")
-"""Kinds of pass for which costs by stage must name every duration."""
+"""Kinds of pass whose durations `StageCosts` must give for every stage."""
 
 _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
-"""Durations that have their own field."""
+"""Names of the durations that have a field in `PassCosts`."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
-"""Kinds whose duration follows from those of others, and kinds that only wait for a copy or start one."""
+"""Kinds whose duration cannot be given: it follows from other kinds, or the pass only waits for or starts a copy."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Durations of single passes and operations, by where they run.
+    """Durations of single passes and operations, which may differ between stages, ranks and links.
 
-    F, B (input gradient) and W (weight gradient) are by virtual stage. S, T, IF, IB and V are by rank, and empty if the
-    schedule has no such passes. `other` kinds are by virtual stage, or by rank if a rank runs only one per microbatch.
-    `messages` are by source rank, target rank and channel, `collectives` by kind, and `copies` by direction (True: to
-    the host), rank and chunk. Anything not named is free. Raises UserError for a negative or non-finite duration, and
-    if F, B and W have different numbers of stages.
+    F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one per
+    rank, and are empty if the schedule has no such passes. `other` kinds have one per virtual stage, or per rank if a
+    rank runs only one pass per microbatch. Keys are (source rank, target rank, channel) in `messages`, the kind in
+    `collectives`, and (to the host, rank, chunk) in `copies`. Anything not named takes no time. Raises UserError for a
+    negative or non-finite duration, and if F, B and W have different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -138,7 +138,7 @@ class StageCosts:
     def __post_init__(self) -> None:
         if not len(self.F) == len(self.B) == len(self.W) > 0:
             raise UserError(
-                f"costs name {len(self.F)}, {len(self.B)} and {len(self.W)} stages for F, B and W; give one of each "
+                f"costs have {len(self.F)}, {len(self.B)} and {len(self.W)} durations of F, B and W; give one of each "
                 "for every virtual stage"
             )
         for kind, values in self.named().items():
@@ -148,11 +148,11 @@ class StageCosts:
             _check(str(name), value)
 
     def named(self) -> dict[str, tuple[float, ...]]:
-        """The durations of passes by kind."""
+        """Durations of passes by kind."""
         return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
 
     def check_size(self, name: str, ranks: int, chunks: int) -> None:
-        """Raise UserError if these are not the costs of `ranks` ranks with `chunks` chunks each."""
+        """Raise UserError unless the numbers of durations fit `ranks` ranks with `chunks` chunks each."""
         for kind, values in self.named().items():
             if PassKind(kind).per_chunk:
                 places, unit = ranks * chunks, "stages"
@@ -160,7 +160,7 @@ class StageCosts:
                 places, unit = ranks, "ranks"
             if len(values) != places and (values or kind in _BY_STAGE):
                 raise UserError(
-                    f"costs name {len(values)} durations of {kind}, but schedule {name} has {places} {unit}"
+                    f"costs have {len(values)} durations of {kind}, but schedule {name} has {places} {unit}"
                 )
 
     def scaled(self, factor: float) -> StageCosts:
@@ -175,16 +175,14 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """The same work, but with equally long F, B and W on each stage and free communication; copies keep their
-        times.
-        """
+        """The same work with equally long F, B and W on each stage, and free communication; copies do not change."""
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """Means over stages, ranks and operations, for which a schedule of `ranks` ranks is generated.
+        """Means over stages, ranks and operations, for generating a schedule of `ranks` ranks.
 
-        If V is given but S is not, S is as long as V.
+        If V is given but S is not, S gets the duration of V.
         """
         output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
         if not self.S and self.V:
@@ -225,19 +223,17 @@ class StageCosts:
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
-"""The kinds of pass for which costs have a field."""
+"""The kinds of pass that have a field in `StageCosts`."""
 
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest accepted duration of a pass, in any unit; in sums over a schedule, larger numbers would swallow small ones.
+"""Longest accepted duration of a pass, in any unit; in sums with larger values, rounding would remove short durations.
 """
 
 
 def _check(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"cost {name}={value} is not a duration; give a finite number of at least 0")
+        raise UserError(f"cost {name}={value} is not a valid duration; give a finite number of at least 0")
     if value > LONGEST:
-        raise UserError(
-            f"cost {name}={value:g} is too long for a pass; give at most {LONGEST:g}, in a unit of your choice"
-        )
+        raise UserError(f"cost {name}={value:g} is too long; give at most {LONGEST:g}, if necessary in a larger unit")

@@ -1,7 +1,7 @@
-"""Numbers the steps and operations of all microbatches, and records which of them wait for which.
+"""Numbers the steps and operations of all microbatches, and records their dependencies.
 
-Microbatches follow one pattern, or a few if they differ, for example in which backwards are split. The nodes of a
-pattern are listed only once; the nodes of a microbatch are numbered consecutively.
+All microbatches follow the same pattern, or one of a few patterns, for example if only some backwards are split. The
+nodes of a pattern are stored only once; the nodes of a microbatch have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vp.schedule.transfers import Operation
 
 
 class Step(NamedTuple):
-    """Computation on a rank: a pass, or the loss function."""
+    """Work on a rank: a pass, or a call of the loss function."""
 
     rank: int
     action: Pass | Loss
@@ -31,10 +31,7 @@ T = TypeVar("T")
 
 
 class Pattern:
-    """The nodes of one microbatch, and what each waits for: node k waits for the nodes at the places `before[k]`.
-
-    The nodes are those of microbatch 0.
-    """
+    """The nodes of microbatch 0 and their dependencies: node k waits for the nodes with indices `before[k]`."""
 
     def __init__(self, nodes: Sequence[Node], before: Sequence[Sequence[int]]) -> None:
         self.nodes, self.before, self.size = nodes, before, len(nodes)
@@ -54,10 +51,11 @@ class Pattern:
 
 
 class Graph:
-    """Microbatch i is a copy of `patterns[which[i]]`, numbered from `bases[i]` on.
+    """The nodes of all microbatches and their dependencies; microbatch i is a copy of `patterns[which[i]]`.
 
-    `successors[n]` wait for node n, which waits for `predecessors[n]`. `lanes[n]` is what runs node n, one node at a
-    time: a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of a pass, None for other nodes.
+    Node n waits for the nodes `predecessors[n]`, and the nodes `successors[n]` wait for it. `lanes[n]` is the lane on
+    which it runs, one node at a time: a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of pass, or None
+    for other nodes.
     """
 
     def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
@@ -79,28 +77,28 @@ class Graph:
         self.kinds = [kind for each in self._of for kind in each.kinds]
 
     def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
-        """Compute a value for each node of the patterns, equal for all microbatches, and expand it to all nodes."""
+        """The list of `value(node)` for all nodes, computed once per pattern because microbatches do not differ."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes, created at first use."""
+        """All nodes by number, created at first use."""
         return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """By step, the single-rank operation posted behind it; a lane runs these operations in the steps' order."""
+        """From a step to the single-rank operation posted after it; a lane runs them in the order of the steps."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-        """By rank, the single-rank operations in their order of posting; `orders` are the ranks' steps."""
+        """For each rank, its single-rank operations in the order of posting; `orders` are the ranks' steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make the step behind each post of a copy wait until the rank's previous copy has ended.
+        """Make the step after each post of a copy wait until the rank's previous copy has ended.
 
         On a device with one hardware queue, a copy that waits for its lane blocks everything issued after it.
         """
@@ -112,13 +110,13 @@ class Graph:
                     self.link(before, order[place + 1])
 
     def step(self, number: int) -> Step:
-        """Return a node that is known to be a step."""
+        """The node with this number, which must be a step."""
         node = self.nodes[number]
         assert isinstance(node, Step)
         return node
 
     def number(self, node: Node) -> int:
-        """Number of `node`. Raises KeyError for one that is not in the graph."""
+        """Number of `node`. Raises KeyError if the node is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch
         return self._bases[microbatch] + self._of[microbatch].place[_of_microbatch(node, 0)]
 
@@ -137,9 +135,9 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """Make each microbatch's node in `either` wait for `before` of the microbatch that is `distance` earlier.
+        """Make a node of each microbatch wait for the node `before` of the microbatch that is `distance` earlier.
 
-        All nodes are given as those of microbatch 0.
+        The waiting node is the one of `either` that the microbatch has. All nodes are given for microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

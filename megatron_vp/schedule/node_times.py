@@ -1,4 +1,4 @@
-"""Computes when a graph's nodes run: each starts as soon as its predecessors have ended and its lane is free."""
+"""Computes start and end times of a graph's nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Moment = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """Start and end of a graph's nodes, and an `order` in which each node comes after all nodes that it waits for."""
+    """Start and end of a graph's nodes, and an `order` of nodes in which each follows all nodes that it waits for."""
 
     start: list[float]
     end: list[float]
     order: list[int]
 
     def moments(self, times: list[float]) -> list[Moment]:
-        """`times` of all nodes as moments: a node that depends on another has a later moment, even at the same time."""
+        """Convert `times` of all nodes to moments, which order dependent nodes even at the same time."""
         position = [0] * len(self.order)
         for place, number in enumerate(self.order):
             position[number] = place
@@ -33,7 +33,7 @@ class NodeTimes:
 
 
 def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """Duration of every node, the same for all microbatches; the loss function takes no time."""
+    """Duration of every node, which is the same for all microbatches; the loss function takes no time."""
 
     def of(node: Node) -> float:
         if not isinstance(node, Step):
@@ -44,12 +44,12 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
-    """Start every node as soon as its predecessors have ended and its lane is free.
+    """Compute the times if every node starts as soon as its predecessors have ended and its lane is free.
 
     The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not listed
     there waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
     operations one after another in the order in which they become ready. Lowering issues them in that order.
-    Single-rank operations keep the order of the steps behind which they are posted. Raises ScheduleError if the order
+    Single-rank operations keep the order of the steps after which they are posted. Raises ScheduleError if the order
     deadlocks.
     """
     successors, lanes = graph.successors, graph.lanes
@@ -83,7 +83,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """The first line has steps that wait for each other in a circle; the others have the ranks that are stuck."""
+    """Describe a deadlock: the first line lists steps that wait for each other, the others the ranks that are stuck."""
     heads = {}
     around = []
     for rank, order in enumerate(orders):
@@ -102,7 +102,7 @@ def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads
     listed = {number for order in orders for number in order}
 
     def awaited(number: int) -> int:
-        """The step that did not run and blocks this one."""
+        """The step that has not run and blocks this node."""
         number = next(before for before in graph.predecessors[number] if before not in done)
         return number if number in listed else awaited(number)
 

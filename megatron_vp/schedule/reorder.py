@@ -1,9 +1,9 @@
 """Reorders the passes of a schedule for their real costs, within its memory limits, to close gaps at both ends.
 
-A list scheduler that works forwards packs the warm-up tightly but leaves the cool-down to chance; one that works
-backwards does the opposite. It may then improve its own result in the other direction, and may work with durations
-other than the real ones. Which way is best depends on the schedule and its costs, so the shortest result is used, or
-the given order if none is shorter.
+A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
+the opposite. A result can be improved by a second run in the other direction, or by a run with durations other than the
+real ones. Which of these is best depends on the schedule and its costs, so all are compared, and the shortest result is
+used, or the given order if none is shorter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""Schedules of up to this many passes and operations get more tries, which take a few milliseconds each."""
+"""For schedules with up to this many passes and operations, more orders are compared; each takes a few milliseconds."""
 
 LARGE = 40_000
-"""A schedule with copies to the host gets only the first orders if it has this many passes and operations: 32 ranks
-with 4 chunks and 40 microbatches, for example, which take about two seconds.
+"""For schedules with copies to the host and at least this many passes and operations, only the first orders are
+compared. An example is 32 ranks with 4 chunks and 40 microbatches, for which that takes about two seconds.
 """
 
 EMBEDDING_GRADIENTS = 4
-"""Largest number of microbatches whose embedding gradient may wait for its IB."""
+"""Largest number of microbatches whose embedding gradients may wait for IB."""
 
 
 def reorder_for_costs(
@@ -40,12 +40,12 @@ def reorder_for_costs(
     further_orders: bool = True,
     links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
-    """Reorder a schedule's passes for `costs` within `limits`, which the given order must keep.
+    """Reorder a schedule's passes for `costs` within `limits`, which the given order must respect.
 
     With `StageCosts`, every rank's passes are ordered for that rank's own durations. `pairs[r]` are pairs of passes of
-    rank r, in each of which the second stays right behind the first. `links` are pairs of nodes of which the second
+    rank r; the second pass of a pair stays right after the first. `links` are pairs of nodes; the second node of a pair
     waits for the first, in addition to the dependencies. Without `further_orders`, only the given order and the list
-    scheduler's results for it in both directions compete.
+    scheduler's results for it in both directions are compared.
     """
     graph = linked_graph(schedule)
     for earlier, later in links:
@@ -65,7 +65,7 @@ def reorder_for_costs(
     while True:
         shortest = min(makespan for makespan, _ in found)
         best = next(each for each in found if each[0] <= shortest * (1 + 1e-9))
-        # Data are read and losses reported in order, so no microbatch may overtake another.
+        # Data is read and losses are reported in order, so no microbatch may overtake another.
         if best is given or all(earlier < later for earlier, later in _neighbours(best[1], graph)):
             break
         found.remove(best)
@@ -77,7 +77,7 @@ def reorder_for_costs(
 
 
 def linked_graph(schedule: Schedule) -> Graph:
-    """The dependencies to keep while `schedule` is reordered."""
+    """The graph of the dependencies that a reordered `schedule` must keep."""
     # Without vocabulary passes, the graph is the published one, in which the last stage's B does not wait for a loss.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
@@ -85,7 +85,7 @@ def linked_graph(schedule: Schedule) -> Graph:
 
 
 def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
-    """Makespan of the shortest of the first orders, see `reorder_for_costs`.
+    """Makespan of the shortest of the first orders; see `reorder_for_costs`.
 
     `graph` is the `linked_graph` of a schedule with the same passes.
     """
@@ -117,7 +117,7 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order and the list scheduler's results for it in both directions; these three win ties."""
+        """The given order and the list scheduler's results for it in both directions, which are preferred in a tie."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
@@ -126,11 +126,11 @@ class _Search:
         """The list scheduler's results for its own first orders, and for the given order with `even` durations.
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
-        the pass by the filler's whole duration. With even durations, passes meet exactly; in the order found with them,
-        real passes wait only a little for each other. The order found when vocabulary passes take no time, improved
-        backwards with the real durations, helps in the same way. All runs take equally long, so a large schedule gets
-        only one after the first two: in the other direction if it has vocabulary passes, otherwise with even durations.
-        With copies to the host, both first results are improved in the other direction.
+        the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed,
+        and in the order found with them, real passes wait only briefly for each other. An order found with vocabulary
+        passes that take no time, improved backwards with the real durations, helps for the same reason. All runs take
+        equally long, so a large schedule gets only one more: in the other direction if it has vocabulary passes,
+        otherwise with even durations. With copies to the host, both first results are improved in the other direction.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -147,17 +147,17 @@ class _Search:
         return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
 
     def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
-        """The results of working forwards, and of working backwards."""
+        """The list scheduler's results forwards and backwards in time."""
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
-        """The result found forwards, improved backwards, and the result found backwards, improved forwards."""
+        """The forward result improved backwards, and the backward result improved forwards."""
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The list scheduler's order for these durations, with its makespan at the real ones.
+        """The list scheduler's order for these durations, with its makespan for the real durations.
 
-        If the scheduler does not finish, this is the given order with an infinite makespan.
+        If the scheduler does not finish, the result is the given order with an infinite makespan.
         """
         problem = Problem.of(self.graph, given, durations, self.memory)
         if self.backward_of:
@@ -172,14 +172,14 @@ class _Search:
         return makespan, orders
 
     def _parted(self, number: int) -> tuple[int, ...]:
-        """Split a pair into its two passes; other passes stay alone."""
+        """The two passes of a pair, or the single pass itself."""
         return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """The schedule of an evaluation: the passes of `schedule.forward_only()`, reordered.
+    """The schedule for evaluation: the passes of `schedule.forward_only()`, reordered to use the time of backwards.
 
-    They are reordered because there is no backward to wait for. An interlaced schedule becomes a vocab-1 schedule.
+    An interlaced schedule becomes a vocab-1 schedule.
     """
     forward = expand_interlaced(schedule).forward_only()
     return reorder_for_costs(
@@ -188,7 +188,7 @@ def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forward passes of `schedule` for any number of microbatches, one microbatch after the other."""
+    """The forward passes of `schedule` for any number of microbatches, one microbatch after another."""
     ranks = []
     for rank, stages in enumerate(schedule.placement.stage_of):
         single = [kind for kind in schedule.vocab.passes if kind.forward] if rank in schedule.vocab_ranks else []
@@ -204,8 +204,8 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 def link_limits(graph: Graph, schedule: Schedule) -> None:
     """Add the waits that a reordered schedule must keep in addition to the dependencies.
 
-    Embedding stays close to its use, a chunk's W of microbatch 0 comes before its whole backwards, and in an evaluation
-    each microbatch follows the previous one.
+    Embedding runs only a few microbatches ahead of its use, a chunk's W of microbatch 0 comes before its whole
+    backwards, and in an evaluation microbatches keep their order.
     """
     if not schedule.has_backward:
         for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
@@ -214,13 +214,13 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
         _limit_embedding(graph, schedule)
     for rank, step in schedule.whole_backwards:
         first = Pass(PassKind.W, 0, step.chunk)
-        # A chunk's W of microbatch 0 starts the sum over microbatches.
+        # A chunk's W of microbatch 0 starts the sum of gradients over microbatches.
         if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
             graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield each forward pass with the rank's next one of the same kind and chunk; numbers grow with the microbatch."""
+    """Yield each forward pass and the rank's next one of the same kind and chunk; numbers grow with the microbatch."""
 
     def same(node: Node) -> tuple[PassKind, int] | None:
         action = node.action if isinstance(node, Step) else None

@@ -1,4 +1,4 @@
-"""Simulates a schedule with given costs: the start and end of everything, bubbles, and activation memory."""
+"""Simulates a schedule with given costs: times of all passes and communication, bubbles and activation memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Span = tuple[float, float]
 
 
 class _Times(NamedTuple):
-    """Times by the numbers of a graph's nodes."""
+    """A graph, and the start and end of its nodes by number."""
 
     graph: Graph
     start: list[float]
@@ -30,7 +30,7 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """`spans[r][k]` is the start and end of the k-th pass of rank r; `nodes` has the times of all simulated nodes."""
+    """A simulated schedule. `spans[r][k]` is the start and end of the k-th pass of rank r; `nodes` has all times."""
 
     schedule: Schedule
     costs: Costs
@@ -39,7 +39,7 @@ class Timeline:
 
     @cached_property
     def operations(self) -> dict[Operation, Span]:
-        """Start and end of every communication."""
+        """Start and end of every communication operation."""
         named = zip(self.nodes.graph.nodes, zip(self.nodes.start, self.nodes.end, strict=True), strict=True)
         return {node: span for node, span in named if not isinstance(node, Step)}
 
@@ -55,25 +55,25 @@ class Timeline:
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in [0, makespan] in which they do not compute."""
+        """Fraction of all ranks' time in [0, makespan] in which they are idle."""
         whole = self.makespan * len(self.spans)
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        """Largest number of activations held at once on each rank, in microbatches: see `ledger.activation_levels`."""
+        """Largest number of activations held at once on each rank, in microbatches; see `ledger.activation_levels`."""
         return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def peak_host(self) -> tuple[float, ...]:
-        """Largest number of activations in host memory at once, by rank, in microbatches of a whole rank."""
+        """Largest number of activations held at once in each rank's host memory, in microbatches."""
         return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
         """Time for which each rank waits only for copies: before passes O, before backwards, and before other passes.
 
-        Other passes wait for copies only if they share one hardware queue with them.
+        Other passes wait for copies only if all share one hardware queue.
         """
         graph, start, end = self.nodes
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
@@ -93,17 +93,17 @@ class Timeline:
 
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
-        """Largest number of microbatches on each rank that are between the start of S and the end of T."""
+        """Largest number of microbatches that are between the start of S and the end of T, for each rank."""
         return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
 
 
 class Simulator:
-    """Prepares a schedule, so that it can be simulated with many costs.
+    """Simulates a schedule with one or more sets of costs.
 
-    Ranks run their passes in the schedule's order. The operations of a communicator are issued in the order in which
-    they become ready under `costs`. They keep this order in every simulation, because a program has only one order.
-    With `one_queue`, copies share one hardware queue with the passes: see `Graph.link_one_queue`. Raises ScheduleError
-    for a missing, repeated or unexpected pass, and for an order that deadlocks.
+    Ranks run their passes in the schedule's order. A communicator runs its operations in the order in which they become
+    ready with the constructor's `costs`. This order is the same in every simulation, because a program fixes it. With
+    `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises ScheduleError for a
+    missing, repeated or unexpected pass, and for an order that deadlocks.
     """
 
     @gc_paused()
@@ -126,14 +126,14 @@ class Simulator:
 
     @gc_paused()
     def simulate(self, costs: Costs) -> Timeline:
-        """Times of every pass, each as early as its rank and its dependencies allow."""
+        """Simulate with `costs`; every pass starts as early as its rank and its dependencies allow."""
         start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
         return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
 
     @gc_paused()
     def critical_path(self, costs: Costs) -> list[Node]:
-        """Passes and operations in order, each of which waits for the one before; together they take the makespan."""
+        """A chain of passes and operations that wait for one another and whose total duration is the makespan."""
         start, end = self._times(costs)
         number = max(range(len(end)), key=end.__getitem__)
         path = [number]
@@ -157,9 +157,9 @@ class Simulator:
 
 @gc_paused()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Times of every pass in the given order, each as early as its rank and its dependencies allow.
+    """Simulate a schedule; every pass starts as early as its rank and its dependencies allow.
 
-    Communication occupies its communicator, not a rank: the second stream runs one collective after another, and a link
+    Communication occupies a communicator, not a rank: the second stream runs one collective after another, and a link
     one message after another. All V passes of a microbatch start together. Raises ScheduleError for a missing, repeated
     or unexpected pass, and for an order that deadlocks.
     """
