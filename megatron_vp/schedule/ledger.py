@@ -23,18 +23,20 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
+    if not takers:
+        return []
     fillers = {PassKind(name) for kind in takers if kind.through for name in kind.waits_for}
     concerned = takers | fillers | {kind for kind in kinds if held in kind.releases}
     ends: dict[int, int] = {}
     taken_at: dict[tuple[int, int], int] = {}
     filled_from: dict[tuple[int, int], int] = {}
-    for place, step in enumerate(order):
-        if step.kind in concerned:
-            account = step.microbatch, step.chunk
-            if step.kind in fillers:
+    for place, (kind, microbatch, chunk) in enumerate(order):
+        if kind in concerned:
+            account = microbatch, chunk
+            if kind in fillers:
                 filled_from[account] = place
-            elif step.kind in takers:
-                first = filled_from.get(account, place) if step.kind.through else place
+            elif kind in takers:
+                first = filled_from.get(account, place) if kind.through else place
                 taken_at[account] = ends[first] = first
             elif account in taken_at:
                 ends[taken_at[account]] = place

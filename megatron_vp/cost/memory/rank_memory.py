@@ -200,58 +200,61 @@ class MemoryModel:
                 waiting[placement.stages - 1] += self.job.element_bytes * self._unit
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak, most = (0.0, 0.0), 0.0
-        order = self.schedule.ranks[rank]
+        order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # bytes held now, by microbatch and chunk
         activations = changes(order, Held.ACTIVATIONS)
-        for step, (taken, given), shared in zip(order, activations, self.shared(rank), strict=True):
-            stage, account = placement.stage_of[rank][step.chunk], (step.microbatch, step.chunk)
-            has_output = whole and stage == placement.stages - 1
-            left = split and step.kind is not PassKind.BW  # the weight gradient is left for a W
+        for (kind, microbatch, chunk), (taken, given), shared in zip(
+            order, activations, self.shared(rank), strict=True
+        ):
+            stage, account = stages[chunk], (microbatch, chunk)
+            has_output = whole and stage == last
+            left = split and kind is not PassKind.BW  # the weight gradient is left for a W
             if taken:
-                comes = kept[stage] - own.get(account, 0.0)
+                held += kept[stage] - own.get(account, 0.0)
                 own[account] = kept[stage]
-                held += comes
             after = held
-            if given and step.kind is PassKind.O:
+            if given and kind is PassKind.O:
                 after -= moved[stage]
                 own[account] -= moved[stage]
             elif given:
                 after -= own.pop(account)
-            elif left and step.kind is PassKind.B:
+            elif left and kind is PassKind.B:
                 # Layer by layer, the tensors that wait for W replace those that were kept.
                 after -= own[account] - waiting[stage]
                 own[account] = waiting[stage]
-            match step.kind:
-                case PassKind.F:
-                    in_layers = held + in_pass[stage].forward, scores + shared
-                    scores += has_output * kept_score * logits
-                    at_end = held, scores + shared + has_output * 2 * logits
-                    during = max(in_layers, at_end, key=sum)
-                case PassKind.B | PassKind.BW:
-                    grows = max(0.0, waiting[stage] - kept[stage]) if left else 0.0
-                    in_layers = held + grows + in_pass[stage].backward, scores + shared + has_output * 2 * logits
-                    at_start = in_layers
-                    if has_output and self.job.layers is not LayerKind.PAPER:
+            layers, vocabulary = held, scores + shared  # during the pass
+            if kind is PassKind.F:
+                layers += in_pass[stage].forward
+                if has_output:
+                    scores += kept_score * logits
+                    at_end = scores + shared + 2 * logits
+                    if held + at_end > layers + vocabulary:
+                        layers, vocabulary = held, at_end
+            elif kind is PassKind.B or kind is PassKind.BW:
+                layers += max(0.0, waiting[stage] - kept[stage]) if left else 0.0
+                layers += in_pass[stage].backward
+                if has_output:
+                    at_start = vocabulary = vocabulary + 2 * logits
+                    if self.job.layers is not LayerKind.PAPER:
                         # The logits are freed before the layers' backward begins.
-                        at_start = held, in_layers[1]
-                        in_layers = in_layers[0], in_layers[1] - (kept_score + 2 * (not left)) * logits
-                    during = max(at_start, in_layers, key=sum)
+                        vocabulary -= (kept_score + 2 * (not left)) * logits
+                        if held + at_start >= layers + vocabulary:
+                            layers, vocabulary = held, at_start
                     # If a W follows, it needs the logits' gradient in 16 bits.
-                    scores -= has_output * ((kept_score - 2 * left) * logits)
-                    if whole and stage == 0:
-                        if sum(during) > most:
-                            peak, most = during, sum(during)
-                        # The first stage's backward computes the embedding's dense gradient last.
-                        during = after + left * self._embedding_s_backward(waiting[stage]), scores + dense
-                case PassKind.W:
-                    during = held, scores + shared + has_output * dense
-                    scores -= has_output * 2 * logits
-                case _:
-                    during = held, scores + shared
+                    scores -= (kept_score - 2 * left) * logits
+                if whole and stage == 0:
+                    if layers + vocabulary > most:
+                        peak, most = (layers, vocabulary), layers + vocabulary
+                    # The first stage's backward computes the embedding's dense gradient last.
+                    layers = after + left * self._embedding_s_backward(waiting[stage])
+                    vocabulary = scores + dense
+            elif kind is PassKind.W and has_output:
+                vocabulary += dense
+                scores -= 2 * logits
             held = after
-            if sum(during) > most:
-                peak, most = during, sum(during)
+            if layers + vocabulary > most:
+                peak, most = (layers, vocabulary), layers + vocabulary
         return peak
 
     def shared(self, rank: int) -> list[float]:
@@ -265,7 +268,8 @@ class MemoryModel:
             # A V contains an S and its T.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
-        return [SHARED_BUFFERS * self._unit + each * self.job.tokens * rows for each in scores]
+        buffers, score = SHARED_BUFFERS * self._unit, self.job.tokens * rows
+        return [buffers + each * score for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
         """Bytes that a microbatch keeps from F to B, by virtual stage of `rank`, without a whole output layer's logits.
