@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import accumulate
+from operator import add, sub
 
 from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.ledger import lives
@@ -130,9 +131,9 @@ class _MemoryPool:
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
         self.takes, self.limit = takes, limit
-        self.change = [taken - given for taken, given in zip(takes, gives, strict=True)]
+        self.change = list(map(sub, takes, gives))
         before = accumulate(reversed(self.change), initial=0)
-        self.levels = [level + taken for level, taken in zip(before, reversed(takes), strict=False)]
+        self.levels = list(map(add, before, reversed(takes)))
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
@@ -152,7 +153,7 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
     pools = []
     for held, limit in limits.items():
         users = memory[held]
-        takes, gives = ([number in each for number in order] for each in (users.take, users.give))
+        takes, gives = (list(map(each.__contains__, order)) for each in (users.take, users.give))
         if takes != gives:  # in an evaluation nothing is kept from one pass to another
             pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
     return pools
@@ -172,8 +173,9 @@ class _Rank:
         # does.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
         named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
-        self.taken = [named[each] for each in takes]
-        self.takers: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
+        queues: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
+        self.takers = [([pools[each] for each in taken], ready) for taken, ready in queues.items()]
+        self.queues = [queues.get(named[each]) for each in takes]
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
@@ -186,18 +188,19 @@ class _Rank:
 
     def take(self) -> int | None:
         """Take the pass to run now and return its number; None if no ready pass fits."""
-        best, chosen = (self.others[0], self.others) if self.others else (1, self.fillers)
-        for pools, ready in self.takers.items():
+        left, fillers = self.left, self.fillers
+        best, chosen = (self.others[0], self.others) if self.others else (1, fillers)
+        for pools, ready in self.takers:
             if ready and ready[0] < best:
-                if self.left[-1] == -ready[0] or self._fits(pools, bisect_left(self.left, -ready[0])):
+                if left[-1] == -ready[0] or self._fits(pools, bisect_left(left, -ready[0])):
                     best, chosen = ready[0], ready
-                elif self.fillers and self.fillers[0] < ready[0]:
+                elif fillers and fillers[0] < ready[0]:
                     # The pass waits for room in memory; a filler before it in the order makes room.
-                    best, chosen = self.fillers[0], self.fillers
+                    best, chosen = fillers[0], fillers
         return self._run(-heappop(chosen)) if chosen else None
 
-    def _fits(self, pools: tuple[int, ...], index: int) -> bool:
-        return all(self.pools[each].fits(index) for each in pools)
+    def _fits(self, pools: Sequence[_MemoryPool], index: int) -> bool:
+        return all(pool.fits(index) for pool in pools)
 
     def take_next(self) -> int:
         """Take the next pass in order and return its number."""
@@ -248,10 +251,10 @@ class _ListScheduler:
         for index, order in enumerate(orders):
             rank = _Rank(order, _pools(order, problem.memory, limits.of(index), backwards))
             self.ranks.append(rank)
-            for place, (number, taken) in enumerate(zip(order, rank.taken, strict=True)):
+            for place, (number, queue) in enumerate(zip(order, rank.queues, strict=True)):
                 self.entry[number] = -place
                 others = rank.others if after[number] else rank.fillers
-                self.ready[number] = rank.takers[taken] if taken else others
+                self.ready[number] = others if queue is None else queue
         self.waits = list(map(len, before))
         # A chunk's activations must not return before something else has been computed, or offloading would be
         # pointless. So an R (in reversed time, an O) waits for that, as long as anything else can run.
@@ -283,15 +286,17 @@ class _ListScheduler:
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
-        while self.times:
-            now = self.times[0]
-            while self.times and self.times[0] <= now + self.tolerance:
-                for number in sorted(self.ending.pop(heappop(self.times))):
-                    if self.lanes[number] < len(self.ranks):
-                        self.stirred.add(self.lanes[number])
+        times, ending, lanes, ranks = self.times, self.ending, self.lanes, len(self.ranks)
+        while times:
+            now = times[0]
+            latest = now + self.tolerance
+            while times and times[0] <= latest:
+                for number in sorted(ending.pop(heappop(times))):
+                    if lanes[number] < ranks:
+                        self.stirred.add(lanes[number])
                     self._finish(number, now)
             self._start_passes(now)
-            if not self.times:
+            if not times:
                 self.stirred.update(index for index, rank in enumerate(self.ranks) if rank.admit_delayed())
                 self._start_passes(now)
         if any(rank.left for rank in self.ranks):
@@ -300,17 +305,21 @@ class _ListScheduler:
         return max(rank.free_at for rank in self.ranks)
 
     def _start_passes(self, now: float) -> None:
-        latest = now + self.tolerance
-        while self.stirred:
-            index = self.stirred.pop()
-            rank = self.ranks[index]
+        latest, stirred, ranks = now + self.tolerance, self.stirred, self.ranks
+        while stirred:
+            index = stirred.pop()
+            rank = ranks[index]
             if rank.free_at > latest:
                 continue
-            while self.losses and index == len(self.ranks) - 1:
+            while self.losses and index == len(ranks) - 1:
                 self._finish(self.losses.popleft(), now)
             number = rank.take()
             if number is None:
                 self._begin_pair(rank, now)
+                continue
+            if self.simple:
+                rank.free_at = now + self.durations[number]
+                self._end(number, rank.free_at)
                 continue
             rank.free_at = now
             for each in self.halves.get(number, (number,)):
@@ -348,14 +357,16 @@ class _ListScheduler:
             heappush(self.times, time)
 
     def _finish(self, number: int, now: float) -> None:
-        waits, ready, entry, simple = self.waits, self.ready, self.entry, self.simple
+        waits = self.waits
         for waiting in self.after[number]:
-            waits[waiting] -= 1
-            if not waits[waiting]:
-                heap = ready[waiting]
-                if heap is not None and simple:
-                    heappush(heap, entry[waiting])
-                    self.stirred.add(self.lanes[waiting])
+            left = waits[waiting] = waits[waiting] - 1
+            if not left:
+                heap, lane = self.ready[waiting], self.lanes[waiting]
+                if heap is not None and self.simple:
+                    heappush(heap, self.entry[waiting])
+                    self.stirred.add(lane)
+                elif lane >= len(self.ranks) and not self.durations[waiting]:
+                    self._finish(waiting, now)
                 else:
                     self._arrive(waiting, now)
 
