@@ -24,12 +24,12 @@ from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning import charts, planner, search
-from megatron_vp.cost.planning.bounds import Bound, HeldBytes
 from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.front import SLOWEST, Front
 from megatron_vp.cost.planning.variants import Variant, is_neighbour, variants
+from megatron_vp.cost.prediction.bounds import Bound, HeldBytes
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import extended, sampled
 from megatron_vp.cost.sizes.job_sizes import job_of

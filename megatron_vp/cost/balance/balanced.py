@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
@@ -19,9 +19,10 @@ from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.prediction.predict import after_passes, make_simulator, predict
+from megatron_vp.cost.prediction.bounds import ROUNDING, bound
+from megatron_vp.cost.prediction.predict import make_simulator, predict
 from megatron_vp.cost.prediction.samples import iteration_seconds, sampled
-from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs, stage_times
+from megatron_vp.cost.prediction.stage_costs import layers_of, single_microbatch, stage_times
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
@@ -89,30 +90,31 @@ def balanced(
     Raises UserError if the layers cannot be distributed over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
-    search = _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
+    search = _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
     even = search.even
     if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
         return Shards(even.layers, None)
     if not hardware.is_gpu and even.layers is None:
         return Shards(None, None)
-    outcome = cache(search.outcome)
-    first = outcome(even)
-    # Even shards that fit are kept unless another plan takes fewer seconds than this. Lower bounds rule out most plans,
-    # and often all of them, without a simulation.
-    needed = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
-    if search.least_of_all() > needed:
+    first = search.outcome(even)
+    # Even shards that fit are kept unless another plan takes fewer seconds than this. Lower bounds rule out some plans,
+    # and sometimes all of them, without a simulation.
+    longest = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
+    if search.least_of_all() > longest:
         return Shards(even.layers, None)
-    candidates = [(plan, search.least(plan)) for plan in search.candidates()]
-
-    def offered(longest: float) -> list[_Outcome]:
-        outcomes = [first, *(outcome(plan) for plan, least in candidates if least <= longest)]
-        return [each for each in outcomes if each.fits] or outcomes
-
-    limit = min(each.seconds for each in offered(needed))
-    if first in offered(needed) and first.seconds <= (1 + EVEN_BAND) * limit:
+    least = {each: search.least(each) for each in search.candidates}
+    simulated: dict[Plan, _Outcome] = {}
+    for each in sorted(least, key=least.__getitem__):
+        if least[each] <= longest:
+            found = simulated[each] = search.outcome(each)
+            if found.fits:  # a plan that takes longer than this cannot tie with the best
+                longest = min(longest, (1 + TIE) * found.seconds)
+    outcomes = [first, *(simulated[each] for each in least if each in simulated)]
+    outcomes = [each for each in outcomes if each.fits] or outcomes
+    limit = min(each.seconds for each in outcomes)
+    if first in outcomes and first.seconds <= (1 + EVEN_BAND) * limit:
         return Shards(even.layers, None)
-    tie = (1 + TIE) * limit
-    best = min((each for each in offered(tie) if each.seconds <= tie), key=lambda each: each.memory)
+    best = min((each for each in outcomes if each.seconds <= (1 + TIE) * limit), key=lambda each: each.memory)
     return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
 
 
@@ -149,7 +151,7 @@ def choices(
 ) -> list[Plan]:
     """The plans with uneven shards that `balanced` may simulate."""
     plan = replace(plan, vocab_rows=None, layers=None)
-    return _Search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates()
+    return _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class _Search:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
         self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
         self.sample = sampled(job)
-        self.single = plan.request(job, microbatches=1).schedule()
+        self.single = single_microbatch(plan, job)
         self.placement = self.single.placement
         self.times = PassTimes(job, hardware, self.constants)
         self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
@@ -187,19 +189,8 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound on the iteration's seconds for any order of passes: the busiest rank's work plus the time after
-        the passes.
-        """
-        costs = stage_costs(self.job, plan, self.single, self.hardware, self.constants)
-        stages = list(map(sum, zip(costs.F, costs.B, costs.W, strict=True)))
-        vocabulary = map(sum, zip(costs.S, costs.T, costs.IF, costs.IB, strict=True))
-        work = [
-            own + sum(stages[stage] for stage in row)
-            for own, row in zip(vocabulary, self.placement.stage_of, strict=True)
-        ]
-        return self.job.microbatches * max(work) + after_passes(
-            self.sample, plan, self.single, self.hardware, self.constants
-        )
+        """Lower bound on the iteration's seconds for any order of passes within the family's memory limits."""
+        return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
         """Lower bound on an iteration's seconds for any layout and any rows.
@@ -213,6 +204,7 @@ class _Search:
         rows = units * min(seconds / count for count, seconds in enumerate(self.row_seconds) if count)
         return self.job.microbatches * (sum(map(sum, stages)) + rows) / self.job.pipeline
 
+    @cached_property
     def candidates(self) -> list[Plan]:
         """The plans worth simulating: the layout with the lowest bound in each group."""
         if self.plan.layers is not None:
@@ -261,12 +253,12 @@ class _Search:
         """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch; more rows never take less time."""
         return list(accumulate(self.row_seconds, max))
 
-    @cached_property
-    def row_seconds(self) -> list[float]:
+    @property
+    def row_seconds(self) -> Sequence[float]:
         """Seconds of a microbatch's passes over 0, 1, 2, ... units of rows."""
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
-        return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
+        return _row_seconds(self.times, self.plan.vocab, units, each)
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
         """Convert units to rows; the last holder takes the remainder."""
@@ -304,6 +296,12 @@ class _Search:
         return make_simulator(self.sample, self.even, self.hardware, self.constants).schedule
 
 
+@lru_cache(maxsize=1)
+def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None) -> _Search:
+    """The search of `balanced`, which often follows `choices` of the same plan."""
+    return _Search(job, plan, hardware, constants, memory_limit)
+
+
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
     """Lower bound in seconds on the passes of 1F1B on equally fast ranks, with the best possible layers and rows.
 
@@ -330,6 +328,12 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
     if vocab % tensor:
         return None
     return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)
+
+
+@lru_cache(maxsize=16)
+def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
+    """Seconds of a microbatch's passes over 0, 1, 2, ... `units` of `each` rows; all schedules share them."""
+    return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 
 def _none_if_equal(layers: tuple[int, ...]) -> tuple[int, ...] | None:

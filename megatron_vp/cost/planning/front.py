@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from megatron_vp.cost.planning.bounds import Bound
+from megatron_vp.cost.prediction.bounds import ROUNDING, Bound
 
 SLOWEST = 1.5
 """The frontier ends where runs take this many times as long as the fastest."""
-
-ROUNDING = 1e-9
-"""Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.planning.bounds import Bound, balanced_bound, bound, bounds_of_choices
+from megatron_vp.cost.planning.balanced_bounds import balanced_bound, bounds_of_choices
 from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
@@ -32,6 +32,7 @@ from megatron_vp.cost.planning.planner import simplicity
 from megatron_vp.cost.planning.searched_offload import bases_to_offload, offloaded_runs, sizes_to_offload
 from megatron_vp.cost.planning.variants import Variant, is_neighbour
 from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.prediction.bounds import Bound, bound
 from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod

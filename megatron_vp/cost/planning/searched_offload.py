@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.planning.bounds import Bound, bound
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.offloading import MOST_LOAD, WITH_OFFLOAD, copy_load, offloaded_evaluations
+from megatron_vp.cost.prediction.bounds import Bound, bound
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod

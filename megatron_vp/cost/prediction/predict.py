@@ -153,6 +153,11 @@ def has_one_queue(job: Job, hardware: Hardware) -> bool:
     return hardware.is_gpu and (job.one_queue or demanded)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
-    return Simulator(request.schedule(), request.costs, one_queue)
+    return Simulator(_schedule(request), request.costs, one_queue)
+
+
+@lru_cache(maxsize=64)  # a simulator takes many times the memory of its schedule
+def _schedule(request: ScheduleRequest) -> Schedule:
+    return request.schedule()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import NormalDist
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
@@ -17,7 +18,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes, Split
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, StageCosts, VocabMethod
+from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, ScheduleRequest, StageCosts, VocabMethod
 
 IDLE = 0.85
 """If a rank has less than this share of the busiest rank's work, its clock is not throttled."""
@@ -34,6 +35,16 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
             "each stage its layers, or leave the layout out"
         )
     return plan.layers
+
+
+def single_microbatch(plan: Plan, job: Job) -> Schedule:
+    """The schedule of `plan` for one microbatch, which shows the stages and the passes of every rank."""
+    return _schedule(plan.request(job, microbatches=1))
+
+
+@lru_cache(maxsize=512)
+def _schedule(request: ScheduleRequest) -> Schedule:
+    return request.schedule()
 
 
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
@@ -93,7 +104,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
     equally fast, because it is not known before a run which of them is the slowest.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
-    single = plan.request(job, microbatches=1).schedule()
+    single = single_microbatch(plan, job)
     costs = stage_costs(job, plan, single, hardware, alike)
     held = stage_layers(job, layers_of(job, plan, single.placement))
     if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):

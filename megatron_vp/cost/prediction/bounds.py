@@ -9,27 +9,28 @@ more microbatches a rank must hold at once. Conversely, a schedule that holds fe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
-from megatron_vp.cost.balance.balanced import choices, least_of_all
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import layer_memory
 from megatron_vp.cost.memory.outside import FRAGMENTS
 from megatron_vp.cost.memory.rank_memory import WORKSPACES, MemoryModel, RankMemory
-from megatron_vp.cost.prediction.predict import after_passes, layers_of, memory_model, stage_costs
+from megatron_vp.cost.prediction.predict import after_passes, memory_model
 from megatron_vp.cost.prediction.samples import sampled
-from megatron_vp.cost.sizes.layer_types import LayerType, model_layers
+from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
+from megatron_vp.cost.sizes.layer_types import model_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Schedule, ScheduleRequest, StageCosts, VocabMethod, family
+from megatron_vp.schedule import StageCosts, VocabMethod, family
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
 """The most vocabulary passes of each kind that a rank may run before its first forward or after its last backward."""
+
+ROUNDING = 1e-9
+"""Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
 
 
 @dataclass(frozen=True, order=True)
@@ -76,11 +77,13 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
+    With chunks in the host's memory, only the bound on time is one.
+
     A rank must do its own work for all microbatches. Its first forward waits for one forward of every earlier stage.
     After its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before
     its first forward and after its last backward: see the limits in `schedule.reorder`.
     """
-    single, peaks = _single(plan.request(job, microbatches=1)), plan.request(job).promised_peaks
+    single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
     memory = memory_model(job, plan, single, hardware)
     if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
@@ -112,7 +115,8 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
             byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
             byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
         idle = later + before[first] + drain  # a W may come after the very last backward
-        seconds = max(seconds, idle + simulated * held / peaks[rank])
+        if not plan.offload_chunks:
+            seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
@@ -125,45 +129,6 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     return Bound(seconds, least, tuple(ranks), expected)
 
 
-def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """Lower bounds for all layers and rows that `balance.balanced` may choose for `plan`.
-
-    They are means over the ranks, of work and memory whose total does not depend on the choice. Raises UserError if the
-    job cannot run the plan.
-    """
-    seconds = least_of_all(job, plan, hardware, constants)
-    single, model = _single(plan.request(job, microbatches=1)), job.model
-    rows = (model.vocab // job.tensor // job.pipeline,) * job.pipeline
-    layers = layers_of(job, plan, single.placement)
-    memory = MemoryModel(job, single, layers, hardware, rows)
-    ranks = [memory.rank(rank) for rank in range(job.pipeline)]
-    weights = sum(_weights(memory, rank, own) for rank, own in enumerate(ranks)) / job.pipeline
-    outside = min(own.outside.context + own.outside.kernels + own.outside.megatron for own in ranks)
-    always = weights + (1 + FRAGMENTS) * WORKSPACES + outside
-    simulated, byte_seconds = sampled(job).microbatches, 0.0
-    if not model.pattern:
-        times, kept = PassTimes(job, hardware, constants), layer_memory(job, single.split_backward)
-        forward, backward = (
-            (1 - constants.idle_boost) * min(layer, wide)
-            for layer, wide in zip(times.layer()[:2], times.plain_layer()[:2], strict=True)
-        )
-        held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
-        least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
-        # A layer holds a microbatch until all later layers have run its forward and its backward.
-        byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2
-        byte_seconds += model.layers * (forward * kept.forward + backward * kept.backward)
-        byte_seconds *= (1 + FRAGMENTS) * simulated / job.pipeline
-    idle = seconds * (1 - simulated / job.microbatches)
-    return Bound(seconds, always, (HeldBytes(always, byte_seconds, idle),))
-
-
-def bounds_of_choices(
-    plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
-) -> list[Bound]:
-    """The bounds of each layout from which `balance.balanced` chooses for `plan` and `limit` bytes per rank."""
-    return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]
-
-
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
     """The least time between F and B of the last stage, in which every rank computes its part of the output layer."""
     if not vocab.is_sharded:
@@ -171,7 +136,7 @@ def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)
 
 
-def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
+def weight_bytes(memory: MemoryModel, rank: int, own: RankMemory) -> float:
     """Bytes of a rank's weights, their gradients and its optimizer states."""
     job = memory.job
     gradient = 4 if job.wide_gradients else job.element_bytes
@@ -181,9 +146,4 @@ def _weights(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
     """Bytes that a rank holds during every pass, not counting those of microbatches."""
     moving = own.communication + WORKSPACES + buffers
-    return _weights(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments
-
-
-@lru_cache(maxsize=512)
-def _single(request: ScheduleRequest) -> Schedule:
-    return request.schedule()
+    return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments
