@@ -50,7 +50,7 @@ def list_jobs(
 
 
 def collect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `megatron-vp paper jobs` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `megatron-vp paper jobs` created.")],
     hardware: Annotated[
         str | None,
         typer.Option(

@@ -84,7 +84,7 @@ def plan(
         typer.Option(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
-            "under every schedule (--offload-chunks), and show how much time runs with less memory take. With "
+            "under every schedule (--offload-chunks), and show how long runs with less memory take. With "
             "--search, this is done for the job's own sizes and for four others.",
         ),
     ] = False,

@@ -17,11 +17,11 @@ Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
 class BuildingBlock:
     """Nominal start times of the passes of microbatch 0 (`forward`, `backward` and `weight`, by virtual stage).
 
-    Microbatches come in groups of `group`. Groups start `group` intervals apart, as fast as their work allows. The
-    microbatches of a larger group start `interval` / chunks apart, because the group goes through one chunk after
-    another. `weight` is None if B includes the weight gradient. `overlaps` gives pairs of a forward and a backward of
-    different microbatches that stay next to each other. The backward of a pair is whole; all others are split. The
-    times determine only the order of passes, so they need only respect the dependencies. `forward_time` and
+    Microbatches come in groups of `group`. Groups start `group` intervals apart, the shortest time that their work
+    allows. The microbatches of a larger group start `interval` / chunks apart, because the group goes through one chunk
+    after another. `weight` is None if B includes the weight gradient. `overlaps` gives pairs of a forward and a
+    backward of different microbatches that stay next to each other. The backward of a pair is whole; all others are
+    split. The times determine only the order of passes, so they need only respect the dependencies. `forward_time` and
     `backward_time` are the durations that the times leave for F and for B (including W if B includes it).
     """
 

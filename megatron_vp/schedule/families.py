@@ -65,7 +65,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "interleaved",
-            "1F1B with several chunks per rank, in rounds",
+            "1F1B with several round-robin chunks per rank",
             Placement.round_robin,
             lambda p, r, v, m: 2 * (p - 1 - r) + (v - 1) * p + 1,
             "(2(p - 1 - r) + (v - 1)p + 1)/v",

@@ -164,7 +164,7 @@ class _Placing:
         return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
 
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
-        """Places of O and R for every microbatch of the chunks in `durations`, which has their copy times out and back.
+        """Places of O and R for every microbatch of the chunks in `durations`, which gives (out, back) copy times.
 
         The copy lane's time is divided into slots, each for one copy out and one copy back. Each copy out takes the
         first free slot after its forward. Each copy back takes the last free slot before its backward, starting with

@@ -59,7 +59,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
         rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
 
     1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up, later on ranks with slack.
-    2. Steady: per microbatch one F, B and W of each chunk.
+    2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
     p = pipeline_size

@@ -20,7 +20,7 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0f0F1f1F2f2....b0B0w0F3W0f3b1B1w1F4W1f4b2B2b3B3w2W2b4B4w3W3w4W4
 
     1. Fill: a forward goes down the V, one rank every second slot, and comes back up, one rank every slot.
-    2. Steady: per microbatch one F, B and W of each chunk.
+    2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 2 else 3

@@ -21,7 +21,7 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0f0........F1f1b0B0w0W0F2f2b1B1w1W1F3f3b2B2w2W2F4f4b3B3w3W3....b4B4w4W4....
 
     1. Fill: forwards go down the V and straight back up, one after another.
-    2. Steady: per microbatch one F, B and W of each chunk, with no slack between ranks.
+    2. Steady: for each microbatch, one F, B and W per chunk, with no slack between ranks.
     3. Drain: B first; W fills the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 3 else 2

@@ -21,7 +21,7 @@ def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0f0F1f1F2f2F3f3b0B0w0F4W0f4b1B1b2B2b3B3b4B4w1W1w2W2w3W3w4W4
 
     1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up.
-    2. Steady: per microbatch one F, B and W of each chunk.
+    2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
     p, stages = pipeline_size, range(2 * pipeline_size)
