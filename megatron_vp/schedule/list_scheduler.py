@@ -1,14 +1,13 @@
-"""A list scheduler: every rank, whenever it is free, runs the first pass of its given order that is ready and fits.
+"""A list scheduler: a free rank runs the first pass of its given order that is ready and fits in memory.
 
-It works in either direction of time: forwards from the first pass, or backwards from the last. Backwards, a pass is
-    ready once everything that waits for it has been placed. Passes for which nothing waits (W, IB, T of vocab-2) fill
-    gaps and make room in memory.
+It works forwards in time from the first pass, or backwards from the last. Backwards, a pass is ready when all passes
+that wait for it have been placed. Passes that no pass waits for (W, IB, T of vocab-2) fill gaps and free memory.
 
-A pass may run out of turn if the rest of the given order can still follow it, in that order, within the limits. The
-given order is within the limits, so some rank can always continue, whatever the costs.
+A pass may run before earlier passes of the given order if these can still follow, in that order, within the memory
+limits. The given order respects the limits, so some rank can always continue, for all costs.
 
-A forward and a backward may form a pair. A pair waits for everything that either half waits for, and then runs one half
-right after the other. Only if a rank has nothing else to run does the first half start before the second can.
+A forward and a backward may form a pair. A pair waits for the inputs of both halves, and then runs one half right after
+the other. The first half starts before the second is ready only if the rank has nothing else to run.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from megatron_vp.schedule.passes import Pass, PassKind
 class MemoryLimits:
     """The memory limits of a schedule.
 
-    `activations` limits each rank's chunk activations on the device; `host` limits those in host memory if chunks are
-    offloaded. `logits` limits the microbatches between S and T on any rank.
+    `activations` limits each rank's chunk activations on the device. `host` limits each rank's chunk activations in
+    host memory if chunks are offloaded. `logits` limits the microbatches between S and T on every rank.
     """
 
     activations: tuple[int, ...]
@@ -48,13 +47,13 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class Users:
-    """The users of a kind of memory: the numbers of the passes that take it, and of those that give it back."""
+    """The numbers of the passes that allocate a kind of memory (`take`), and of the passes that free it (`give`)."""
 
     take: set[int]
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Combine the halves of pairs: a pair has its forward's number, and takes and gives what either half does."""
+        """Combine the halves of pairs: a pair has its forward's number, and allocates and frees what its halves do."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -66,7 +65,7 @@ Memory = Mapping[Held, Users]
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
-    """The ledger's entries for all ranks' passes in valid orders; `numbers[r]` are the numbers of `ranks[r]`."""
+    """The users of every kind of memory, if ranks run their passes in these orders; `numbers[r]` numbers `ranks[r]`."""
     found = {held: Users(set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
@@ -78,7 +77,7 @@ def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]])
 
 @dataclass(frozen=True)
 class Problem:
-    """The input of the scheduler: a graph's nodes by number, and a valid order of each rank's passes."""
+    """The scheduler's input: a graph's nodes by number, and a valid order of every rank's passes."""
 
     lanes: Sequence[int]
     predecessors: Sequence[Sequence[int]]
@@ -90,11 +89,11 @@ class Problem:
     returning: frozenset[int] = frozenset()
     """the passes O and R; see `OFFLOAD_KINDS`"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
-    """by forward, the backward that runs right behind it; such a pair has the forward's number"""
+    """from a forward to the backward that runs right after it; such a pair has the forward's number"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
-        """Make the problem of scheduling `graph`; `orders[r]` are the numbers of rank r's passes."""
+        """Make the scheduler's input for `graph`; `orders[r]` are the numbers of rank r's passes."""
         found = cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
         if not graph.posted_behind:
             return found
@@ -105,7 +104,7 @@ class Problem:
         return replace(found, leaving=leaving, returning=returning)
 
     def joined(self, backward_of: Mapping[int, int]) -> Problem:
-        """The same problem with pairs of a forward and a backward; the orders no longer list these backwards."""
+        """The same problem with forward-backward pairs, whose backwards are removed from the orders."""
         second = set(backward_of.values())
         orders = [[number for number in order if number not in second] for order in self.orders]
         memory = {held: users.joined(backward_of) for held, users in self.memory.items()}
@@ -113,10 +112,10 @@ class Problem:
 
 
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
-    """Return the makespan and each rank's passes in the order found, which keeps the limits if the given orders do.
+    """Return the makespan and each rank's passes in the order found, which respects the limits if the given orders do.
 
-    `backwards` starts from the last pass. If pairs of passes wait for each other, the makespan is infinite, and some
-    passes are missing.
+    With `backwards`, the scheduler starts from the last pass. If pairs wait for each other, the makespan is infinite,
+    and some passes are missing.
     """
     scheduler = _ListScheduler(problem, limits, backwards)
     makespan = scheduler.run()
@@ -124,9 +123,9 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank; `levels` are its levels during the remaining passes, of which the next comes last.
+    """One kind of memory of a rank. `levels` has the amount held during each remaining pass; the next pass is last.
 
-    `takes` and `gives` say which of the rank's passes take it and give it back; the last pass listed runs first.
+    `takes` and `gives` tell which of the rank's passes allocate and free the memory; the pass that runs first is last.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -137,11 +136,11 @@ class _MemoryPool:
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
-        """Whether a pass that takes this memory may run ahead of all passes that precede it in the order."""
+        """Whether a pass that allocates this memory may run before all passes that precede it in the order."""
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Run a pass ahead of those that precede it; it is at `place` among all passes, at `index` among those left."""
+        """Run a pass before those that precede it. Its index is `place` among all passes, `index` among those left."""
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -149,28 +148,27 @@ class _MemoryPool:
 
 
 def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], backwards: bool) -> list[_MemoryPool]:
-    """The pools from which these passes take; with `backwards`, time runs from the last pass to the first."""
+    """The memory pools of a rank's passes; with `backwards`, time runs from the last pass to the first."""
     pools = []
     for held, limit in limits.items():
         users = memory[held]
         takes, gives = (list(map(each.__contains__, order)) for each in (users.take, users.give))
-        if takes != gives:  # in an evaluation nothing is kept from one pass to another
+        if takes != gives:  # in an evaluation, no memory is kept from one pass to another
             pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
     return pools
 
 
 Ready = list[int]
-"""A heap of the places of ready passes, negated so that the first in order comes first."""
+"""A heap of the indices of ready passes, negated so that the heap returns passes in their order."""
 
 
 class _Rank:
-    """A rank's remaining passes, known by their places in `order`, where the pass to run first comes last."""
+    """A rank's remaining passes, as indices in `order`, which lists the pass to run first at the end."""
 
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
         self.left = list(range(len(order)))
-        # Among ready passes that take from the same pools, only the first in order is checked: if it does not fit, none
-        # does.
+        # Of ready passes that allocate from the same pools, only the first is checked: if it does not fit, none fits.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
         named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
         queues: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
@@ -179,15 +177,15 @@ class _Rank:
         self.others: Ready = []
         self.fillers: Ready = []
         self.result: list[int] = []
-        # Passes that become ready once another pass has computed, each with the queue that it joins.
+        # Passes that become ready after the next computing pass, each with the queue that it joins.
         self.delayed: list[tuple[Ready, int]] = []
         self.free_at = 0.0
-        # The second half of a pair that is waiting to run, with the end of the first half.
+        # The second half of a pair whose first half has started, and the end of the first half.
         self.half: int | None = None
         self.other_half_ends = 0.0
 
     def take(self) -> int | None:
-        """Take the pass to run now and return its number; None if no ready pass fits."""
+        """Choose the pass to run now and return its number; None if no ready pass fits."""
         left, fillers = self.left, self.fillers
         best, chosen = (self.others[0], self.others) if self.others else (1, fillers)
         for pools, ready in self.takers:
@@ -195,7 +193,7 @@ class _Rank:
                 if left[-1] == -ready[0] or self._fits(pools, bisect_left(left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif fillers and fillers[0] < ready[0]:
-                    # The pass waits for room in memory; a filler before it in the order makes room.
+                    # The pass does not fit in memory; a filler that precedes it in the order frees memory.
                     best, chosen = fillers[0], fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -203,11 +201,11 @@ class _Rank:
         return all(pool.fits(index) for pool in pools)
 
     def take_next(self) -> int:
-        """Take the next pass in order and return its number."""
+        """Run the next pass of the order and return its number."""
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
-        """Make the delayed passes ready; returns whether there were any."""
+        """Make the delayed passes ready. Returns whether there were any."""
         for ready, entry in self.delayed:
             heappush(ready, entry)
         admitted = bool(self.delayed)
@@ -231,7 +229,7 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in order of time, or with `backwards` from the last nodes to the first.
+    """Runs the nodes in order of time, from the first to the last, or with `backwards` from the last to the first.
 
     The loss function takes no time, but it waits until the last rank's current pass has ended.
     """
@@ -245,7 +243,7 @@ class _ListScheduler:
         durations, self.lanes, self.after = problem.durations, problem.lanes, after
         self.durations = durations
         self.ranks = []
-        # The queue that a pass joins when it is ready, and its key there.
+        # The queue that a pass joins when it is ready, and its key in the queue.
         self.ready: list[Ready | None] = [None] * len(durations)
         self.entry = [0] * len(durations)
         for index, order in enumerate(orders):
@@ -256,32 +254,32 @@ class _ListScheduler:
                 others = rank.others if after[number] else rank.fillers
                 self.ready[number] = others if queue is None else queue
         self.waits = list(map(len, before))
-        # A chunk's activations must not return before something else has been computed, or offloading would be
-        # pointless. So an R (in reversed time, an O) waits for that, as long as anything else can run.
+        # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
+        # reversed time, an O) waits until then, as long as anything else can run.
         self.moves = problem.leaving | problem.returning
         self.second_moves = problem.leaving if backwards else problem.returning
-        # The halves of a pair in order of time, by the pair's number; and the pair of either half.
+        # From a pair's number to its halves in order of time, and from either half to the pair.
         self.halves: dict[int, tuple[int, int]] = {}
         self.pair: dict[int, int] = {}
         for forward, backward in problem.backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
-        # Without pairs, O and R, passes run as soon as their rank takes them.
+        # Without pairs, O and R, a pass that becomes ready only needs to join its queue.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # The nodes that end at each time, with a heap of the times, because many nodes end at the same time.
+        # The nodes that end at each time, and a heap of the times; many nodes end at the same time.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
-        # Ranks with changes to process; a set of small integers always iterates in the same order.
+        # Ranks that may be able to start a pass. A set of small integers always has the same order of iteration.
         self.stirred: set[int] = set()
-        # Times that differ only in the order of summing durations count as equal.
+        # Times that differ only by rounding count as equal.
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """Run everything and return the end time, or infinity if pairs wait for each other.
+        """Run all nodes and return the end time, or infinity if pairs wait for each other.
 
-        Each rank then has its passes in `result`.
+        The order found is then in each rank's `result`.
         """
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
@@ -329,7 +327,7 @@ class _ListScheduler:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
-        """Run the first half of the pair that is next in the given order, although the second half must still wait.
+        """Run the first half of the pair that is next in the given order, although the second half is not ready.
 
         The rank has nothing else to run, and other ranks get their input earlier.
         """
@@ -342,14 +340,14 @@ class _ListScheduler:
         self._end(first, rank.other_half_ends)
 
     def _end_pair(self, rank: _Rank, now: float) -> None:
-        """Run the second half, for which the rank has waited."""
+        """Run the second half of a pair, which has become ready."""
         assert rank.half is not None
         rank.free_at = max(now, rank.other_half_ends) + self.durations[rank.half]
         self._end(rank.half, rank.free_at)
         rank.half = None
 
     def _end(self, number: int, time: float) -> None:
-        """Note that `number` ends at `time`."""
+        """Record that node `number` ends at `time`."""
         if time in self.ending:
             self.ending[time].append(number)
         else:
@@ -371,7 +369,7 @@ class _ListScheduler:
                     self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
-        """Note that everything `number` waits for is done."""
+        """Process node `number` after all nodes that it waits for have ended."""
         if number in self.pair:
             rank = self.ranks[self.lanes[number]]
             if rank.half == number:
