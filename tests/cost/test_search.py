@@ -351,7 +351,7 @@ def test_balanced_shards_count_as_the_layouts_they_are_chosen_from():
 
 def test_nothing_fits():
     with pytest.raises(
-        UserError, match=r"nothing fits 0.5 GiB on these GPUs: every run needs more than [\d.]+ GiB; use"
+        UserError, match=r"no run fits into 0.5 GiB per rank on these GPUs: every run needs more than [\d.]+ GiB; use"
     ):
         found(MODEL, 8, SOME, limit=2**29)
 

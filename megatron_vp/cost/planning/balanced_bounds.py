@@ -19,8 +19,8 @@ from megatron_vp.cost.times.pass_times import PassTimes
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds for all layers and rows that `balance.balanced` may choose for `plan`.
 
-    They are means over the ranks, of work and memory whose total does not depend on the choice. Raises UserError if the
-    job cannot run the plan.
+    The bounds are means over the ranks, because the total work and memory do not depend on the choice. Raises UserError
+    if the job cannot run the plan.
     """
     seconds = least_of_all(job, plan, hardware, constants)
     single, model = single_microbatch(plan, job), job.model

@@ -25,9 +25,9 @@ SMALL = 0.05
 class Loss:
     """How an iteration's seconds are spent; the parts add up to the iteration.
 
-    work: work of the mean rank.
-    imbalance: the busiest rank's work above the mean.
-    bubble: the busiest rank's waits if communication were free.
+    work: mean work of the ranks.
+    imbalance: excess of the busiest rank's work over the mean.
+    bubble: time that the busiest rank would wait if communication were free.
     communication: time that communication adds.
     step: time after the passes, for gradient synchronisation and the optimizer.
     copies: time that copies of offloaded activations add.
@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def peak_memory(self) -> float:
-        """Bytes that the fullest rank must have."""
+        """Bytes that the fullest rank needs."""
         return max(rank.total for rank in self.memory)
 
     def fits(self, limit: float) -> bool:
@@ -131,7 +131,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
 
 def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
-    """Evaluate a prediction for a sample of `job`, which is simulated once more with free communication."""
+    """Evaluate a prediction for a sample of `job`, after one more simulation in which communication is free."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
     quiet = replace(timeline.costs, messages={}, collectives={})

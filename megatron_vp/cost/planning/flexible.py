@@ -1,4 +1,6 @@
-"""Fits a plan's flexible schedules to the available memory if their fullest base does not fit."""
+"""Fits a plan's flexible schedules to the available memory if the base schedule with the most memory (the largest base)
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 
 STEPS = 3
-"""Number of limits that are tried, one chunk's activations apart. The first one is estimated, and a prediction shows
-whether it fits.
+"""Number of limits that are tried, in steps of one chunk's activations. The first limit is estimated, and a prediction
+shows whether it fits.
 """
 
 FITTED_PER_RANK = 3
@@ -36,11 +38,11 @@ shape within the limit.
 def flexible_candidates(
     job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
 ) -> list[Candidate]:
-    """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its fullest base.
+    """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its largest base.
 
-    With `offload` each of them also with one chunk in the host's memory, if its copies can hide. (With all chunks
-    there, shapes differ little.) Plain layers are left out if they can be redistributed. There are no candidates for
-    more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    With `offload`, each candidate is followed by one with one chunk in host memory, if passes can hide its copies.
+    (With all chunks in host memory, shapes differ little.) Plain layers are left out if they can be redistributed.
+    There are no candidates for more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
@@ -81,7 +83,7 @@ def fitted_evaluation(
 ) -> Evaluation | None:
     """Find the shape that makes the candidate fastest within `limit` bytes per rank.
 
-    None if its fullest base fits, if no shape fits, or if no shape is faster than all bases that fit.
+    Returns None if its largest base fits, if no shape fits, or if no shape is faster than all bases that fit.
     """
     record = family(candidate.plan.schedule)
     try:
@@ -101,7 +103,7 @@ def fitted_evaluation(
 
 
 def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
-    """Evaluate a candidate with the rows that training assigns to the ranks."""
+    """Evaluate a candidate with the rows that training would assign to the ranks."""
     plan = candidate.plan
     if plan.vocab.is_sharded:
         plan = balanced(job, plan, hardware, constants, limit).plan(plan)
@@ -109,7 +111,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches of a whole rank, if memory is linear between the smallest and the fullest base."""
+    """Limits to try, in microbatches of a whole rank, if memory is linear between the smallest and the largest base."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:
@@ -129,7 +131,7 @@ def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardwar
 
 
 def _held(plan: Plan, job: Job, hardware: Hardware) -> int:
-    """Chunk activations that the fullest rank holds with chunks in the host's memory."""
+    """Number of chunk activations that the fullest rank holds on the device if chunks are offloaded."""
     sample = _sample(job)
     placed = plan.request(sample, costs=order_costs(sample, plan, hardware)).placed().schedule
     return max(peak(order, Held.ACTIVATIONS) for order in placed.ranks)

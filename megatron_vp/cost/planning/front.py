@@ -1,4 +1,4 @@
-"""The frontier of time and memory that a search knows so far, and whether further runs may improve it."""
+"""Keeps the frontier of time and memory of a search's runs so far, and decides whether further runs may improve it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, also for less memory.
+"""Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, and the fastest with less
+memory.
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
-Combinations with the job's own sizes are simulated first, then all others by increasing bound: those first that are
-expected to improve the frontier, then those that merely may. A combination is skipped if its bounds show that simulated
-ones beat it in both time and memory. Then activations may go to the host's memory (`searched_offload`). At the end,
-flexible schedules are fitted to the memory, for the job's own sizes and for those of the fastest run.
+Combinations with the job's own sizes are simulated first. All others follow by increasing bound on time: first all that
+are expected to improve the frontier of time and memory, and then all that may improve it. A combination is skipped if
+its bounds show that a simulated one beats it in both time and memory. Next, the search may try to offload activations
+to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the job's own sizes and
+for the sizes of the fastest run.
 
-The simulations and the answer do not depend on the machine, its cores or its load. The budget is a number of
-simulations, and each decision to simulate uses the results of all earlier simulations except for the last WINDOW.
+The simulations and the result do not depend on the machine, its cores or its load: the budget is a number of
+simulations, and each decision to simulate uses the results of all earlier simulations except the last WINDOW.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 BUDGET = 300
-"""The most simulations, not counting the job's own sizes."""
+"""The largest number of simulations by default, not counting the job's own sizes."""
 
 BALANCED = 4
-"""Number of simulations that a combination counts as whose layers and rows are chosen from several."""
+"""A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
 
 WINDOW = 16
-"""The most simulations in progress at once, which use at most as many cores."""
+"""The largest number of simulations in progress at once, which use at most as many cores."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Found:
 
     @property
     def memory(self) -> float:
-        """Bytes that the fullest rank must have."""
+        """Bytes that the fullest rank needs."""
         return self.evaluation.peak_memory
 
 
@@ -70,11 +72,11 @@ class Search:
     """The results of a search, fastest first.
 
     too_large: number of combinations whose bound exceeds the memory.
-    dominated: number of combinations that simulated ones beat, that cannot run, or that equal another one.
-    untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; they take at
+    dominated: number of combinations that a simulated one beats, that cannot run, or that equal another combination.
+    untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; each takes at
         least `untried_seconds`.
-    offload_sizes: number of parallel sizes whose runs were offloaded; None: that was not asked for.
-    likely: number of untried combinations that are expected to be on it.
+    offload_sizes: number of parallel sizes for which offloading was tried; None: offloading was not requested.
+    likely: number of untried combinations that are expected to be on the frontier.
     """
 
     variants: Sequence[Variant]
@@ -100,8 +102,8 @@ class Search:
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
         """Runs that fit and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
 
-        Runs with free memory come first, then simpler ones: fewer context ranks, no recomputation, fewer tensor ranks,
-        fewer expert ranks, then by `planner.simplicity`.
+        Runs whose free memory exceeds the error of predicted memory come first, then simpler ones: fewer context ranks,
+        no recomputation, fewer tensor ranks, fewer expert ranks, then by `planner.simplicity`.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
@@ -145,12 +147,12 @@ def search(
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     offload: bool = False,
 ) -> Search:
-    """Simulate the combinations that fit `limit` and may be the fastest, or the fastest for less memory.
+    """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
 
     At most `budget` simulations are spent, not counting the job's own sizes. `chunks` is the number of chunks of
     `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the number
-    done and the total. With `offload`, runs with chunks in the host's memory follow, for the job's own sizes and a few
-    others. Raises UserError if nothing fits.
+    done and the total. With `offload`, the job's own sizes and a few others are also tried with chunks in host memory.
+    Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []
@@ -195,7 +197,7 @@ def search(
 
 
 def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: Front) -> list[int]:
-    """The job's own sizes, and others for which runs with activations in the host's memory may gain."""
+    """The job's own sizes, and other sizes for which offloading activations may improve the frontier."""
     offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
     own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
     least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
@@ -213,7 +215,7 @@ def _offloaded(
     chunks: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Found]:
-    """Runs of these variants with chunks in the host's memory, and of the schedules that are made for it."""
+    """Evaluate these variants with chunks in host memory, also with the schedules that are designed for offloading."""
     bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
     running = [
         (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
@@ -237,7 +239,7 @@ def _fitted(
     progress: Callable[[str, int, int], None],
     offload: bool,
 ) -> list[Found]:
-    """Flexible schedules for the job's own sizes and for those of the fastest run that fits."""
+    """Evaluate flexible schedules for the job's own sizes and for the sizes of the fastest run that fits."""
     fitting = [each for each in found if each.memory <= limit]
     fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
     chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
@@ -247,20 +249,23 @@ def _fitted(
 
 
 def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:
-    here = f"nothing fits {limit / 2**30:.4g} GiB on these GPUs"
+    here = f"{limit / 2**30:.4g} GiB per rank on these GPUs"
     if result.partial:
         return (
-            f"{here} among the {len(found)} runs that --search-budget {result.budget} simulated, and {result.untried} "
-            "others may: give a larger --search-budget"
+            f"none of the {len(found)} runs that --search-budget {result.budget} simulated fits into {here}, but "
+            f"{result.untried} others may: give a larger --search-budget"
         )
     if found:
-        return f"{here}: the least is {min(each.memory for each in found) / 2**30:.1f} GiB; use more or larger GPUs"
+        return (
+            f"no run fits into {here}: the smallest needs {min(each.memory for each in found) / 2**30:.1f} GiB; use "
+            "more or larger GPUs"
+        )
     least = max(limit, min((each.bound.memory for each in options), default=limit))
-    return f"{here}: every run needs more than {least / 2**30:.1f} GiB; use more or larger GPUs"
+    return f"no run fits into {here}: every run needs more than {least / 2**30:.1f} GiB; use more or larger GPUs"
 
 
 class _Simulations:
-    """At most WINDOW simulations in progress; results go to `front` and `found` in the order in which simulations
+    """Runs at most WINDOW simulations at once. Results go to `front` and `found` in the order in which simulations
     started.
     """
 
@@ -280,7 +285,7 @@ class _Simulations:
         self._left = budget
 
     def room(self, option: _Option) -> bool:
-        """Whether `option` may be simulated; waits for as many results as are needed to decide."""
+        """Wait for the results that decide whether to simulate `option`, and return the decision."""
         while len(self._running) >= WINDOW:
             self._take()
         own = self._tried[option.variant].own
@@ -289,7 +294,7 @@ class _Simulations:
         return own or self._left > 0
 
     def start(self, option: _Option) -> None:
-        """Simulate `option`, unless closer bounds show that it cannot win."""
+        """Simulate `option`, unless tighter bounds show that it cannot win."""
         job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
         self._running.append((option, self._pool.submit(_evaluation, option, job, *asked)))
         self._spend(option, BALANCED if option.balanced else 1)
@@ -314,8 +319,8 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """The order in which options are tried: the job's own sizes, then the best bound of each neighbour, then all
-    others.
+    """The order in which options are tried: the job's own sizes, then the option with the best bound of each
+    neighbouring variant, then all others.
     """
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
@@ -343,8 +348,8 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; None if the job cannot run it, if it gains nothing, or if balanced shards do not beat
-    even ones.
+    """Evaluate an option; None if the job cannot run it, if it cannot improve the front, or if balanced shards are no
+    faster than even shards.
     """
     candidate = option.candidate
     try:
@@ -361,10 +366,10 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
 
 
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
-    """The options of one variant: all schedules but `interlaced`, which exists only for comparison.
+    """The options of one variant: all schedules except `interlaced`, which exists only for comparison.
 
-    Balanced shards are included if the ranks do not divide the layers, and always for the job's own sizes, as in a
-    plan.
+    Balanced shards are included if the layers do not divide equally among the ranks, and always for the job's own
+    sizes.
     """
     job = what.job
     if job.pipeline == 1:

@@ -1,4 +1,4 @@
-"""The ways to distribute a job over GPUs that a search compares."""
+"""Lists the ways to distribute a job over GPUs that a search compares."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
 
 MICRO_BATCHES = (1, 2, 4, 8)
-"""Sequences per microbatch that are tried."""
+"""Numbers of sequences per microbatch that a search tries."""
 
 CONTEXT_TOKENS = 4096
-"""The fewest tokens of a sequence per context-parallel rank; with fewer, the exchange of keys and values is not hidden.
+"""The fewest tokens of a sequence per context-parallel rank; with fewer, attention cannot hide the exchange of keys and
+values.
 """
 
 DIMENSIONS = {
@@ -52,10 +53,10 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
     Raises UserError if the arguments have no global batch size, or if no sizes are left.
     """
     if arguments.get("global_batch_size") is None:
-        raise UserError("a search keeps the global batch size: set --global-batch-size")
+        raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the sizes, such as a missing size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"--global-batch-size {arguments['global_batch_size']} does not go with {gpus} GPUs"
+    found, reason = [], f"no sizes suit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
     for sizes in _sizes(arguments, gpus, hardware, keep):
         settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
         try:

@@ -19,10 +19,8 @@ from megatron_vp.errors import UserError
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that ends immediately and silently if an exception, such as an interruption, leaves its
-    block.
-
-    If the parent is killed, the workers exit, too.
+    """A process pool that ends immediately and silently if an exception, such as an interruption, leaves its block. The
+    workers also exit if the parent is killed.
     """
     with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
@@ -36,10 +34,9 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls `answer` in another process, which calls `prepare` while this one continues.
-
-    Both must be functions of a module. The process ends with the block. Unlike a pool, it starts no thread here, so a
-    pool that is started inside the block can still fork its workers.
+    """Yield a function that calls `answer` in another process. That process first calls `prepare`, while this one
+    continues. Both must be module-level functions. The process ends with the block. Unlike a pool, it needs no thread
+    in this process, so a pool that is started inside the block can still fork its workers.
     """
     context = _context()
     ours, theirs = Pipe()
@@ -74,7 +71,7 @@ def _answer(questions: Connection, prepare: Callable[[], None], answer: Callable
 
 
 def _context() -> ForkContext | SpawnContext:
-    """The way in which processes are started.
+    """Choose how processes are started.
 
     Forked processes are ready at once, but a fork is safe only if no other thread can hold a lock; torch has threads
     that Python does not count. Otherwise processes are spawned, and import what they need.

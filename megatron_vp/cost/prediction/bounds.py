@@ -1,9 +1,9 @@
-"""Lower bounds on an iteration's time and memory, computed without a simulation.
+"""Computes lower bounds on an iteration's time and memory without a simulation.
 
 Between F and B of a stage, all later stages run their forwards and backwards, so a rank holds each microbatch for at
-least a known time. The number of microbatches that it holds at once is, on average, their total number times that time,
-divided by the iteration's time (Little's law). The peak is not smaller than the average. The shorter the iteration, the
-more microbatches a rank must hold at once. Conversely, a schedule that holds few microbatches must take longer.
+least a known time. By Little's law, the average number of microbatches that it holds is their total number times that
+time, divided by the iteration's time. The peak is at least as high as this average. The shorter the iteration, the more
+microbatches a rank must hold at once. Conversely, a schedule that holds few microbatches must take longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""The most vocabulary passes of each kind that a rank may run before its first forward or after its last backward."""
+"""The largest number of vocabulary passes of each kind that a rank may run before its first forward or after its last
+backward.
+"""
 
 ROUNDING = 1e-9
 """Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
@@ -35,8 +37,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes, plus `byte_seconds` of microbatches, spread over all of an iteration but `idle`
-    seconds.
+    """A rank's memory: `always` bytes, plus `byte_seconds` for microbatches, which are spread over the whole iteration
+    except `idle` seconds.
     """
 
     always: float
@@ -62,7 +64,7 @@ class Bound:
 
     @property
     def without_activations(self) -> Bound:
-        """The same for a run that could keep no activation on the device."""
+        """The bounds for a run that keeps no activations on the device."""
         return Bound(self.seconds, max((rank.always for rank in self.ranks), default=self.memory))
 
     def memory_within(self, seconds: float) -> float:
@@ -77,7 +79,7 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    With chunks in the host's memory, only the bound on time is one.
+    With chunks in host memory, `memory` and `ranks` are not bounds.
 
     A rank must do its own work for all microbatches. Its first forward waits for one forward of every earlier stage.
     After its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before
@@ -144,6 +146,6 @@ def weight_bytes(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 
 
 def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
-    """Bytes that a rank holds during every pass, not counting those of microbatches."""
+    """Bytes that a rank holds during every pass, not counting the bytes of microbatches."""
     moving = own.communication + WORKSPACES + buffers
     return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments

@@ -80,7 +80,7 @@ def predict(
 
     Args:
         measured: pass times in seconds from a trace of a run, which replace the modelled ones.
-        simulator: a simulator of the schedule; by default, one of the order that training runs.
+        simulator: a simulator of the schedule; by default, a simulator of the order that training runs.
 
     Raises UserError for a schedule that is unknown or does not suit the job, and for layers that do not fit the
     schedule.
@@ -95,7 +95,7 @@ def predict(
 
 
 def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> MemoryModel:
-    """The memory of the ranks that run `plan` in the order of `schedule`."""
+    """Return the memory model of the ranks that run `plan` in the order of `schedule`."""
     return MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware, plan.shard_rows(job))
 
 
@@ -138,8 +138,8 @@ def make_simulator(
         )
     if plan.offload_chunks and job.recompute is Recompute.FULL:
         raise UserError(
-            f"--offload-chunks {plan.offload_chunks} does not go with --recompute-granularity full, which leaves "
-            "almost nothing to copy: leave out one of the two"
+            f"--offload-chunks {plan.offload_chunks} cannot be combined with --recompute-granularity full, which "
+            "leaves almost nothing to copy: leave out one of the two"
         )
     plan.shard_rows(job)  # refuses rows that do not add up to the vocabulary
     costs = order_costs(job, plan, hardware, constants)
@@ -148,7 +148,9 @@ def make_simulator(
 
 
 def has_one_queue(job: Job, hardware: Hardware) -> bool:
-    """Whether copies and passes share one hardware queue, because the environment says so or Megatron requires it."""
+    """Whether copies and passes share one hardware queue, because CUDA_DEVICE_MAX_CONNECTIONS is 1, or because Megatron
+    requires that.
+    """
     demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
     return hardware.is_gpu and (job.one_queue or demanded)
 

@@ -31,8 +31,7 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
         raise UserError(
             f"layers {list(plan.layers)} are not a layout of {job.model.layers} layers on {placement.stages} stages; "
-            "give "
-            "each stage its layers, or leave the layout out"
+            "give each stage its layers, or leave the layout out"
         )
     return plan.layers
 
@@ -153,7 +152,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
 
 
 def _members(plan: Plan, placement: Placement) -> Sequence[int]:
-    """Members of the vocabulary's collectives: ranks with rows, and those of the first and the last stage."""
+    """Members of the vocabulary's collectives: ranks with rows, and the ranks of the first and the last stage."""
     if plan.vocab_rows is None:
         return range(placement.ranks)
     return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])
