@@ -348,8 +348,8 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; None if the job cannot run it, if it cannot improve the front, or if balanced shards are no
-    faster than even shards.
+    """Evaluate an option; None if the job cannot run it, if it cannot improve the front, or if even shards are as fast
+    as balanced ones.
     """
     candidate = option.candidate
     try:
