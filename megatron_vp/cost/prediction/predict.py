@@ -148,7 +148,7 @@ def make_simulator(
 
 
 def has_one_queue(job: Job, hardware: Hardware) -> bool:
-    """Whether copies and passes share one hardware queue: CUDA_DEVICE_MAX_CONNECTIONS is 1, or Megatron requires that."""
+    """Whether copies and passes share one hardware queue: CUDA_DEVICE_MAX_CONNECTIONS is 1, or Megatron requires it."""
     demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
     return hardware.is_gpu and (job.one_queue or demanded)
 
