@@ -298,7 +298,7 @@ class _Search:
 
 @lru_cache(maxsize=1)
 def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None) -> _Search:
-    """The search of `balanced`, which often follows `choices` of the same plan."""
+    """A cached `_Search`, because `balanced` often follows `choices` with the same plan."""
     return _Search(job, plan, hardware, constants, memory_limit)
 
 

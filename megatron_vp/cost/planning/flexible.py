@@ -40,9 +40,9 @@ def flexible_candidates(
 ) -> list[Candidate]:
     """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its largest base.
 
-    With `offload`, each candidate is followed by one with one chunk in host memory, if passes can hide its copies.
-    (With all chunks in host memory, shapes differ little.) Plain layers are left out if they can be redistributed.
-    There are no candidates for more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    With `offload`, each candidate is also tried with one chunk in host memory, if passes can hide its copies. (With all
+    chunks in host memory, shapes differ little.) Plain layers are left out if they can be redistributed. There are no
+    candidates for more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []

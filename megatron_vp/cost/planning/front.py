@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_vp.cost.prediction.bounds import ROUNDING, Bound
 
 SLOWEST = 1.5
-"""The frontier ends where runs take this many times as long as the fastest."""
+"""Runs that take more than this many times as long as the fastest run do not count as part of the frontier."""
 
 
 @dataclass

@@ -149,10 +149,10 @@ def search(
 ) -> Search:
     """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
 
-    At most `budget` simulations are spent, not counting the job's own sizes. `chunks` is the number of chunks of
-    `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the number
-    done and the total. With `offload`, the job's own sizes and a few others are also tried with chunks in host memory.
-    Raises UserError if nothing fits.
+    At most `budget` simulations are run, not counting those with the job's own sizes. `chunks` is the number of chunks
+    of `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the
+    number done and the total. With `offload`, the job's own sizes and a few others are also tried with chunks in host
+    memory. Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []

@@ -53,8 +53,8 @@ class Bound:
 
     memory: bytes that an iteration needs, however long it takes.
     ranks: the data behind `memory_within`.
-    expected: not a bound: bytes of the fullest rank if it holds as many activations as the family allows, as most
-        orders do.
+    expected: bytes on the fullest rank if it holds as many activations as the family allows, as in most orders. This is
+        not a bound.
     """
 
     seconds: float

@@ -79,7 +79,7 @@ def predict(
     """Predict time and memory of `job` under `plan`.
 
     Args:
-        measured: pass times in seconds from a trace of a run, which replace the modelled ones.
+        measured: pass times in seconds from the trace of a run, which replace the modelled times.
         simulator: a simulator of the schedule; by default, a simulator of the order that training runs.
 
     Raises UserError for a schedule that is unknown or does not suit the job, and for layers that do not fit the
