@@ -156,7 +156,7 @@ GROUPS = (
         "megatron_vp.mcore.start.same_job:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "ranks with different settings would hang the job or silently spoil the model",
+        "ranks with different settings would hang the job or silently train a wrong model",
     ),
     PatchGroup(
         "no transformer engine",

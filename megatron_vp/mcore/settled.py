@@ -1,4 +1,4 @@
-"""Holds the settled job of this process: all our decisions for a run, which all other modules read from here.
+"""Holds this process's job: its validated arguments and all our decisions for it, which other modules read from here.
 
 A job's startup takes these steps, in this order:
 
@@ -170,16 +170,16 @@ class SettledJob:
 
 
 class OwnLoop(Protocol):
-    """The interface through which `megatron_vp.enable` settles the job of a script with its own training loop."""
+    """The interface through which `megatron_vp.enable` sets up the job of a script with its own training loop."""
 
     words: tuple[str, ...]
     """The settings of the call, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether the job was settled from Megatron's own arguments. If so, Megatron's builders prepare the model."""
+        """Whether the job came from Megatron's own arguments. If so, Megatron's builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Settle the job from the arguments of a model's constructor, given by name; later models use the same job."""
+        """Make the job from the arguments of a model's constructor, given by name; later models use the same job."""
 
 
 class _Process:
@@ -222,12 +222,12 @@ def words() -> Words:
 
 
 def settle(job: SettledJob) -> None:
-    """Make `job` the settled job of this process."""
+    """Make `job` the job of this process, which `current` returns from now on."""
     _process.job = job
 
 
 def current() -> SettledJob:
-    """The settled job of this process."""
+    """The job of this process. Call this only after Megatron's arguments have been validated."""
     assert _process.job is not None, "a function of ours was called before Megatron's arguments were validated"
     return _process.job
 
@@ -244,7 +244,7 @@ def placed_as_megatron() -> Iterator[None]:
 
 
 def is_settled() -> bool:
-    """Whether this process has a settled job."""
+    """Whether this process has a job, so that `current` can return it."""
     return _process.job is not None
 
 

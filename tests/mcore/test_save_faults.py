@@ -82,7 +82,7 @@ def saved(tmp_path_factory):
 
 GAVE_UP = [
     "rank 0 abandoned the checkpoint, because its write failed on rank 1: ",
-    "rank 1 abandoned the checkpoint, because its write failed; the line of rank 0 says on which rank",
+    "rank 1 abandoned the checkpoint, because its write failed; the message of rank 0 names the rank that failed",
 ]
 FULL = {
     "a rank's file": ("{step}/__1_0.distcp", {}, GAVE_UP),

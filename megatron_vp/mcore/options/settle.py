@@ -1,4 +1,4 @@
-"""Turns parsed arguments into a settled job: chooses settings, writes them into Megatron's arguments, validates the
+"""Turns parsed arguments into a `SettledJob`: chooses settings, writes them into Megatron's arguments, validates the
 arguments, and refuses those that cannot work.
 
 Everything here runs on every rank, before any process group exists.
@@ -37,7 +37,7 @@ from megatron_vp.mcore.storage.save_folder import saves_to
 def settled_job(
     megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
 ) -> SettledJob:
-    """Validate parsed arguments with Megatron's own function and our refusals, and settle the job.
+    """Validate parsed arguments with Megatron's own function and our refusals, and return the resulting job.
 
     Args:
         megatron: Megatron's `validate_args`.

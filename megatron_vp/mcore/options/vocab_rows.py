@@ -56,7 +56,7 @@ def needs_even_shards(settings: RunSettings) -> bool:
 
 
 def describe_rows(job: SettledJob) -> str | None:
-    """Describe the rows and why they were chosen in one line; None for equal shards chosen for no special reason."""
+    """Describe in one line the rows and why they were chosen; None for equal shards that need no explanation."""
     reason = job.shards.reason
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"

@@ -49,7 +49,7 @@ def versions() -> list[str]:
 
 
 def describe_sizes(job: SettledJob, ranks: int) -> str:
-    """One line that says how a settled job splits `ranks` ranks, and names its schedule and vocabulary method."""
+    """One line that says how a job divides its `ranks` ranks, and names its schedule and its vocabulary method."""
     args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
@@ -60,7 +60,7 @@ def describe_sizes(job: SettledJob, ranks: int) -> str:
 
 
 def describe_run(job: SettledJob, ranks: int) -> list[str]:
-    """Lines that describe a settled job on `ranks` ranks: sizes, schedule, method, rows, layers, implementations."""
+    """Lines that describe a job on `ranks` ranks: its sizes, schedule, method, rows, layers and implementations."""
     args, file = job.args, job.settings.file
     lines = (
         describe_sizes(job, ranks),

@@ -1,7 +1,7 @@
 """Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
 It applies the same patches as flags would. If the script lets Megatron parse arguments, the settings of the call are
-inserted before the command line, and work like flags. Otherwise the job is settled when the first model is built: the
+inserted before the command line, and work like flags. Otherwise the job is set up when the first model is built: the
 model's configuration and the sizes of Megatron's process groups replace Megatron's arguments, and the same checks run.
 """
 
@@ -112,7 +112,7 @@ to `enable` override these values.
 
 
 class _OwnLoop:
-    """The `settled.OwnLoop` of a call of `enable`; settles the job when the script builds its first model."""
+    """The `settled.OwnLoop` of a call of `enable`. It sets up the job when the script builds its first model."""
 
     def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
         self.words = words

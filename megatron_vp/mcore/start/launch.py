@@ -118,7 +118,7 @@ def _checkpoint_line(error: BaseException) -> str | None:
     if not isinstance(error, CheckpointException):
         return None
     failed = [f"rank {rank}: {_failure(reason)}" for rank, (reason, _) in error.failures.items()]
-    where = f" on {'; '.join(failed)}" if failed else "; the line of rank 0 says on which rank"
+    where = f" on {'; '.join(failed)}" if failed else "; the message of rank 0 names the rank that failed"
     return f"{_who()} abandoned the checkpoint, because its {error.args[0]} failed{where}"
 
 

@@ -38,7 +38,7 @@ def check_job(
     files: bool = False,
     own_script: bool = False,
 ) -> SettledJob:
-    """Parse and validate a job's arguments as its `ranks` processes would, and settle the job. Nothing is started.
+    """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
     The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
     with the layers and backend of a CPU run if it has no CUDA device. They are checked for GPU nodes if `nodes`

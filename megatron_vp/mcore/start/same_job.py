@@ -210,9 +210,9 @@ PATCHES = (
     Patch(
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
-        "compares the ranks' arguments and versions, because a rank with different ones would hang the job or spoil "
-        "the model; then takes over rank 0's costs for ordering passes, claims the folder that this run saves to, "
-        "writes the resolved configuration, and prints the banner",
+        "compares the ranks' arguments and versions, because a rank with different ones would hang the job or train a "
+        "wrong model; then adopts rank 0's costs for ordering passes, claims the folder that this run saves to, writes "
+        "the resolved configuration, and prints the banner",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

@@ -20,13 +20,13 @@ _told_to_stop = False
 
 
 def note_saved() -> None:
-    """Note that this attempt has written a checkpoint."""
+    """Record that this attempt has written a checkpoint."""
     _remove("unsaved")
 
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Run training inside this context, which notes that training has finished unless it fails or a signal stops it."""
+    """Run training inside this context, which records the end of training unless it fails or a signal stops it."""
     try:
         yield
     except SystemExit as end:
@@ -63,7 +63,7 @@ PATCHES = (
     Patch(
         "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
         _remembering,
-        "Megatron exits with status 0 if a signal stops it, which the SLURM script must not take for finished training",
+        "Megatron exits with status 0 if a signal stops it, and the SLURM script must not mistake that for success",
         "(self)",
     ),
 )

@@ -51,8 +51,8 @@ class _Files:
 
 @contextmanager
 def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
-    """Note that a checkpoint was saved once Megatron has written the tracker, because by then all ranks have written
-    their parts.
+    """Record that a checkpoint was saved once Megatron has written the tracker. By then, all ranks have written their
+    parts.
     """
     with tracker as file:
         yield file

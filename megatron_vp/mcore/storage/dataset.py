@@ -354,7 +354,7 @@ def _tokens_of(args: argparse.Namespace) -> int:
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # The library would take the path for a name on Hugging Face's hub, and search there for minutes.
+        # The library would mistake the path for a name on the Hugging Face Hub, and search there for minutes.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print
     try:
