@@ -178,7 +178,7 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether this rank receives embedding rows but has not waited for their token ids, as ranks with IF have."""
+        """Whether this rank receives embedding rows but runs no IF, and so has not waited for the token ids."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED

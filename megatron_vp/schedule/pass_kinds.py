@@ -1,8 +1,8 @@
 """The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. A schedule
-may list a pass of a kind that its method does not require at most once per microbatch (and chunk). Such a pass waits
-for the passes that its entry names, and takes no time unless the costs include its kind.
+Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. Passes that
+a schedule's method does not require may be listed at most once per microbatch (and chunk). Such a pass waits for the
+passes that its entry names, and takes no time unless the costs include its kind.
 """
 
 from __future__ import annotations

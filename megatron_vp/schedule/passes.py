@@ -135,7 +135,7 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """False for a schedule made by `forward_only`."""
+        """Whether the schedule has backwards, which `forward_only` removes."""
         return PassKind.B in self.kinds or PassKind.BW in self.kinds
 
     @cached_property
