@@ -75,7 +75,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: run at most this many simulations (default 300), not counting those of the job's own "
+            help="With --search: run at most this many simulations (default 250), not counting those of the job's own "
             "sizes. The result does not depend on how fast the machine is.",
         ),
     ] = None,

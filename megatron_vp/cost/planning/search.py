@@ -39,7 +39,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
-BUDGET = 300
+BUDGET = 250
 """The largest number of simulations by default, not counting the job's own sizes."""
 
 BALANCED = 4
