@@ -312,7 +312,7 @@ GROUPS = (
         "exports of Megatron-Bridge",
         "megatron_vp.mcore.model.whole_vocabulary:BRIDGE_PATCHES",
         Condition(
-            "only after `megatron_vp.enable` with vocab_parallel, if Megatron-Bridge's models have been imported",
+            "only after `megatron_vp.enable`, if Megatron-Bridge's models are imported and vocab_parallel is set",
             lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
         ),
         Stage.AFTER_VALIDATION,
@@ -333,7 +333,7 @@ GROUPS = (
         "optimizer state of Megatron-Bridge",
         "megatron_vp.mcore.storage.optimizer_form:BRIDGE_PATCHES",
         Condition(
-            "only after `megatron_vp.enable` with one of our schedules, if Megatron-Bridge's loop has been imported",
+            "only after `megatron_vp.enable`, if Megatron-Bridge's loop is imported and the schedule is one of ours",
             lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
         Stage.AFTER_VALIDATION,
