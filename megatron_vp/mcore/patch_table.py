@@ -163,7 +163,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
         Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "Adam would count one step for every parameter, and checkpoints would not load",
+        "Adam would share one step count among all parameters, and checkpoints would not load",
     ),
     PatchGroup(
         "warm-up",

@@ -44,8 +44,8 @@ class RankCommunicators:
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """All directed edges that schedules with this `placement` use.
 
-    sharded: whether the vocabulary layers are split. If they are whole and the last stage is not on rank p-1, three
-        more edges connect it to the loss function on that rank.
+    sharded: whether the vocabulary layers are split. If not, and the last stage is not on rank p-1, three more
+        edges connect the last stage to the loss function on rank p-1.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {

@@ -164,7 +164,7 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="as the H100, whose copies also reach 0.9 of the nominal bandwidth",
+            source="assumed as for the H100, where copies to the host also reach 0.9 of the nominal bandwidth",
         ),
     ),
     Hardware(

@@ -216,7 +216,7 @@ def leave_out(
 
 
 def report(constants: Constants) -> list[str]:
-    """Format the constants and their errors in pass times and Table 3."""
+    """Format the constants, and their errors in predicting pass times and Table 3."""
     lines = [f"{field.name} = {getattr(constants, field.name):.4g}" for field in fields(constants)]
     lines += ["", "pass times on 8 GPUs: mean and largest error in percent"]
     for name, errors in pass_errors(constants).items():

@@ -56,7 +56,7 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the sizes, such as a missing size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"no sizes suit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
+    found, reason = [], f"no parallel sizes suit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
     for sizes in _sizes(arguments, gpus, hardware, keep):
         settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
         try:

@@ -17,7 +17,7 @@ HOST_SHARE = 0.8
 
 @dataclass(frozen=True)
 class RankCopies:
-    """The copies of one rank, in seconds and bytes.
+    """Seconds and bytes of the copies between device and host on one rank.
 
     chunks: the offloaded chunks; fewer than requested if activations would be needed before they are copied out.
     host: peak bytes in host memory.

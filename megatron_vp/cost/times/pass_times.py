@@ -56,7 +56,8 @@ SHARED_HIDDEN = 50
 """Bytes per token and hidden unit that S and T move for X and for its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""Additional bytes of vocab-2, per token and hidden unit and per logit, for scaling a gradient after it was computed.
+"""Bytes that vocab-2 moves in addition, to scale a gradient after computing it: per hidden unit of a token, and per
+logit.
 """
 
 

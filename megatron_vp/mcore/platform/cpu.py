@@ -250,7 +250,7 @@ PATCHES = (
     Patch(
         "torch.cuda:stream",
         _always(lambda stream: contextlib.nullcontext(stream)),
-        "code for a side stream runs in program order instead",
+        "code meant for a side stream runs on the main stream, in program order",
         "(stream)",
     ),
     Patch(
@@ -336,7 +336,7 @@ PATCHES = (
     Patch(
         "torch.distributed:all_gather",
         _parts_of_any_size,
-        "gloo gathers only parts of equal size, but with a layer-wise optimizer each replica updates other weights",
+        "gloo gathers only parts of equal size, but with a layer-wise optimizer each replica updates different weights",
         "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(

@@ -41,7 +41,7 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file like the original, but replace the tracker atomically, as object storage does anyway."""
+        """Open a file as the original `open` does, but replace the tracker atomically, as object storage does."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
