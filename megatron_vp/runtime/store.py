@@ -33,8 +33,8 @@ class Slot(Enum):
     OFFLOADED_GRAPH = auto()
     """CHUNK_GRAPH of a chunk whose activations are in the host's memory. Put by O, taken by R."""
     ON_HOST = auto()
-    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Put when the copy to the host is
-    posted, taken when the rank waits for the copy back.
+    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Put by the instruction that
+    posts the copy to the host, taken by the instruction that waits for the copy back.
     """
     LEFT_FOR_W = auto()
     """Marks a weight gradient that B left to W; keyed by chunk. The value is not a tensor, because the model keeps what

@@ -93,7 +93,7 @@ def test_functions_and_classes_that_are_no_records_are_refused(folder, module, n
 def test_a_tracker_that_names_no_iteration_is_one_short_line(folder, said):
     (folder / TRACKER).write_text(said)
     with pytest.raises(
-        UserError, match=r"is corrupt: it holds .* instead of an iteration; use --ckpt-step 2"
+        UserError, match=r"is corrupt: it holds .* instead of an iteration number; use --ckpt-step 2"
     ) as refused:
         check_checkpoint(arguments(folder))
     assert str(refused.value).isprintable() and len(str(refused.value)) < 500

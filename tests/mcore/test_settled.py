@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cost.prediction import limit, predict
+from megatron_vp.cost.prediction import limit, predict, stage_costs
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.schedule import PassCosts, ScheduleRequest, VocabMethod
@@ -119,7 +119,8 @@ def test_a_start_with_balanced_rows_generates_no_more_schedules_for_a_fitted_sha
 
     def count(*schedule):
         asked.clear()
-        predict._simulator.cache_clear()
+        for cached in (predict._simulator, predict._schedule, stage_costs._schedule):
+            cached.cache_clear()
         job = check_job([*words, "--pipeline-schedule", *schedule], 4)
         assert job.shards.rows is not None
         return len(asked)
