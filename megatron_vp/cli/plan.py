@@ -67,8 +67,8 @@ def plan(
         typer.Option(
             "--search",
             help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
-            "recomputation, for the GPUs of --nodes and the job's global batch size. Takes a few minutes on two cores "
-            "for 256 GPUs.",
+            "recomputation, for the GPUs of --nodes and the job's global batch size. Takes about a minute on two "
+            "cores for 256 GPUs.",
         ),
     ] = False,
     search_budget: Annotated[

@@ -10,7 +10,7 @@ from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.planning.candidates import Candidate, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.prediction.copies import fullest_node, host_room
-from megatron_vp.cost.prediction.stage_costs import stage_costs
+from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -100,7 +100,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
     """The largest ratio of copy time to pass time of any rank, if each rank offloads the `chunks` chunks that take
     longest to copy.
     """
-    single = plan.request(job, microbatches=1).schedule()
+    single = single_microbatch(plan, job)
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
     for rank, order in enumerate(single.ranks):

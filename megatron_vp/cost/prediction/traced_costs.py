@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_vp.cost.prediction.stage_costs import single_microbatch
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import StageCosts
@@ -18,7 +19,7 @@ def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     `job`, because its times would not apply.
     """
     first, *_ = traces = read_traces(folder)
-    ours = plan.request(job, microbatches=1).schedule()
+    ours = single_microbatch(plan, job)
     if (first.schedule, first.vocab, first.placement) != (ours.name, ours.vocab, ours.placement.stage_of):
         raise UserError(
             f"{folder} is the trace of {_words(first.schedule, first.vocab, first.placement)}, but this job runs "
