@@ -16,11 +16,12 @@ _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The documents in `files`; may be iterated repeatedly. `.jsonl` files hold one JSON object per line.
+    """Documents read from `files`; can be iterated over repeatedly. `.jsonl` files hold one JSON object per line.
 
-    Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. The
-    text of a JSON object is under `json_key`. Empty lines are skipped. Raises UserError, naming file and line, for
-    bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with half a surrogate pair.
+    Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. In a
+    JSON object, the text is the value of `json_key`. Empty lines are skipped. Raises UserError, naming file and line,
+    for bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with an unpaired
+    surrogate.
     """
 
     files: tuple[Path, ...]
@@ -31,13 +32,14 @@ class TextFiles:
     def find(
         cls, inputs: Sequence[str | os.PathLike[str]], json_key: str = "text", split_lines: bool = False
     ) -> TextFiles:
-        """Find the files of `inputs`; a directory stands for all files below it except hidden ones, in the order of
-        their paths.
+        """Collect the files that `inputs` names. A directory stands for all non-hidden files below it, sorted by path.
 
         Raises UserError for an empty name, an input that does not exist, a pipe, and a directory without files.
         """
         if not all(map(os.fspath, inputs)):
-            raise UserError("an input path is empty, perhaps because a variable is unset: give text or .jsonl files")
+            raise UserError(
+                "an input path is empty, perhaps because a shell variable is unset: pass text or .jsonl files"
+            )
         files: list[Path] = []
         for path in map(Path, inputs):
             if path.is_dir():
@@ -45,22 +47,22 @@ class TextFiles:
                     file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))
                 )
                 if not below:
-                    raise UserError(f"the directory {path} contains no files; give text or .jsonl files")
+                    raise UserError(f"the directory {path} contains no files; pass text or .jsonl files")
                 files += below
             elif path.is_file():
                 files.append(path)
             elif path.exists():
-                raise UserError(f"{path} is a pipe or a device, but the input is read twice: write it to a file first")
+                raise UserError(f"{path} is a pipe or a device, which cannot be read twice: pass a regular file")
             else:
                 raise UserError(f"there is no file or directory {path}")
         return cls(tuple(files), json_key, split_lines)
 
     def size(self) -> int:
-        """Size of all files in bytes."""
+        """Total size of all files, in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) of every document."""
+        """Yield the (name, text) pair of every document."""
         for file in self.files:
             if file.suffix == ".jsonl":
                 for where, line in _lines(file):
@@ -86,14 +88,14 @@ class TextFiles:
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise UserError(
-                f"{where}: \\u{ord(half):04x} is half of a surrogate pair, so this is not valid text; fix the line"
+                f"{where}: \\u{ord(half):04x} is an unpaired surrogate, which is not valid text; fix the line"
             ) from None
         return text
 
 
 @dataclass(frozen=True)
 class SourceTexts:
-    """The Python sources below `root` as (relative path, text) pairs in path order; may be iterated repeatedly.
+    """Python sources below `root` as (relative path, text) pairs in path order; can be iterated over repeatedly.
 
     Tests, installed packages and the few files that are not UTF-8 are left out.
     """
@@ -101,7 +103,7 @@ class SourceTexts:
     root: Path
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield (relative path, text) of every source."""
+        """Yield the (relative path, text) pair of every source file."""
         for path in sorted(self.root.rglob("*.py")):
             name = path.relative_to(self.root)
             if _NO_SOURCES.isdisjoint(name.parts):
@@ -112,7 +114,7 @@ class SourceTexts:
 
 
 def standard_library_texts() -> SourceTexts:
-    """The sources of the running Python's standard library: about 11 million characters, which every machine has."""
+    """Return sources of the running Python's standard library: about 11 million characters that need no download."""
     return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
 
 
@@ -145,5 +147,5 @@ def _decode(data: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         byte = data[error.start]
         raise UserError(
-            f"{where}: byte 0x{byte:02x} at offset {error.start} is not UTF-8; convert the text first"
+            f"{where}: byte 0x{byte:02x} at offset {error.start} is not UTF-8; convert the file to UTF-8"
         ) from error

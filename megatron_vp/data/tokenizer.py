@@ -15,27 +15,28 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
-# 256 bytes, two special tokens and one merge. With a smaller vocabulary there is nothing to learn.
+# The smallest vocabulary holds 256 byte tokens, two special tokens and one merge. With a smaller vocabulary, there
+# would be no merge to learn.
 SMALLEST_VOCABULARY = 256 + 2 + 1
-# The trainer allocates memory for all tokens before it reads the first text.
+# The size is limited because the trainer allocates memory for all tokens before it reads the first text.
 LARGEST_VOCABULARY = 1 << 22
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE on `texts` with exactly `vocab_size` tokens, including the two special ones.
+    """Train a byte-level BPE tokenizer on `texts`, with exactly `vocab_size` tokens including the two special tokens.
 
-    Any text can be encoded, because every byte is a token. The same texts give the same tokenizer. Raises UserError if
-    `vocab_size` is too small, too large, or more tokens than the texts yield.
+    Any text can be encoded, because every byte is a token. The same texts always yield the same tokenizer. Raises
+    UserError if `vocab_size` is too small, too large, or larger than the number of tokens that the texts yield.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
-            f"a vocabulary of {vocab_size} is too small: the bytes and special tokens alone need "
+            f"a vocabulary of {vocab_size} tokens is too small: the bytes and special tokens alone need "
             f"{SMALLEST_VOCABULARY - 1}; ask for {SMALLEST_VOCABULARY} or more"
         )
     if vocab_size > LARGEST_VOCABULARY:
-        raise UserError(f"a vocabulary of {vocab_size} is too large; ask for {LARGEST_VOCABULARY} or fewer")
+        raise UserError(f"a vocabulary of {vocab_size} tokens is too large; ask for {LARGEST_VOCABULARY} or fewer")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if learned < vocab_size:
         raise UserError(
             f"the text yields only {learned} different tokens, fewer than the requested vocabulary of {vocab_size}; "
-            f"ask for --vocab-size {learned} or less, or give more text"
+            f"use --vocab-size {learned} or less, or provide more text"
         )
     return tokenizer
 
@@ -91,8 +92,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token: set it to the "
-            "token that ends each document"
+            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token: set eos_token "
+            "to the token that ends each document"
         )
     return tokenizer, end_id
 
@@ -105,7 +106,7 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
     path = Path(directory)
     if not path.is_dir():
         if path.exists():
-            raise UserError(f"the tokenizer {path} is a file; give the directory that holds tokenizer.json")
+            raise UserError(f"{path} is a file; pass the directory that contains tokenizer.json")
         if _cached(str(directory)):
             return
         raise UserError(

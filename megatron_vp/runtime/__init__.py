@@ -1,1 +1,1 @@
-"""Runs a lowered program: executor, point-to-point links and vocabulary collectives; does not import Megatron."""
+"""Executor, point-to-point links and vocabulary collectives that run a lowered program without importing Megatron."""

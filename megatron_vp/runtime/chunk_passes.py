@@ -1,4 +1,4 @@
-"""Runs F, B and W of a rank's chunks, and defines the interface that they need from the vocabulary layers."""
+"""Runs the passes F, B and W of a rank's chunks, and defines the interface for vocabulary layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placement import Placement
 
 Handler = Callable[[int, int], None]
-"""Runs a pass, given its microbatch and its chunk."""
+"""Function that runs a pass, given the microbatch and the chunk."""
 
 
 class VocabLayers(Protocol):
@@ -23,19 +23,19 @@ class VocabLayers(Protocol):
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """The handlers of the passes that these layers run in addition to F, B and W."""
+        """Handlers of the vocabulary passes, which a rank runs in addition to F, B and W."""
 
     def load(self, microbatch: int) -> None:
         """Read the microbatch's data: token ids on rank 0, labels on rank p-1, nothing on other ranks."""
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the leaf that receives stage 0's input gradient, and the chunk's input [s, b, h]."""
+        """Return the autograd leaf from which stage 0's input is computed, and stage 0's input [s, b, h]."""
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return the labels, int64 [b, s], that it needs from another rank."""
+        """Prepare the last stage's forward; return its labels, int64 [b, s], or None if this rank reads them."""
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Receive the last stage's output, detached from the autograd graph."""
@@ -57,8 +57,8 @@ class ChunkPasses:
         rank: this pipeline rank.
         placement: the virtual stage of each chunk of each rank.
         gradients: False in evaluation.
-        split_backward: whether B computes only the input gradient and a W follows.
-        offload: moves tensors that the forwards of some chunks save to the host; None if everything stays on the
+        split_backward: whether B computes only the input gradient and leaves the weight gradients to the pass W.
+        offload: moves the activations of some chunks to host memory and back; None if all activations stay on the
             device.
     """
 
@@ -84,10 +84,10 @@ class ChunkPasses:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """The handlers of F, B, W and BW.
+        """Handlers of F, B, W and BW.
 
-        They are made on demand: an object that stored its own bound methods would be a reference cycle, which only the
-        garbage collector frees.
+        The handlers are created on demand: an object that stored its own bound methods would form a reference cycle,
+        which only the garbage collector frees.
         """
         return {
             PassKind.F: self._forward,
@@ -112,7 +112,7 @@ class ChunkPasses:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run a chunk's forward; return the leaf of its graph (None if the chunk embeds its tokens) and its output."""
+        """Run the forward of a chunk; return its autograd leaf (None if it embeds its tokens) and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
@@ -139,10 +139,10 @@ class ChunkPasses:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _whole_backward(self, microbatch: int, chunk: int) -> None:
-        """Run a whole backward.
+        """Run the pass BW, a backward that includes the weight gradients.
 
-        If the schedule splits other backwards, the model leaves the weight gradient to a W, which runs here
-        immediately.
+        If the schedule splits other backwards into B and W, the model leaves the weight gradients of this backward to a
+        W, too, and the W follows immediately.
         """
         self._backward(microbatch, chunk)
         if self._split_backward:

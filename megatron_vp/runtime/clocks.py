@@ -2,9 +2,10 @@
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
 rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`
-down to an interval. The middle of the interval is used. Half its width bounds the error, and is about half the time of
-the fastest all-gather. Ranks on rank 0's host read the same clock as rank 0, so their offset is exactly 0. On GPUs, the
-recorder also relates the device's clock to the host's clock, through an event for which the host waits.
+down to an interval. The midpoint of the interval is taken as `o`. Half the interval's width bounds the error, and is at
+most the time of the fastest all-gather. Ranks on rank 0's host read the same clock as rank 0, so their offset is
+exactly 0. On GPUs, the recorder also relates the device's clock to the host's clock, through an event for which the
+host waits.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Alignment:
     """Relates this rank's clock to rank 0's; all fields are in nanoseconds.
 
-    offset: add it to this rank's `perf_counter_ns` to get rank 0's.
+    offset: the number to add to this rank's `perf_counter_ns` to get rank 0's.
     error: bound on the error of `offset`.
     origin: a moment on rank 0's clock; the same number on all ranks.
-    wall: rank 0's `time_ns` at about that moment; the same number on all ranks.
+    wall: rank 0's `time_ns` at about the moment `origin`; the same number on all ranks.
     """
 
     offset: int
@@ -41,7 +42,7 @@ class Alignment:
 
 
 class Pipeline(Protocol):
-    """Interface of a pipeline's ranks, provided by `runtime.groups.PipelineGroups` and by Megatron's own groups."""
+    """Interface to a pipeline's ranks, implemented with our groups (`runtime.groups.PipelineGroups`) or Megatron's."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ class Pipeline(Protocol):
 
 
 def align(groups: Pipeline) -> Alignment:
-    """Compare this rank's clock with rank 0's; collective over the pipeline, outside its schedule. Blocks the host."""
+    """Compare this rank's clock with rank 0's, outside a schedule. Collective over the pipeline; blocks the host."""
     device = pipeline_device()
     ranks = len(groups.members)
     token = torch.zeros(1, device=device)

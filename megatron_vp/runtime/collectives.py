@@ -1,12 +1,12 @@
-"""Runs the vocabulary collectives of one iteration, and defines the data that each of them moves between passes.
+"""Runs the vocabulary collectives of one iteration, and defines the data that each collective moves between passes.
 
-All collectives run on the second stream, in the order that lowering decided. `post` passes buffers to that stream, and
-`wait` puts results into the store, where the passes find them. All buffers are allocated here, on the compute stream;
-functions on the second stream only fill them (`megatron_vp.runtime.streams` explains why).
+All collectives run on the second stream, in the order that the lowered program fixes. `post` passes buffers to the
+second stream, and `wait` puts the results into the store for later passes. All buffers are allocated on the compute
+stream; functions on the second stream only fill these buffers (`megatron_vp.runtime.streams` explains why).
 
-A member without vocabulary rows takes part because it reads tokens or labels, receives embedding rows, or sends the
-output layer's input. In place of the results that other members compute from their shards, it contributes neutral
-values: no rows, the statistics of an empty shard, and zero gradients.
+A rank without vocabulary rows takes part in the collectives if it reads tokens or labels, receives embedding rows, or
+sends the output layer's input. A rank without rows contributes neutral values: no embedding rows, the statistics of an
+empty shard, and zero gradients.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerShards:
-    """The vocabulary layers of this rank, which share one weight if they are tied, and the token loss.
+    """This rank's shards of the vocabulary layers, which share one weight if the layers are tied, and the token loss.
 
     A rank without vocabulary rows has neither layer.
 
-    trains_embedding, trains_output: whether the layer's weight is trained (not frozen) on the ranks that hold its rows.
+    trains_embedding, trains_output: whether the weight of the embedding or the output layer is trained (not frozen) on
+        the ranks that hold its rows.
     """
 
     shards: VocabShards
@@ -118,7 +119,7 @@ class VocabularyCollectives:
 
     @property
     def _communicator(self) -> Communicator:
-        """The communicator of the vocabulary members; other ranks run no collectives."""
+        """The communicator of the vocabulary members; other pipeline ranks run no vocabulary collectives."""
         assert self._groups.vocabulary is not None
         return self._groups.vocabulary
 
@@ -139,17 +140,17 @@ class VocabularyCollectives:
             self._unawaited = [earlier for earlier in self._unawaited if not earlier.done()] + [event]
 
     def wait(self, collective: Collective) -> None:
-        """Make later passes wait for a collective, and put its result into the store for them."""
+        """Make later passes wait for a collective, and put the collective's result into the store."""
         event, complete = self._posted.pop(collective)
         if collective.kind is CollectiveKind.TOKENS:
-            # The host needs the sizes of the row exchange. This collective was posted at least one microbatch ago, so
-            # the host waits only until the second stream has run it, never until the compute stream is empty.
+            # The host needs the sizes of the row exchange. TOKENS was posted at least one microbatch earlier, so the
+            # host waits only until the second stream has run TOKENS, never until the compute stream is empty.
             event.host_wait()
         event.wait()
         complete()
 
     def finish(self) -> None:
-        """End the iteration: later work waits for the second stream, and every awaited result must have been used."""
+        """End the iteration: make later work wait for the second stream, and check that no wait was left out."""
         self._stream.synchronise()
         self._unawaited.clear()
         assert not self._posted, (
@@ -157,7 +158,7 @@ class VocabularyCollectives:
         )
 
     def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Send token ids from the first pipeline rank and labels from the last, which read them, to all members."""
+        """Broadcast token ids from the first pipeline rank, and labels from the last pipeline rank, to all members."""
         last = len(self._groups.members) - 1
         rank, shapes = self._groups.rank, self._shapes
         tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
@@ -180,8 +181,8 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # IF (on ranks with rows) and EMBED use the exchange. Unless the embedding is frozen, IB and EMBED_GRAD use
-            # it, too.
+            # IF (on ranks with rows) and EMBED use the exchange. Unless the embedding is frozen, IB and EMBED_GRAD also
+            # use the exchange.
             uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
@@ -237,14 +238,14 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.X, microbatch, x_nh)
 
     def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Gather the statistics on all members; with vocab-2, then reduce the input gradient to the last stage."""
+        """Gather the statistics on all members; with vocab-2, also reduce the input gradient to the last stage."""
         pending: PendingOutput | None = None
         output = self._layer_shards.output
         if self._holds_rows:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
-        # All tensor ranks of a stage without rows have the same statistics, so these need no fold over tensor ranks.
+        # All tensor ranks of a stage without rows have the same statistics, so no fold over tensor ranks is needed.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
@@ -278,13 +279,13 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """With vocab-1, reduce the input gradient of T to the last virtual stage."""
+        """Reduce the input gradient, which T computes with vocab-1, to the last virtual stage."""
         part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
         reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Send g, one number per token, from the rank that runs the loss function to all members."""
+        """Broadcast g, one number per token, to all members; the root is the rank that runs the loss function."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
@@ -320,11 +321,11 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Prepare the sum of all shards' parts of dX / g on the last stage: return the function that computes it, and
-        its buffer.
+        """Prepare the reduction of dX / g to the last stage; return the function that runs it, and the buffer for the
+        sum.
 
         With sequence parallelism, each tensor rank of the last stage gets the rows of its own tokens. Every stage first
-        sums over its tensor ranks, so that it sends only those rows.
+        reduces over its tensor ranks, so that each tensor rank sends only the rows of its own tokens.
         """
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
@@ -341,7 +342,7 @@ class VocabularyCollectives:
         return communicate, sum_nh
 
     def _row_exchange(self, microbatch: int) -> RowExchange | None:
-        """Take the microbatch's row exchange; None on a rank that neither owns embedding rows nor receives them."""
+        """Take the microbatch's row exchange; return None on a rank that neither owns nor receives embedding rows."""
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
@@ -361,11 +362,11 @@ class VocabularyCollectives:
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _place(self, rank: int) -> int:
-        """Return the position of a pipeline rank among the members."""
+        """Return the position of a pipeline rank among the vocabulary members."""
         return self._members.index(rank)
 
     def _by_member(self, counts: Sequence[int]) -> list[int]:
-        """Select the members' counts from counts by pipeline rank; the counts of all other ranks are zero."""
+        """Select the vocabulary members' entries from `counts`, which has one entry per pipeline rank."""
         return [counts[rank] for rank in self._members]
 
     def _nothing(self) -> list[int]:
@@ -374,8 +375,8 @@ class VocabularyCollectives:
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in self._members]
 
-    # These are plain functions: an object that stores its own bound methods is a reference cycle, which only the
-    # garbage collector frees.
+    # The values are plain functions: an object that stores its own bound methods forms a reference cycle, which only
+    # the garbage collector frees.
     _PREPARE: ClassVar = {
         CollectiveKind.TOKENS: _tokens,
         CollectiveKind.EMBED: _embed,

@@ -1,8 +1,8 @@
 """Collective operations of a pipeline's ranks, with one interface for NCCL and gloo.
 
-Every member calls the same operations in the same order. An operation blocks until this rank's part is done: on CUDA it
-blocks the current stream, on CPU the calling thread. A rank here is a position among the members, which need not be all
-ranks of the pipeline.
+Every member of a group calls the same operations in the same order. An operation blocks until this rank's part is done:
+on CUDA it blocks the current stream, on CPU the calling thread. In this module, a rank is a position within a group,
+and a group need not contain all ranks of the pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Communicator(Protocol):
         """Fill `gathered` [ranks, ...] with every rank's `own` [...]."""
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Make the root's `tensor` the sum over all ranks; on other ranks its contents are undefined afterwards."""
+        """Set the root's `tensor` to the sum over all ranks; on other ranks, its contents become undefined."""
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
@@ -60,7 +60,7 @@ class NativeCommunicator:
         """See `Communicator`.
 
         Only pairs of ranks with rows to exchange send messages, in one batch. An all-to-all would also send empty
-        messages and so connect all pairs, at 9 MiB of buffers for each pair, direction and channel.
+        messages and thus connect all pairs of ranks, which would take 9 MiB of buffers per pair, direction and channel.
         """
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
         rank = self._group.rank()
@@ -80,9 +80,9 @@ class NativeCommunicator:
 
 class MessageCommunicator:
     """Sends messages only between ranks that have data for each other; an operation with a root sends only to or from
-    it.
+    the root.
 
-    Made for gloo, whose own collectives take more messages and more steps for small tensors.
+    Written for gloo, whose own collectives need more messages and more steps for small tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -102,7 +102,7 @@ class MessageCommunicator:
         self.broadcast(gathered, root=0)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """See `Communicator`; adds in rank order."""
+        """See `Communicator`; the sum is computed in rank order."""
         parts = tensor.new_empty((self._size if self._rank == root else 0, *tensor.shape))
         self._gather(parts, tensor, root)
         if self._rank == root:
@@ -125,7 +125,7 @@ class MessageCommunicator:
             self._transfer(sends={root: own}, receives={})
 
     def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send and receive messages by rank, except this rank's own; start all of them before waiting for any."""
+        """Start all sends and receives, which are keyed by peer, and then wait for them; skip entries for this rank."""
         works = [
             start(tensor, group=self._group, **{peer: rank})
             for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
@@ -138,7 +138,7 @@ class MessageCommunicator:
 
 
 def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Split a tensor whose rows are in rank order into the rows of each rank that has any."""
+    """Split a tensor with rows in rank order into one view per rank; leave out ranks without rows."""
     ends = accumulate(counts)
     return {
         rank: tensor[end - count : end] for rank, (count, end) in enumerate(zip(counts, ends, strict=True)) if count
@@ -171,5 +171,5 @@ _BY_BACKEND: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
-    """The communicator that suits the backend of `group`."""
+    """Return a communicator for the backend of `group`."""
     return _BY_BACKEND.get(dist.get_backend(group), NativeCommunicator)(group)

@@ -1,4 +1,4 @@
-"""Runs the instructions of a program in order; knows neither schedules nor models."""
+"""Runs the instructions of a program in order; does not depend on schedules or models."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Observer(Protocol):
     """Interface of an object that watches a rank's instructions and operations, such as a recorder."""
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Return a context that spans an instruction: reading data, a pass, the loss function, a post or a wait."""
+        """Return a context manager around an instruction: reading data, a pass, the loss function, a post or a wait."""
 
     def communicating(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return a context that spans an operation, entered where it runs: on its stream or, on CPU, in its thread."""
+        """Return a context manager around an operation, for use on the operation's stream or, on CPU, in its thread."""
 
 
 class Unobserved:
-    """The observer that does nothing."""
+    """An observer that does nothing."""
 
     _NOTHING = contextlib.nullcontext()
 

@@ -1,12 +1,12 @@
 """Creates a pipeline's process groups: groups for the vocabulary collectives, and one group per directed edge and
 channel.
 
-Each communicator carries one kind of traffic, in one order. Therefore no send can match the wrong receive, and no
+Each communicator carries one kind of traffic, in a fixed order. Therefore no send can match the wrong receive, and no
 message waits behind an unrelated one.
 
-With tensor parallelism, a model replica consists of t pipelines of p ranks side by side, and the vocabulary is cut into
-p x t shards. Data that every rank needs whole (tokens, X, g) travels within each pipeline. The t ranks of a stage
-combine the statistics and partial sums of the t pipelines.
+With tensor parallelism, a model replica consists of t parallel pipelines of p ranks each, and the vocabulary is split
+into p x t shards. Data that every rank needs in full (tokens, X, g) is sent within each pipeline. The t ranks of a
+stage combine the statistics and partial sums of the t pipelines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations;
-transformer passes run at the same time. An operation occupies them even while it waits for a peer. By NCCL's default, a
-receive over NVLink would occupy up to 32 until its message arrives, and the receives of all edges together would occupy
-nearly a whole device. Not yet measured on a GPU.
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations, because
+transformer passes run at the same time. An operation occupies its thread blocks even while it waits for a peer. By
+default, a receive over NVLink would occupy up to 32 thread blocks until its message arrives, and the receives of all
+edges together would occupy nearly all multiprocessors. The effect of this limit has not yet been measured on a GPU.
 """
 EDGE_CTAS = CTAS
-"""The same limit for a message between two ranks. A middle rank nearly always waits for some message, so fewer blocks
-might leave more of the device to the passes.
+"""Maximum number of thread blocks for a message between two ranks. A rank in the middle of the pipeline nearly always
+waits for some message, so a smaller number might leave more multiprocessors to the passes.
 """
 
 
@@ -41,8 +41,9 @@ class PipelineGroups:
     `members` are the global ranks in pipeline order, and `rank` is this process's position among them. `tensor_rank` is
     the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
     ranks `vocab_members`, in this order, and is None on all other ranks. `tensor` connects the ranks of a stage, and is
-    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline; if all of them are
-    vocabulary members, it is `vocabulary`. Vocabulary shards are ordered by pipeline rank, then by tensor rank.
+    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline; it is the same object as
+    `vocabulary` if all ranks are vocabulary members. Vocabulary shards are ordered by pipeline rank, then by tensor
+    rank.
     """
 
     members: tuple[int, ...]
@@ -80,16 +81,17 @@ class PipelineGroups:
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and return this rank's groups; collective over all ranks.
 
-        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. This takes
-        microseconds, because nothing is communicated. NCCL creates a communicator when its group is first used, and
-        blocks the host until the peers arrive. Programs are proven not to deadlock even then.
+        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. Creating a
+        group takes microseconds, because nothing is communicated. NCCL creates a communicator when its group is first
+        used, and blocks the host until the peers arrive. Programs are proven not to deadlock even if the first use of a
+        communicator blocks the host.
 
         Args:
             replicas: the global ranks of each model replica, ordered by pipeline rank, then by tensor rank; the same on
                 all ranks.
             edges: every directed edge between pipeline ranks that the schedules will use.
             timeout: time limit of every operation; None keeps the backend's default.
-            tensor_size: t, the number of pipelines side by side in a replica.
+            tensor_size: t, the number of parallel pipelines in a replica.
             vocab_members: pipeline ranks that take part in the vocabulary collectives; None means all.
         """
         edges = sorted(edges)
@@ -126,20 +128,21 @@ class PipelineGroups:
 def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
     """NCCL options for a high-priority stream and few thread blocks; None for other backends.
 
-    Megatron's groups use PyTorch's 32 normal-priority streams in turn. If an exchange of embedding rows shared one of
-    those streams, it could wait for an operation of a Megatron group whose peers wait for our exchange.
+    Megatron's groups use PyTorch's 32 normal-priority streams in turn. If an exchange of embedding rows ran on the
+    stream of a Megatron group, it could wait for an operation of that group while the group's peers wait for the
+    exchange.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = ctas
     if hasattr(options, "lazy_init"):
-        # PyTorch 2.15 splits a new group's communicator off the world's immediately. For each of our groups that would
-        # be a collective over all ranks of the job. With `lazy_init`, as in older releases, only the members create it,
-        # at its first use.
+        # PyTorch 2.15 immediately splits a new group's communicator off the communicator of the world group. For each
+        # of our groups, this split would be a collective over all ranks of the job. With `lazy_init`, only the members
+        # of a group create its communicator, at the group's first use, as in older releases.
         options.lazy_init = True
     if timeout is not None:
-        options._timeout = timeout  # `new_group` warns if the two differ
+        options._timeout = timeout  # `new_group` warns if its timeout differs from this one
     return options
 
 

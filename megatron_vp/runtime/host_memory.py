@@ -1,7 +1,8 @@
 """Host memory for activations: one block of slots per chunk, with as many slots as a program fills at once.
 
-The first forward of a chunk shows how large a slot must be, and its copy to the host allocates all slots as one block.
-On CUDA, the block is pinned at its exact size, whereas PyTorch rounds its pinned memory up to powers of two.
+The first forward of a chunk shows how large a slot must be. When the activations of that forward are copied to the
+host, all slots of the chunk are allocated as one block. On CUDA, the block is pinned at its exact size, whereas PyTorch
+would round the size up to a power of two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALIGNMENT = 512
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each chunk of a program, the largest number of microbatches in host memory at once."""
+    """Return, by chunk, the largest number of microbatches whose activations are in host memory at once."""
     now: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for each in instructions:
@@ -44,16 +45,16 @@ class HostSlot:
         self.chunk = chunk
 
     def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Split the slot into consecutive parts of these sizes in bytes."""
+        """Split the slot into consecutive parts of the given sizes, in bytes."""
         return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether the slot has room for parts of these sizes."""
+        """Whether the slot is large enough for parts of the given sizes."""
         return _room(sizes) <= self._memory.numel()
 
 
 class HostMemory:
-    """The blocks of host memory of one rank, which all iterations reuse.
+    """One rank's blocks of host memory, reused by all iterations.
 
     Args:
         pins: whether to pin the blocks, for copies from and to a CUDA device.
@@ -69,8 +70,8 @@ class HostMemory:
         self.odd_slots = 0
         """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """By chunk, the module and the bytes of each tensor that a forward saves but that stays on the device, because
-        another reference keeps it alive.
+        """For each chunk: the module and the size in bytes of each tensor that a forward saves but that stays on the
+        device, because another reference keeps the tensor alive.
         """
         self.seconds = 0.0
         """Time spent on allocating the blocks, in seconds."""
@@ -81,7 +82,7 @@ class HostMemory:
         return sum(block.numel() for block in self._blocks)
 
     def expect(self, slots: Mapping[int, int]) -> None:
-        """Announce how many slots the next iteration fills at once, by chunk: see `slots_by_chunk`."""
+        """Set how many slots of each chunk the next iteration fills at once; see `slots_by_chunk`."""
         self._needed = slots
 
     def knows(self, chunk: int) -> bool:
@@ -89,7 +90,7 @@ class HostMemory:
         return chunk in self._sizes
 
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
-        """Get a free slot for parts of these sizes in bytes. Raises UserError if host memory cannot be pinned."""
+        """Get a free slot for parts of the given sizes, in bytes. Raises UserError if host memory cannot be pinned."""
         if chunk not in self._sizes:
             self._sizes[chunk] = _room(sizes)
         if not self._free[chunk]:
@@ -102,13 +103,13 @@ class HostMemory:
         return HostSlot(own, None)
 
     def give(self, slot: HostSlot) -> None:
-        """Return a slot whose contents are no longer needed."""
+        """Free a slot whose contents are no longer needed."""
         if slot.chunk is not None:
             self._free[slot.chunk].append(slot)
 
     def _add_block(self, chunk: int) -> None:
         size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
-        assert count > 0, f"chunk {chunk} fills more slots than its program needs"
+        assert count > 0, f"chunk {chunk} needs more host memory slots than its program announced"
         start = time.perf_counter()
         block = _pinned(size * count) if self._pins else _unpinned(size * count)
         self._blocks.append(block)

@@ -45,7 +45,7 @@ class Links:
     def finish(self) -> None:
         """Wait until all sends of the iteration are complete."""
         assert not self._receiving, (
-            f"messages were received but never awaited: {[str(message) for message in self._receiving]}"
+            f"receives were posted but never awaited: {[str(message) for message in self._receiving]}"
         )
         for work, _ in self._sending:
             work.wait()

@@ -16,8 +16,9 @@ class Shapes:
         for each token and prediction: first the states of all tokens for the first prediction, then the states for the
         second, and so on.
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
-    sp_size, sp_rank: number of ranks that split activations between chunks along s (sequence parallelism), and this
-        rank's position among them. The last stage's whole output is ordered by these ranks first, then by prediction.
+    sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
+        position among these ranks. The rows of the last stage's full output are ordered first by sequence-parallel
+        rank, then by prediction.
     """
 
     sequence: int
@@ -37,67 +38,71 @@ class Shapes:
 
     @property
     def predictions(self) -> int:
-        """Tokens predicted at each position: the next one and `mtp_depth` beyond it."""
+        """Number of tokens predicted at each position: the next token and `mtp_depth` tokens beyond it."""
         return 1 + self.mtp_depth
 
     @property
     def outputs(self) -> int:
-        """Rows of the last stage's output: n for each prediction."""
+        """Number of rows of the last stage's output: n for each prediction."""
         return self.predictions * self.tokens
 
     @property
     def own_outputs(self) -> slice:
-        """The rows of the last stage's output that this rank holds if it is on that stage."""
+        """Slice of the last stage's output rows that this rank holds if it belongs to the last stage."""
         size = self.outputs // self.sp_size
         return slice(self.sp_rank * size, (self.sp_rank + 1) * size)
 
     def by_output(self, values_psb: torch.Tensor) -> torch.Tensor:
-        """Bring values [predictions, s, b] into the order of the last stage's output, [outputs]."""
+        """Reorder values [predictions, s, b] to match the rows of the last stage's output, [outputs]."""
         by_part = values_psb.view(self.predictions, self.sp_size, -1, self.batch)
         return by_part.transpose(0, 1).flatten()
 
     def by_prediction(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Bring values in the order of the last stage's output, [outputs], into the form [predictions, s, b]."""
+        """Reorder values that match the rows of the last stage's output, [outputs], to [predictions, s, b]."""
         by_part = values_n.view(self.sp_size, self.predictions, -1, self.batch)
         return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """For values in the last stage's output order, return one view [sp_size, s / sp_size, b] per prediction."""
+        """For values that match the rows of the last stage's output, return one view [sp_size, s / sp_size, b] per
+        prediction.
+        """
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
-        """From values laid out like `token_ids`, [b, e, ...], take the values `depth` positions ahead, [b, s, ...]."""
+        """From values laid out like `token_ids`, [b, e, ...], select those that lie `depth` positions ahead, [b, s,
+        ...].
+        """
         if not depth:
             return values_be[:, : self.sequence]
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        skipped = max(0, depth - own.shape[2])  # following positions to skip, if `depth` exceeds a whole chunk
+        skipped = max(0, depth - own.shape[2])  # following positions to skip, if `depth` exceeds a chunk's length
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
     def activation(self) -> torch.Tensor:
-        """An empty activation [s / sp_size, b, h] in the model's dtype."""
+        """Allocate an activation [s / sp_size, b, h] in the model's dtype."""
         sequence = self.sequence // self.sp_size
         return torch.empty(sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
 
     def rows(self, count: int) -> torch.Tensor:
-        """`count` empty rows [count, h] in the model's dtype."""
+        """Allocate `count` rows, [count, h], in the model's dtype."""
         return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """An empty buffer for g, fp32 [outputs]."""
+        """Allocate a buffer for g, fp32 [outputs]."""
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
-        """An empty int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. Here e = s
-        + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions that follow it.
-        Positions beyond the end of the sequence hold token 0, as in Megatron.
+        """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. Here e
+        = s + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions that follow
+        it. Positions beyond the end of the sequence hold token 0, as in Megatron.
         """
         following = self.cp_chunks * self.mtp_depth
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
 
     def token_values(self) -> torch.Tensor:
-        """An empty fp32 buffer [b, s] for per-token losses or gradients."""
+        """Allocate an fp32 buffer [b, s] for per-token losses or gradients."""
         return torch.empty(self.batch, self.sequence, dtype=torch.float32, device=self.device)
 
 
@@ -105,7 +110,7 @@ class Model(Protocol):
     """Interface of one rank's transformer layers, and of the user's data and loss function."""
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Read the data that a chunk with a whole vocabulary layer uses; called only on ranks 0 and p-1."""
+        """Read the data that a chunk with an unsharded vocabulary layer uses; called only on ranks 0 and p-1."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank 0."""
@@ -114,7 +119,8 @@ class Model(Protocol):
         """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank p-1."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Apply everything between the word embedding and the first layer, from [b, s, h] to [s / sp_size, b, h].
+        """Apply all operations between the word embedding and the first layer; convert [b, s, h] to [s / sp_size, b,
+        h].
 
         Called only for virtual stage 0.
         """
@@ -130,15 +136,16 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Run the forward of one chunk; `release_output` may free the output's data later.
 
-        A chunk with the whole embedding takes no input. A chunk with the whole output layer returns token losses, fp32
-        [b, s]; it receives `labels_bs` if another rank reads the labels.
+        A chunk with an unsharded embedding takes no input. A chunk with an unsharded output layer returns token losses,
+        fp32 [b, s]; it receives `labels_bs` if another rank reads the labels.
         """
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         """Free the output's data, which the backward does not need."""
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Run the backward from a chunk's output; gradients go into the leaves and the parameters' `main_grad`.
+        """Run the backward from a chunk's output; gradients are added to the leaves' `grad` and the parameters'
+        `main_grad`.
 
         In a schedule with W passes, the weight gradients are left to `weight_gradient`.
         """
@@ -149,11 +156,12 @@ class Model(Protocol):
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the user's loss function on token losses, fp32 [b, s]; return g, fp32 [b, s], or None without gradients.
+        """Run the user's loss function on token losses, fp32 [b, s]; return its gradient g, fp32 [b, s], or None in
+        evaluation.
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
-        whole. With multi-token prediction, all three tensors are [predictions b, s]. Called only on the last pipeline
-        rank, in microbatch order.
+        unsharded. With multi-token prediction, all three tensors are [predictions b, s]. Called only on the last
+        pipeline rank, in microbatch order.
         """
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:

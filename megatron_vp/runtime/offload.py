@@ -1,10 +1,10 @@
-"""Moves the tensors that a chunk's forward saves for its backward to host memory and back.
+"""Moves activations to host memory and back: the tensors that a chunk's forward saves for its backward.
 
-During F, every saved tensor is packed into a handle. After F, every storage to which nothing else refers is copied to
-the host as a whole. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
-device, pass R allocates a new one, the copy back fills it, and the backward unpacks views of it. Device memory is
-allocated and freed only on the compute stream, so the order of the passes determines how much is in use (PipeOffload,
-arXiv 2503.01328, appendix C).
+During F, every saved tensor is packed into a handle. After F, every storage to which only saved tensors refer is copied
+to the host in full. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
+device, and pass R allocates a new storage. The copy back fills the new storage, and the backward unpacks views of it.
+Device memory is allocated and freed only on the compute stream, so the order of the passes determines how much is in
+use (PipeOffload, arXiv 2503.01328, appendix C).
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ SMALLEST = LEAST_OFFLOADED
 """Size in bytes of the smallest storage that leaves the device."""
 
 PLAIN = (torch.Tensor, FakeTensor)
-"""Tensor types that own their storage. Other types wrap several tensors, which are saved one by one."""
+"""Tensor types that own their storage. Other tensor types wrap several tensors, which are saved one by one."""
 
 
 class SavedStorage:
-    """A storage that a forward saved; `bytes` is its contents as a tensor, or None while they are on the host."""
+    """A storage that a forward saved; `bytes` holds the storage's contents as a tensor, or None while the contents are
+    on the host.
+    """
 
     __slots__ = ("bytes", "module")
 
@@ -45,7 +47,7 @@ class SavedStorage:
 
     @property
     def key(self) -> int:
-        """A number that identifies the storage among all storages alive."""
+        """A number that identifies the storage among all live storages."""
         assert self.bytes is not None
         return self.bytes.untyped_storage()._cdata
 
@@ -57,7 +59,7 @@ class SavedStorage:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nothing else refers to the storage."""
+        """Whether no other reference keeps the storage alive."""
         assert self.bytes is not None
         return _owners(self.bytes) == _ALONE
 
@@ -72,13 +74,13 @@ class SavedTensor(NamedTuple):
     offset: int
 
     def unpack(self) -> torch.Tensor:
-        """Return a new tensor with the saved values."""
+        """Return the saved tensor as a view of the storage."""
         assert self.storage.bytes is not None, "a backward needs activations that are still in host memory"
         return self.storage.bytes.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class SavedForward:
-    """The tensors that the forward of a chunk and microbatch saved."""
+    """The tensors saved by the forward of one chunk and one microbatch."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, SavedStorage] = {}
@@ -94,7 +96,9 @@ class SavedForward:
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture the tensors that autograd saves in this context; `names_modules` also captures their modules."""
+        """Capture the tensors that autograd saves in this context; `names_modules` also records the modules that save
+        them.
+        """
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -125,9 +129,10 @@ class SavedForward:
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
-        """Divide the saved storages into moving and staying ones, once the forward's output data has been released.
+        """Divide the saved storages into `moving` and `staying`; called after the forward's output data has been
+        released.
 
-        This also frees the data of the graph's leaf. The leaf keeps its shape, against which autograd checks the
+        This call also frees the data of the graph's leaf. The leaf keeps its shape, against which autograd checks the
         gradient.
         """
         if leaf is not None:
@@ -150,11 +155,11 @@ class Offload:
 
     Args:
         store: the store of the iteration.
-        stream: runs the copies and nothing else.
+        stream: a stream that is used only for the copies.
         memory: host memory, which all iterations reuse.
         device: the device of the passes.
         chunks: the rank's chunks whose activations leave the device.
-        observer: watches the copies where they run.
+        observer: watches the copies on their stream.
     """
 
     def __init__(
@@ -178,12 +183,14 @@ class Offload:
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
-        """The handlers of O and R; made on demand, see `ChunkPasses.handlers`."""
+        """The handlers of O and R, created on demand as in `ChunkPasses.handlers`."""
         return {PassKind.O: self._leave, PassKind.R: self._return}
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """A context for F that collects the tensors that an offloaded chunk saves; None for other chunks."""
+        """Context manager around F that collects the tensors saved by an offloaded chunk, and yields None for other
+        chunks.
+        """
         if chunk not in self.chunks:
             yield None
             return
@@ -194,8 +201,9 @@ class Offload:
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
         """Divide the saved storages after the forward; see `SavedForward.close`.
 
-        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. Other references
-        keep their storages alive, as for parameters and caches, but the storages differ between the two forwards.
+        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. Like parameters
+        and caches, activations that wrongly stay are kept alive by other references, but their storages differ between
+        the two forwards.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -223,7 +231,7 @@ class Offload:
             storage.bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def post(self, copy: Copy) -> None:
-        """Start a copy, which runs after all copies posted before."""
+        """Start a copy, which runs after all copies posted earlier."""
         saved = self._saved[copy.microbatch, copy.chunk]
         if copy.to_host:
             saved.slot = self._memory.take(copy.chunk, saved.sizes)
@@ -241,14 +249,14 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Make later passes wait for a copy; after a copy back, only the graph holds the tensors."""
+        """Make later passes wait for a copy; after a copy back, only the autograd graph refers to the tensors."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
             self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:
-        """End the iteration: later work waits for the copies, and each of them must have been used."""
+        """End the iteration: make later work wait for the copies, and check that every copy has been awaited."""
         self._stream.synchronise()
         assert not self._events, f"copies were posted but never awaited: {[str(copy) for copy in self._events]}"
 
@@ -263,4 +271,4 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 _ALONE = _owners(torch.empty(1))
-"""What `_owners` returns if a single tensor holds the storage."""
+"""The result of `_owners` if only one tensor refers to the storage."""

@@ -1,4 +1,4 @@
-"""Runs the lowered program of an iteration with a model, on one pipeline rank."""
+"""Runs an iteration's lowered program on one pipeline rank, with the rank's part of the model."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ _CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
     Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes: shapes.token_values()),
     Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes: shapes.token_values()),
 }
-"""By channel, the store's slot for a message's tensor, and the function that allocates its receive buffer."""
+"""For each channel: the store's slot for a message's tensor, and the function that allocates the receive buffer."""
 
 
 class Runner(Protocol):
-    """Interface for running a rank's operations of one kind in one iteration."""
+    """Interface of an object that runs a rank's operations of one kind during one iteration."""
 
     def post(self, operation: Any) -> None:
         """Start this rank's part of the operation."""
 
     def wait(self, operation: Any) -> None:
-        """Make later passes wait for the operation, and put its result into the store for them."""
+        """Make later passes wait for the operation, and put the operation's result into the store."""
 
     def finish(self) -> None:
-        """End the iteration: later work waits for everything that was posted."""
+        """End the iteration: make later work wait for everything that was posted."""
 
 
 class _Messages:
-    """Runs messages: a post takes the tensor from the sender's store, and a wait puts it into the receiver's store."""
+    """Sends and receives messages: a post takes a tensor from the store to send it, and a wait stores a received
+    tensor.
+    """
 
     def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
         self._rank, self._store, self._shapes = groups.rank, store, shapes
@@ -75,7 +77,9 @@ class Report:
     """Counts from one iteration on one rank."""
 
     peak_in_flight: float
-    """Largest number of activations held at once, in microbatches of a whole rank."""
+    """Largest number of microbatches whose activations were held at once; a microbatch in one of v chunks counts as
+    1/v.
+    """
     peak_logits_in_flight: int
     """Largest number of microbatches whose E and X were held at once (from S to T)."""
 
@@ -105,8 +109,8 @@ class Pipeline:
     ) -> None:
         """Run an iteration without a transformer, to load kernels, connect ranks and allocate buffers in advance.
 
-        No weight and no `main_grad` changes. All ranks of the pipeline must call it together. The arguments are the
-        same as those of `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
+        Weights and their `main_grad` do not change. All ranks of the pipeline must call this method together. The
+        arguments have the same meaning as in `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
         """
         shards = layer_shards.shards if layer_shards else None
         first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
@@ -117,7 +121,7 @@ class Pipeline:
         self._rehearsed.add((shapes, gradients))
 
     def has_rehearsed(self, shapes: Shapes, gradients: bool) -> bool:
-        """Whether an iteration of this kind and these sizes has been rehearsed."""
+        """Whether an iteration with these `shapes`, with or without `gradients`, has been rehearsed."""
         return (shapes, gradients) in self._rehearsed
 
     def run(
@@ -140,7 +144,7 @@ class Pipeline:
             model: transformer part, data and loss function of this rank.
             layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
-            gradients: False for evaluation, whose schedule holds forward passes only.
+            gradients: False for evaluation, whose schedule contains only forward passes.
             observer: watches the instructions and the collectives.
             rehearsal: whether this is a rehearsal, which does not count as an iteration of the job.
         """

@@ -1,13 +1,14 @@
-"""Tracks where a rank is in its schedule, and describes that place if the rank cannot continue.
+"""Tracks where a rank is in its schedule, and describes the position if the rank cannot continue.
 
-The executor and the second stream each store their current item in an attribute. `megatron_vp.runtime.watchdog` reads
-these attributes repeatedly and so knows how long a rank has been in one place.
+The executor and the second stream record their current instruction and operation in attributes of `Progress`. The
+watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long a rank has made no progress.
 
 
 
-On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not passed.
-Only the main thread queries these marks. The watchdog reads only attributes and host memory. It makes no CUDA call,
-because such a call can block in the driver, and PyTorch's `Event.query` holds the interpreter lock while it blocks.
+On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not yet
+passed. Only the main thread queries the marks. The watchdog reads only attributes and host memory. The watchdog makes
+no CUDA call, because a CUDA call can block in the driver, and PyTorch's `Event.query` holds the interpreter lock while
+it blocks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run
 from megatron_vp.schedule.transfers import Operation
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
-"""Matches the source position at the start of a backend's error text."""
+"""Matches the source file and line at the start of a backend's error text."""
 _GLOO = re.compile("/gloo/|pair closure")
 _NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))", re.IGNORECASE)
-"""Matches a failed operation of PyTorch's newer NCCL backend, which raises a plain RuntimeError for most failures.
-Other errors that name NCCL, such as one about an unknown dtype, are defects and keep their traceback.
+"""Matches the error text of a failed operation in PyTorch's newer NCCL backend, which raises a plain RuntimeError for
+most failures. Other errors that mention NCCL, such as one about an unknown dtype, are bugs and keep their traceback.
 """
 _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid argument)\b")
-"""Matches NCCL results whose cause is on this rank: no memory, another rank on the same device, an illegal access. Both
-backends quote these texts of `ncclGetErrorString` in the first line of an error.
+"""Matches the texts of NCCL errors whose cause is on this rank, such as too little memory, two ranks on one device, or
+an illegal access. Both NCCL backends quote these texts, which `ncclGetErrorString` returns, in the first line of an
+error.
 """
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
-"""Matches NCCL's last message: the line after the older backend's heading, or the newer backend's own line."""
+"""Matches NCCL's last error message: the line after the heading `Last error:` (older backend), or the text after `NCCL
+Last Error:` (newer backend).
+"""
 
 
 class _Finishing:
-    """Takes the place of an instruction at the end of a program, while peers may still receive this rank's messages."""
+    """Stands in for an instruction at the end of a program, while peers may still receive this rank's messages."""
 
 
 FINISHING = _Finishing()
@@ -53,17 +57,17 @@ class Mark(Protocol):
     """A point on the device's compute stream."""
 
     def done(self) -> bool:
-        """Whether the device has passed it; never blocks. Called only by the main thread."""
+        """Whether the device has passed the mark; never blocks. Called only by the main thread."""
 
 
 class FinishedIterations(Protocol):
     """Counts, on the device, the iterations that its compute stream has finished."""
 
     def add(self) -> None:
-        """Make the device add one when its compute stream reaches this point."""
+        """Make the device increment the count when its compute stream reaches this point."""
 
     def count(self) -> int:
-        """The count, read from host memory; any thread may ask."""
+        """Return the count from host memory; may be called by any thread."""
 
 
 class Progress:
@@ -72,7 +76,7 @@ class Progress:
     Args:
         members: global ranks of the pipeline, in pipeline order.
         rank: this rank's position among them.
-        finished: the device's own count of iterations; None if the host never runs ahead of the device.
+        finished: counts the iterations that the device has finished; None if the host never runs ahead of the device.
     """
 
     def __init__(self, members: tuple[int, ...], rank: int, finished: FinishedIterations | None = None) -> None:
@@ -85,17 +89,21 @@ class Progress:
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the main thread last looked; None if there was none."""
         self.collective: Operation | None = None
-        """The operation that the second stream is running on CPU, in a thread of the host."""
+        """On CPU: the operation that the second stream is running in its thread."""
         self.others: Callable[[], str] = str
-        """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
+        """Function that names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this
+        function.
+        """
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
-        """The device's count once it has finished all iterations that the host has issued."""
+        """The count that the device will reach when it has finished all iterations that the host has issued."""
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Context of one iteration. A lost connection raises PeerLost; other errors get a note of the rank's place."""
+        """Context manager for one iteration. A lost connection raises PeerLost; other errors get a note with the rank's
+        position.
+        """
         self.iteration += not rehearsal
         try:
             yield
@@ -135,9 +143,9 @@ class Progress:
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
-        """Describe this rank's place in a clause without a full stop.
+        """Describe this rank's position in the schedule, in a clause without a full stop.
 
-        This never fails, because a rank calls it when it has to exit.
+        This method never raises an exception, because a rank calls it just before exiting.
         """
         try:
             _, at, collective = self.place()

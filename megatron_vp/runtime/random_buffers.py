@@ -1,7 +1,7 @@
-"""Buffers for a rank without peers, filled with numbers in place of data from peers.
+"""Buffers for a rank without peers, filled with numbers in place of the data that peers would send.
 
-They are used for timing, so the numbers are finite and of ordinary size. NaN and denormal numbers are slow on a CPU,
-and on a GPU the values affect the power draw and thus the clock rate.
+The buffers are used for timing, so the numbers are finite and of ordinary magnitude. NaN and denormal numbers are slow
+on a CPU, and on a GPU the values affect the power draw and thus the clock rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RandomBuffers(Shapes):
         return super().token_ids().random_(self.vocab_size)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """The gradient of a mean over the microbatch's tokens, fp32 [n]."""
+        """The gradient of the mean of the microbatch's token losses, fp32 [n]."""
         return super().token_loss_grads().fill_(1 / self.tokens)
 
     def token_values(self) -> torch.Tensor:

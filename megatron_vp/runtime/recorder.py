@@ -26,7 +26,7 @@ Work = Instruction | Operation | PassKind
 class Span:
     """Start and end of some work in nanoseconds of this host's `perf_counter`, and its compute time in milliseconds.
 
-    issued: milliseconds that the host spent on the work. On a GPU, the host should run ahead: if `issued` exceeds
+    issued: milliseconds that the host took to issue the work. On a GPU, the host should run ahead: if `issued` exceeds
         `computed`, the device waited for launches.
     """
 
@@ -40,7 +40,7 @@ class Span:
 class Clock(Protocol):
     """Interface of a clock that takes marks immediately and reads them later.
 
-    error: nanoseconds by which all its readings may be shifted against the host's clock.
+    error: largest possible offset of the readings from the host's clock, in nanoseconds; the same for all readings.
     """
 
     error: int
@@ -59,12 +59,12 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clocks; a thread that waits for a core does not count as computing."""
+    """Reads the host's clocks; the time that a thread waits for a core is not compute time."""
 
     error = 0
 
     def mark(self) -> tuple[int, int]:
-        """Wall clock and CPU time of this thread, in nanoseconds."""
+        """Return the wall clock and this thread's CPU time, both in nanoseconds."""
         return time.perf_counter_ns(), time.thread_time_ns()
 
     def passed(self, mark: tuple[int, int]) -> bool:
@@ -75,14 +75,14 @@ class HostClock:
         """Do nothing: no host mark is ever outstanding."""
 
     def span(self, work: Work, start: tuple[int, int], end: tuple[int, int], issued: float) -> Span:
-        """Wall time between two marks, and the thread's CPU time as computing time."""
+        """Return the wall time between two marks, with the thread's CPU time as compute time."""
         return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6, issued)
 
 
 class DeviceClock:
     """CUDA events, related to the host's clock by one event that the host waits for before the iteration.
 
-    If the host must not wait (`lean`), times count from the first event instead.
+    With `lean`, the host does not wait, and times count from the first event.
     """
 
     def __init__(self, lean: bool = False) -> None:
@@ -98,7 +98,7 @@ class DeviceClock:
         self.error = (after - before) // 2
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -112,7 +112,7 @@ class DeviceClock:
         torch.cuda.synchronize()
 
     def span(self, work: Work, start: torch.cuda.Event, end: torch.cuda.Event, issued: float) -> Span:
-        """Device time between two events."""
+        """Return the device time between two events."""
         first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(event)) for event in (start, end))
         return Span(work, first, last, start.elapsed_time(end), issued)
 
@@ -120,13 +120,13 @@ class DeviceClock:
 class Recorder:
     """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
 
-    With `lean`, recording does not slow the iteration down. Only passes, losses and operations on other streams are
-    timed, and the host never waits for the device: call `read` instead of `finish`, once `passed` returns True. On
-    CUDA, spans then count from the start of the iteration. `milliseconds` stays 0.
+    With `lean`, recording does not slow the iteration down: only passes, losses and operations on other streams are
+    timed, and the host never waits for the device. Call `read` instead of `finish`, once `passed` returns True. With
+    `lean` on CUDA, spans count from the start of the iteration. `milliseconds` stays 0.
 
     spans: after `finish`, everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
-    clock_error: nanoseconds by which all spans may be shifted against the host's clock.
+    clock_error: largest possible offset of the spans from the host's clock, in nanoseconds; the same for all spans.
     """
 
     def __init__(self, device: torch.device, lean: bool = False) -> None:
@@ -140,7 +140,7 @@ class Recorder:
 
     @contextmanager
     def span(self, work: Work) -> Iterator[None]:
-        """Time the work in this context; two threads may do so at the same time."""
+        """Time the work in this context; two threads may use the recorder at once."""
         began, start = time.perf_counter_ns(), self._clock.mark()
         yield
         end = self._clock.mark()
@@ -165,6 +165,6 @@ class Recorder:
         return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
 
     def read(self) -> None:
-        """Read all marks, which the device must have passed, and forget them."""
+        """Read all marks, which the device must have passed, and discard them."""
         self.spans += [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

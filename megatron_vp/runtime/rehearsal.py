@@ -1,10 +1,10 @@
 """A model without a transformer, for a rehearsal of the schedule before the first iteration.
 
 A pipeline compiles and loads kernels, creates communicators and connects pairs of ranks when it first uses them.
-Without a rehearsal, this happens in the middle of the first schedule, while all other ranks wait. A rehearsal is an
-iteration of a few microbatches of real size through the real program, with this model in place of the user's. Messages,
-collectives, vocabulary passes and their buffers are real. The transformer's passes are left out, activations are zero,
-and only zeros are added to a weight's `main_grad`.
+Without a rehearsal, this work happens in the middle of the first schedule, while all other ranks wait. A rehearsal runs
+an iteration of a few full-size microbatches, with `RehearsalModel` in place of the user's model. Messages, collectives,
+vocabulary passes and their buffers are real. The transformer's passes are left out, activations are zero, and only
+zeros are added to a weight's `main_grad`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard. The others use one or two rows of all shards but one."""
+"""The first microbatch uses many rows of every shard. Every later microbatch uses many rows of one shard, and one or
+two rows of every other shard.
+"""
 
 
 class RehearsalModel:
@@ -27,7 +29,8 @@ class RehearsalModel:
         shapes: sizes of a microbatch.
         placement: the virtual stage of each chunk of each rank.
         rank: this pipeline rank.
-        first_tokens: the first token id of every vocabulary shard that has any; [0] if the vocabulary is whole.
+        first_tokens: the first token id of every vocabulary shard that is not empty; [0] if the vocabulary is not
+            sharded.
         sharded: whether the vocabulary layers are sharded; if not, chunks of the model hold them.
         gradients: False for evaluation.
     """
@@ -53,7 +56,7 @@ class RehearsalModel:
         """Do nothing: there is no data to read."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Ids that make each rank exchange many rows in one microbatch and few in another.
+        """Return ids that make each rank exchange many rows in one microbatch and few rows in another.
 
         Many and few rows need different kernels, and both must be loaded.
         """
@@ -75,7 +78,7 @@ class RehearsalModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return zeros that depend on the input: an activation, all predictions' outputs, or token losses."""
+        """Return zeros that depend on the input: an activation, the outputs of all predictions, or token losses."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
                 input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)

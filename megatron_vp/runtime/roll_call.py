@@ -1,8 +1,9 @@
 """Lets the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
 
 The first rank that reaches its time limit or loses a connection calls the roll. Every rank that is stuck then records
-where it is, even before its own limit, so the answers do not depend on whose limit comes first. Ranks that give up
-later on read these records, too. A rank without a record is stopped, gone, unreachable, or still making progress.
+where it is, even before its own time limit, so the records do not depend on which rank reaches its limit first. Ranks
+that give up later also read these records. A rank without a record has been suspended, has exited, is unreachable, or
+is still making progress.
 
 The store has no password, so its contents are untrusted text.
 """
@@ -24,7 +25,7 @@ from megatron_vp.runtime.progress import Progress
 _ROUND_SECONDS = 0.1
 _LONGEST_LOOK_SECONDS = 1.0
 _STORE_SECONDS = 10.0
-"""Seconds that the store may take to record a rank's answer."""
+"""Time limit for each operation on the store, in seconds, when a rank answers a roll call."""
 _LONGEST_WORD = 4096
 """Maximum number of bytes to read from a peer's record in the store."""
 
@@ -40,9 +41,9 @@ class RollCall:
         self._called = f"{self._keys}/called/{progress.members[0]}"
 
     def answer(self, limit: float) -> None:
-        """Record this rank's place if another rank calls the roll while this one is stuck.
+        """Record where this rank is, if another rank calls the roll while this rank is stuck.
 
-        This never returns, so it needs its own thread.
+        This method never returns, so it needs its own thread.
 
         A rank that makes progress does not contact the store. `limit`: seconds that a rank may stay in one place.
         """
@@ -57,21 +58,22 @@ class RollCall:
                         self._leave_word(store)
 
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
-        """Record this rank's place, and return a text that names the ranks that hold up the pipeline.
+        """Record where this rank is, and return a text that names the ranks that hold up the pipeline.
 
-        The text lists the ranks that do not wait for others, then the ranks without a record. This returns soon after
-        `seconds`, even if the store does not respond. It takes longer on a slow machine, because the thread that asks
-        counts rounds, not seconds.
+        The text lists the ranks that do not wait for others, then the ranks without a record. This method returns soon
+        after `seconds`, even if the store does not respond. On a slow machine, the call takes longer, because the
+        asking thread counts polling rounds, not seconds.
 
         Args:
-            seconds: time that other ranks have to answer, on an idle machine.
-            sleep: sleeps for the given seconds; returns how many more seconds this call may take at most.
-            call: whether to call the roll; if not, return an empty text immediately unless another rank has called it.
+            seconds: time that other ranks have to answer, if the machine is idle.
+            sleep: sleeps for the given number of seconds, and returns the most seconds that this call may still take.
+            call: whether to call the roll; if not, return an empty text immediately unless another rank has called the
+                roll.
         """
         heard: dict[int, str] = {}
         asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
         began, most = time.monotonic(), 3 * seconds + 1
-        with suppress(Exception):  # the system may refuse another thread
+        with suppress(Exception):  # the system may refuse to start a thread
             asking.start()
         while asking.is_alive() and time.monotonic() - began < most:
             most = min(most, time.monotonic() - began + sleep(_ROUND_SECONDS / 2))

@@ -65,14 +65,16 @@ class ShardedVocabLayers:
         }
 
     def load(self, microbatch: int) -> None:
-        """Read token ids and labels for the collective that sends them to all its members."""
+        """Read token ids and labels for the collective TOKENS, which sends them to all members."""
         if self._reads_tokens:
             self._store.put(Slot.TOKENS, microbatch, self._model.tokens(microbatch))
         if self._reads_labels:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedding rows that all ranks have looked up, and the first layer's input made from them."""
+        """Return the embedding rows that all ranks have looked up, and the first layer's input computed from these
+        rows.
+        """
         # The leaf is a separate tensor, because the rows may still be in use elsewhere when the leaf's data is freed.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
@@ -81,20 +83,22 @@ class ShardedVocabLayers:
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Keep the rows' gradients [b e, h] for the ranks that own the rows, unless the embedding is frozen."""
+        """Store the gradients of the embedding rows, [b e, h], for the ranks that own the rows, unless the embedding is
+        frozen.
+        """
         assert leaf is not None
         if self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
-        """Give the model the embedding rows for multi-token prediction; return no labels, as no chunk needs any."""
+        """Pass embedding rows to the model for multi-token prediction; return None, because no chunk needs labels."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Keep X [n, h] for pass S of all ranks; with sequence parallelism, X has only this rank's rows."""
+        """Store X [n, h] for pass S of all ranks; with sequence parallelism, store only this rank's rows of X."""
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
@@ -105,14 +109,14 @@ class ShardedVocabLayers:
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def finish_last(self, microbatch: int) -> None:
-        """Keep the gradients of the embedding rows that multi-token prediction used."""
+        """Store the gradients of the embedding rows that multi-token prediction used."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
             if self._layer_shards.trains_embedding:
                 self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
     def loss(self, microbatch: int) -> None:
-        """Run the user's loss function on token losses that follow from the global statistics."""
+        """Run the user's loss function on token losses computed from the global statistics."""
         statistics = self._store.take(Slot.STATISTICS, microbatch)
         token_loss_n = statistics.token_loss(self._token_loss)
         token_loss_grad_bs = self._model.loss(
@@ -124,19 +128,19 @@ class ShardedVocabLayers:
             self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(grad_pbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Bring values in the order of the last stage's output, [outputs], into the form [predictions b, s]."""
+        """Reorder values that match the rows of the last stage's output, [outputs], to [predictions b, s]."""
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
-        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions take views of it
+        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions take views of the result
 
     @property
     def _embedding(self) -> EmbeddingLayer:
-        """The embedding of a rank with rows; other ranks run no vocabulary passes."""
+        """This rank's shard of the embedding; must not be read on ranks without vocabulary rows."""
         assert self._layer_shards.embedding is not None
         return self._layer_shards.embedding
 
     @property
     def _output(self) -> OutputLayer:
-        """The output layer of a rank with rows; other ranks run no vocabulary passes."""
+        """This rank's shard of the output layer; must not be read on ranks without vocabulary rows."""
         assert self._layer_shards.output is not None
         return self._layer_shards.output
 
@@ -174,7 +178,9 @@ class ShardedVocabLayers:
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """Count a contribution to the gradient of a weight that is not frozen, and tell the model after the last."""
+        """Count a contribution to a weight's gradient, unless the weight is frozen; tell the model after the last
+        contribution.
+        """
         if weight not in self._contributions:
             return
         self._contributions[weight] -= 1

@@ -19,104 +19,109 @@ class Slot(Enum):
     """
 
     ACTIVATION = auto()
-    """A chunk's input [s, b, h], model dtype, keyed by the stage that reads it. Put by F of the previous stage, or by
-    the wait for its message; taken by F, or by the post that sends it.
+    """A chunk's input [s, b, h], model dtype, keyed by the stage that reads the input. Produced by F of the previous
+    stage or received in a message; consumed by F or sent in a message.
     """
     GRADIENT = auto()
-    """The gradient of a chunk's output [s, b, h], model dtype, keyed by the stage that reads it. Put by B of the next
-    stage, or by the wait for its message; taken by B, or by the post that sends it.
+    """The gradient of a chunk's output [s, b, h], model dtype, keyed by the stage that reads the gradient. Produced by
+    B of the next stage or received in a message; consumed by B or sent in a message.
     """
     CHUNK_GRAPH = auto()
-    """A chunk's input, which is a leaf of autograd's graph (None for a chunk that embeds its tokens), and its output,
-    where the graph ends; keyed by chunk. Put by F, taken by B.
+    """Both ends of a chunk's autograd graph, keyed by chunk: the leaf (None if the chunk embeds its tokens) and the
+    output. Produced by F or R; consumed by B or O.
     """
     OFFLOADED_GRAPH = auto()
-    """CHUNK_GRAPH of a chunk whose activations are in the host's memory. Put by O, taken by R."""
+    """The value of CHUNK_GRAPH while the chunk's activations are in host memory. Produced by O; consumed by R."""
     ON_HOST = auto()
-    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Put by the instruction that
-    posts the copy to the host, taken by the instruction that waits for the copy back.
+    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Produced when the copy to the host is posted;
+    consumed when the copy back has been awaited.
     """
     LEFT_FOR_W = auto()
-    """Marks a weight gradient that B left to W; keyed by chunk. The value is not a tensor, because the model keeps what
-    W needs. Put by B, taken by W.
+    """Marks a weight gradient that B left to W; keyed by chunk. The value is not a tensor, because the model itself
+    keeps the tensors that W needs. Produced by B; consumed by W.
     """
 
     TOKENS = auto()
-    """Token ids, int64 [b, e], on rank 0. Put by the load of the microbatch, taken by TOKENS."""
+    """Token ids, int64 [b, e], on rank 0. Produced when the microbatch is loaded; consumed by the collective TOKENS."""
     LABELS = auto()
-    """Labels, int64 [b, e]. Put by the load of the microbatch on rank p-1, taken by TOKENS. If another rank holds a
-    whole output layer, labels are keyed by the last stage, taken by the post that sends them there, put by the wait for
-    their message, and taken by F of the last stage.
+    """Labels, int64 [b, e]. Produced when the microbatch is loaded on rank p-1; consumed by the collective TOKENS. If
+    another rank holds an unsharded output layer, labels are keyed by the last stage, sent in a message from rank p-1 to
+    the rank of the last stage, and consumed by F of the last stage.
     """
 
     TOKEN_LOSS = auto()
-    """With whole vocabulary layers: the loss of every token, fp32 [b, s]. Put by F of the last stage, or by the wait
-    for the message; taken by the loss function, or by the post that sends it.
+    """With unsharded vocabulary layers: the loss of every token, fp32 [b, s]. Produced by F of the last stage or
+    received in a message; consumed by the loss function or sent in a message.
     """
     TOKEN_GRADIENT = auto()
-    """With whole vocabulary layers: the loss function's gradient with respect to token losses, fp32 [b, s]. Put by the
-    loss function, or by the wait for the message; taken by B of the last stage, or by the post that sends it.
+    """With unsharded vocabulary layers: the loss function's gradient with respect to token losses, fp32 [b, s].
+    Produced by the loss function or received in a message; consumed by B of the last stage or sent in a message.
     """
 
     ROW_EXCHANGE = auto()
-    """The owning rank of each of the microbatch's tokens (`RowExchange`). Put by TOKENS; taken by IF, EMBED and, unless
-    the embedding is frozen, by EMBED_GRAD and IB.
+    """The rank that owns the embedding row of each token (`RowExchange`). Produced by TOKENS; consumed by IF, EMBED
+    and, unless the embedding is frozen, EMBED_GRAD and IB.
     """
     TARGETS = auto()
-    """Label of every row of the last stage's output, int64 [outputs]. Put by TOKENS, taken by S."""
+    """Label of every row of the last stage's output, int64 [outputs]. Produced by TOKENS; consumed by S."""
     OWN_ROWS = auto()
-    """Embedding rows that this rank owns [r, h], model dtype. Put by IF, taken by EMBED."""
+    """Embedding rows that this rank owns [r, h], model dtype. Produced by IF; consumed by EMBED."""
     EMBEDDING = auto()
-    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Put by EMBED, taken by F of the first
-    stage.
+    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Produced by EMBED; consumed by F of the
+    first stage.
     """
     MTP_EMBEDDING = auto()
-    """Like EMBEDDING, for multi-token prediction on the last stage. Put by EMBED, taken by F of the last stage."""
+    """Embedding rows [b e, h] for multi-token prediction, model dtype, on the last stage. Produced by EMBED; consumed
+    by F of the last stage.
+    """
     MTP_LEAF = auto()
-    """MTP_EMBEDDING as a leaf of autograd's graph. Put by F of the last stage, taken by its B."""
+    """MTP_EMBEDDING as a leaf of the autograd graph. Produced by F of the last stage; consumed by B of the last stage.
+    """
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING [b e, h], model dtype. Put by B of the first stage, taken by EMBED_GRAD; absent if the
-    embedding is frozen.
+    """Gradient of EMBEDDING [b e, h], model dtype. Produced by B of the first stage, unless the embedding is frozen;
+    consumed by EMBED_GRAD.
     """
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Put by B of the last stage, taken by EMBED_GRAD; absent if the
-    embedding is frozen.
+    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Produced by B of the last stage, unless the embedding is frozen;
+    consumed by EMBED_GRAD.
     """
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS, one from each stage that uses the embeddings: [1 or 2, r, h], model dtype; none if the
-    embedding is frozen. Put by EMBED_GRAD, taken by IB.
+    """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h], model dtype; empty if the embedding
+    is frozen. Produced by EMBED_GRAD; consumed by IB.
     """
 
     LAST_OUTPUT = auto()
-    """This rank's rows of the last stage's output [outputs / sequence-parallel ranks, h], model dtype. Put by F of the
-    last stage, taken by C0.
+    """This rank's rows of the last stage's output [outputs / sequence-parallel ranks, h], model dtype. Produced by F of
+    the last stage; consumed by C0.
     """
     X = auto()
-    """The last stage's whole output [outputs, h], model dtype. Put by C0, taken by S."""
+    """The last stage's full output [outputs, h], model dtype. Produced by C0; consumed by S."""
     PENDING_OUTPUT = auto()
-    """The state that S leaves for C1 and T: E [outputs, V/p], X and statistics (`PendingOutput`). Put by S; taken by C1
-    and T.
+    """The state that S leaves for C1 and T: the matrices E [outputs, V/p] and X, and statistics (`PendingOutput`).
+    Produced by S; consumed by C1 and T.
     """
     UNSCALED_GRAD = auto()
-    """With vocab-2: this shard's part of dX / g before it is rescaled, [outputs, h], model dtype. Put by S, taken by
+    """With vocab-2: this shard's part of dX / g before rescaling, [outputs, h], model dtype. Produced by S; consumed by
     C1.
     """
     GRAD_PART = auto()
-    """With vocab-1: this shard's part of dX / g, [outputs, h], model dtype. Put by T, taken by C2."""
+    """With vocab-1: this shard's part of dX / g, [outputs, h], model dtype. Produced by T; consumed by C2."""
     STATISTICS = auto()
-    """Softmax statistics over the whole vocabulary, fp32 [outputs] each (`GlobalStatistics`). Put by C1; taken by T
-    and, on rank p-1, by the loss function."""
+    """Softmax statistics over the whole vocabulary, fp32 [outputs] each (`GlobalStatistics`). Produced by C1; consumed
+    by T and, on rank p-1, by the loss function.
+    """
     OUTPUT_GRAD = auto()
-    """dX / g on the last stage, this rank's rows [outputs / sequence-parallel ranks, h], model dtype. Put by C1
-    (vocab-2) or C2 (vocab-1), taken by B of the last stage.
+    """This rank's rows of dX / g on the last stage, [outputs / sequence-parallel ranks, h], model dtype. Produced by C1
+    (vocab-2) or C2 (vocab-1); consumed by B of the last stage.
     """
     OWN_LOSS_GRAD = auto()
-    """g as the loss function returned it, fp32 [outputs], on rank p-1. Put by the loss function, taken by the
+    """g as the loss function returned it, fp32 [outputs], on rank p-1. Produced by the loss function; consumed by the
     collective LOSS_GRAD.
     """
     LOSS_GRAD = auto()
-    """g on every rank, fp32 [outputs]. Put by the collective LOSS_GRAD; taken by T and by B of the last
-    stage."""
+    """g on every rank that uses it, fp32 [outputs]. Produced by the collective LOSS_GRAD; consumed by T and by B of the
+    last stage.
+    """
 
 
 HOLDS = {
@@ -125,14 +130,14 @@ HOLDS = {
     Slot.ON_HOST: Held.HOST_ACTIVATIONS,
     Slot.PENDING_OUTPUT: Held.LOGITS,
 }
-"""For each slot, the kind of memory in the schedule's ledger that a stored value occupies."""
+"""For each slot whose values count towards a memory peak: the kind of memory that a value occupies."""
 
 Key = tuple[Slot, int, int | None]
-"""The slot, the microbatch, and the stage or chunk for slots that are keyed by one."""
+"""The slot, the microbatch, and the stage or chunk (None if the slot is keyed by neither)."""
 
 
 class Occupancy:
-    """Counts values that come and go, and remembers the largest count."""
+    """Counts the values in the store, and remembers the largest count."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -149,7 +154,7 @@ class Occupancy:
 
 
 class Store:
-    """Values by slot and microbatch.
+    """Holds an iteration's values, keyed by slot and microbatch.
 
     No value may be overwritten or left behind, because a later microbatch or iteration would then use a wrong one.
     """
@@ -159,7 +164,7 @@ class Store:
         self.held = {held: Occupancy() for held in Held}
 
     def put(self, slot: Slot, microbatch: int, value: Any, *, at: int | None = None, uses: int = 1) -> None:
-        """Keep a new value until it has been taken `uses` times; `at` is its stage or chunk."""
+        """Store a new value until it has been taken `uses` times; `at` is the value's stage or chunk."""
         key = _key(slot, microbatch, at)
         assert key not in self._values, f"{_words(key)} is already in the store"
         if uses:
@@ -168,7 +173,7 @@ class Store:
                 self.held[HOLDS[slot]].enter()
 
     def take(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
-        """Return a value; its last use removes it."""
+        """Return a value, and remove it if this is the last use."""
         key = _key(slot, microbatch, at)
         assert key in self._values, f"{_words(key)} is not in the store: it was taken too early or too often"
         value, uses = self._values.pop(key)
@@ -185,7 +190,7 @@ class Store:
         )
 
     def assert_peaks(self, promised: Mapping[Held, int]) -> None:
-        """Check that the iteration's peaks equal the peaks of its program's passes; see `Program.peaks`."""
+        """Check that the iteration's peak counts equal the peaks of the program; see `Program.peaks`."""
         for held, peak in promised.items():
             found = self.held[held].peak
             assert found == peak, (

@@ -1,12 +1,12 @@
 """A second stream for the vocabulary collectives, with one interface for CUDA and CPU.
 
-`submit` runs a function after everything submitted before it and after the compute work issued so far. The `wait` of
-the returned event makes later compute work wait for the function. On CUDA, device events enforce both orderings, and
+`submit` runs a function after everything submitted before it and after the compute work issued so far. Calling `wait`
+on the returned event makes later compute work wait for the function. On CUDA, device events enforce both orderings, and
 the host continues without waiting. On CPU, the stream is a worker thread, so that gloo's blocking collectives run at
 the same time as the passes.
 
-A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function,
-and with it those buffers, alive until the compute stream waits for the event or the work is known to be finished.
+A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function
+and its buffers alive until the compute stream waits for the event or the work is known to be finished.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """An ordered queue of functions that runs next to the compute stream."""
+    """An ordered queue of functions that run concurrently with the compute stream."""
 
     def submit(self, function: Callable[[], None]) -> Event:
         """Queue `function`."""
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class CudaEvent:
-    """A device event, and the function whose buffers must stay allocated until the event."""
+    """A device event, and the function whose buffers must stay allocated until the device has passed the event."""
 
     def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
         self._event = event
@@ -64,7 +64,7 @@ class CudaEvent:
 
 
 class CudaMark:
-    """The compute stream's position when this mark was made, whatever the host has issued since."""
+    """The compute stream's position when this mark was made, regardless of what the host has issued since."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -111,7 +111,7 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # a host thread that waits for the event sleeps
             event.record(self._stream)
         return CudaEvent(event, function)
 
@@ -124,7 +124,7 @@ class ThreadEvent:
     """Completion of a function that the worker thread runs."""
 
     def __init__(self) -> None:
-        # A lock that is held until completion; a Future needs several objects and takes four times as long.
+        # This lock is held until completion. A Future would need several objects and take four times as long.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None
@@ -150,7 +150,8 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread. After an error, all later functions fail, too, because collectives may no longer match.
+    """One worker thread. After an error, all later functions fail as well, because the ranks' collectives may no longer
+    match.
 
     The thread is a daemon, because a process that fails must be able to exit while a collective still waits for its
     peers.
@@ -172,7 +173,7 @@ class ThreadStream:
 
     def _work(self) -> None:
         error: BaseException | None = None
-        torch.set_grad_enabled(False)  # this mode is per thread
+        torch.set_grad_enabled(False)  # the grad mode is per thread
         while True:
             function, event = self._queue.get()
             if error is None:
@@ -181,7 +182,7 @@ class ThreadStream:
                 except BaseException as caught:
                     error = caught
             event.settle(error)
-            del function, event  # else the buffers of the last collective would live until the next one
+            del function, event  # otherwise, the last function's buffers would stay alive until the next
 
 
 class FinishedEvent:
@@ -198,7 +199,7 @@ class FinishedEvent:
 
 
 class InlineStream:
-    """Runs functions immediately, for a rank without peers on CPU, where they never have to wait."""
+    """Runs functions immediately; for a rank without peers on CPU, where no function has to wait."""
 
     def submit(self, function: Callable[[], None]) -> FinishedEvent:
         """Run `function`."""
@@ -211,7 +212,7 @@ class InlineStream:
 
 
 def second_stream(device: torch.device, alone: bool = False) -> Stream:
-    """The second stream of `device`; `alone` means that no other rank takes part in the collectives."""
+    """Create a second stream on `device`; `alone` means that no other rank takes part in the collectives."""
     if device.type == "cuda":
         return CudaStream()
     return InlineStream() if alone else ThreadStream()

@@ -30,7 +30,7 @@ class _Axis:
 
 
 class PipelineTrace:
-    """Traces some training iterations of a job, and writes the rank's file after each of them.
+    """Traces some training iterations of a job, and writes the rank's trace file after each of these iterations.
 
     Args:
         folder: every rank writes `rank_<r>.json` there.
@@ -61,7 +61,7 @@ class PipelineTrace:
     def add(self, recorder: Recorder, schedule: Schedule) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
         first, now = self._first, self._now
-        assert first is not None and now is not None  # `begin` was called before
+        assert first is not None and now is not None  # `begin` has set these clocks
         axis = _Axis(now.offset, first.origin)
         trace = self._trace or RankTrace(
             run=str(first.wall),
@@ -84,7 +84,7 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Convert recorded spans for the trace, in order of start; collectives and copies get the time of their post.
+    """Convert recorded spans for the trace, sorted by start; add the time of the post to collectives and copies.
 
     Posts themselves take no time and are left out. `axis` converts a recorded moment to milliseconds.
     """

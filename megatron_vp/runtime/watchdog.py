@@ -1,8 +1,8 @@
-"""Ends a process that cannot continue, and prints one line that says where it was.
+"""Ends a process that cannot continue, and prints one line that says where the process was stuck.
 
 A rank that waits for a peer is inside the backend's code, where neither an exception nor a Python signal handler
-reaches it. A rank whose data loader hangs does not report it either. A second thread can detect both cases, because
-`Progress` holds all that it needs to know, and can end the process.
+reaches it. A rank whose data loader hangs does not report the hang either. A separate thread can detect both cases with
+the help of `Progress`, and can end the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum time for other ranks to answer: three times the longest interval at which they look for a roll call."""
+"""Minimum number of seconds for other ranks to answer: three times the longest interval at which they look for a roll
+call.
+"""
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank with all answers waits, so that its peers can get theirs."""
+"""Seconds that a rank stays alive after collecting all answers, so that its peers can collect them, too."""
 _TOLD_SECONDS = 2.0
-"""Seconds during which a process that has received such a signal may still ask its peers."""
+"""Seconds during which a process that has received a termination signal may still ask its peers."""
 
 
 class Watchdog:
@@ -60,9 +62,9 @@ class Watchdog:
         _Watching(self).start()
 
     def watch(self) -> None:
-        """Watch, and end the process even if watching fails.
+        """Watch the rank, and end the process if watching itself fails.
 
-        Without a watchdog, the process would obey neither limits nor signals.
+        Without a running watchdog, the process would obey neither time limits nor signals.
         """
         try:
             self._watch_until_the_end()
@@ -79,9 +81,8 @@ class Watchdog:
             if there != place:
                 place, since = there, now
             stood = now - since
-            if self._told is None and (
-                stood < limit or there[1] is None
-            ):  # outside a schedule, Megatron's limits apply
+            # Outside a schedule, Megatron's own time limits apply.
+            if self._told is None and (stood < limit or there[1] is None):
                 continue
             said, others = self._progress.sentence(), ""
             if self._told is None:
@@ -108,7 +109,7 @@ class Watchdog:
         return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep, but wake up at a signal to end; return how many more seconds this process may then continue."""
+        """Sleep, but wake up at a termination signal; return how many more seconds the process may continue."""
         if self._signals is None:
             time.sleep(seconds)
             return math.inf
@@ -119,7 +120,7 @@ class Watchdog:
 
 
 class _Watching(threading.Thread):
-    """The thread of a watchdog; the rest of the process finds the watchdog through it."""
+    """Thread that runs a watchdog; `others_of_a_lost_peer` finds the watchdog through this thread."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.watch, name="watchdog", daemon=True)
@@ -127,16 +128,16 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline if a connection breaks outside its schedule.
-
-    The text is empty without a watchdog.
+    """Name the ranks that hold up the pipeline, if a connection breaks outside a schedule. Without a watchdog, return
+    an empty text.
     """
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:
-    """Print `line`, and end this process and its children now, from any thread and whatever else fails.
+    """Print `line`, and end this process and its children immediately, even if an earlier step fails; callable from any
+    thread.
 
     Exit handlers and destructors do not run, because they would wait for peers that may be gone. The children are the
     processes of `multiprocessing`: data loader workers and checkpoint writers.
@@ -170,11 +171,11 @@ def _signals() -> _Signals | None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # These handlers also write to the pipe, in case another library replaces the wakeup fd.
     for number in ours:
-        signal.signal(
-            number, lambda number, _: _write(writer, number)
-        )  # in case another library replaces the wakeup fd
-    os.register_at_fork(after_in_child=lambda: _forget(ours))  # a child would write into its parent's pipe
+        signal.signal(number, lambda number, _: _write(writer, number))
+    # Without this call, a forked child would write into its parent's pipe.
+    os.register_at_fork(after_in_child=lambda: _forget(ours))
     return _Signals(reader, ours)
 
 

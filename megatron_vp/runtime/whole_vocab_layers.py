@@ -1,4 +1,4 @@
-"""Whole vocabulary layers: Megatron's own, inside the chunks of the first and the last stage."""
+"""Unsharded vocabulary layers, which are Megatron's own and belong to the chunks of the first and the last stage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_vp.schedule.placement import Placement
 class WholeVocabLayers:
     """Passes token losses from the last stage to the loss function, and their gradients back.
 
-    Rank p-1 reads the labels and runs the loss function. If it does not hold the last stage, messages carry labels,
-    losses and gradients between the stores of the two ranks.
+    Rank p-1 reads the labels and runs the loss function. If rank p-1 does not hold the last stage, messages carry
+    labels, losses and gradients between rank p-1 and the rank of the last stage.
     """
 
     def __init__(self, store: Store, model: Model, placement: Placement, rank: int) -> None:
@@ -29,11 +29,13 @@ class WholeVocabLayers:
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """No handlers: the chunks do everything."""
+        """There are no handlers, because F, B and W of the chunks include the vocabulary layers."""
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read the data for the chunks that hold the layers; labels for another rank's chunk are sent by message."""
+        """Read the data for the chunks that hold vocabulary layers; labels for another rank's chunk are sent by
+        message.
+        """
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:
@@ -46,18 +48,18 @@ class WholeVocabLayers:
         return None, None
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Do nothing: the gradient has gone into the embedding's weight."""
+        """Do nothing: the backward has already accumulated the gradient of the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
         """Return the labels from rank p-1; None on rank p-1 itself."""
         return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Keep the token losses, fp32 [b, s]."""
+        """Store the token losses, fp32 [b, s]."""
         self._store.put(Slot.TOKEN_LOSS, microbatch, output, at=self._last)
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return g, fp32 [b, s]."""
+        """Return g, the gradient with respect to the token losses, fp32 [b, s]."""
         return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
 
     def finish_last(self, microbatch: int) -> None:

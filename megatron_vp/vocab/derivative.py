@@ -3,14 +3,14 @@
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
 Here s = 1 + 2 zeta LSE, which is 1 without a z-loss, and t is the target's weight, which is 1 without label smoothing
-(`megatron_vp.vocab.loss`). S leaves the target's column of E zero, because c E - 1 would suffer from cancellation if
-the model is confident. Instead, e is computed from z in fp32.
+(`megatron_vp.vocab.loss`). S sets the target's entry of E to zero, because c E - 1 would suffer from cancellation if
+the model is confident. The target's entry e of D is computed from z in fp32 instead.
 
 With a softcap k on the logits, a and z are capped. The entries of E are multiplied by their slopes 1 - tanh(y / k)^2,
 and e is multiplied by the target's slope, 1 - (z / k)^2.
 
-Label smoothing subtracts one number u from every entry of D. That part has rank one, and the GEMMs over E compute it,
-too: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
+Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs over E
+can compute it as well: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
 
     E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
     E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the rounding error
@@ -26,23 +26,28 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SMOOTHING_ROWS = 2
-"""Rows that label smoothing adds to E and X': one for its part of D, and one for the rounding error of X'."""
+"""Number of rows that label smoothing adds to E and X': one for the smoothing term of D, and one for its rounding
+error.
+"""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Entry of the additional rows of E. It keeps u times a sum over tokens, and a sum of W's rows, within fp16's range."""
+"""Value of every entry in the additional rows of E. The value keeps both u times a sum over tokens and the sum of W's
+rows within the range of fp16.
+"""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """The numbers from which c and e follow. All vectors are [n], in fp32 (fp64 in an fp64 model), except `target_n`.
+    """The quantities from which c and e are computed. All vectors are [n], in fp32 (fp64 in an fp64 model), except
+    `target_n`.
 
-    largest_n: a, the shard's largest logit for every token.
-    target_n: int64, the target's column, -1 if it belongs to another shard.
+    largest_n: a, the shard's largest logit for each token.
+    target_n: int64, the target's column, -1 if the target belongs to another shard.
     target_logit_n: z, zero if the target belongs to another shard.
     total: A and L of the whole vocabulary.
     loss: the parameters of the token loss.
     vocab_size: padded size of the whole vocabulary.
-    softcap: k; 0 without one.
+    softcap: k; 0 without a softcap.
     """
 
     largest_n: torch.Tensor
@@ -80,6 +85,7 @@ class Derivative:
 
 def smallest_scale(dtype: torch.dtype) -> float:
     """Smallest c that can be applied to X instead of E: e / c must be in the range of E's dtype, and c g X in the range
-    of X's dtype. In fp16, the loss scale already uses the range of X, so rows with a target always apply c to E.
+    of X's dtype. In fp16, the loss scale already uses up the range of X, so c is always applied to E in rows with a
+    target.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

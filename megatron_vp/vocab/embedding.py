@@ -1,8 +1,8 @@
-"""Input embedding of one shard: passes IF and IB, and the exchange of owned rows between them and stage 0.
+"""Input embedding of one shard: passes IF and IB, and the exchange of owned rows between these passes and stage 0.
 
-Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows are sent. Each
-rank sends stage 0 only the rows that it owns, and gets back only their gradients. The traffic of a dense [n, h]
-reduction, by contrast, would grow with the number of ranks.
+Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows each rank sends.
+A rank sends stage 0 only the rows that it owns, and receives only the gradients of these rows. The traffic of a dense
+[n, h] reduction, by contrast, would grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megatron_vp.vocab.weights import main_grad
 
 
 class RowExchange:
-    """The owner of each position of a microbatch's flattened tokens [n].
+    """The rank that owns each position of a microbatch's flattened tokens [n].
 
-    With tensor parallelism, an exchange covers one of a replica's t pipelines: the positions owned by the shards of its
-    ranks, whose indices are pipeline rank x t + tensor rank.
+    With tensor parallelism, an exchange covers one of a replica's t pipelines: the positions owned by the shards of
+    that pipeline's ranks. The index of a shard is pipeline rank x t + tensor rank.
 
-    The object is created first and filled later by `plan`, which may run on another stream. Its buffers belong to the
-    stream that created it, and nothing in `plan` waits for the device.
+    The object is created first and filled later by `plan`, which may run on another stream. The buffers belong to the
+    stream on which the object was created, and nothing in `plan` waits for the device.
 
     Args:
         tokens_n: int64 token ids; they need not have arrived before `plan` runs.
         shards: the p x t shards of the vocabulary.
-        tensor_size, tensor_rank: t, and the index of this pipeline among the t.
+        tensor_size, tensor_rank: t, and the index of this pipeline among the t pipelines of a replica.
         counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None allocates a
-            new one.
+            new row.
     """
 
     def __init__(
@@ -53,16 +53,15 @@ class RowExchange:
         self._spans = _owner_spans(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
         """Positions sorted by owner, then by token id, then by position; positions that other pipelines own come last.
-        The first k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that it
-        sends. So each owner's rows are in ascending order.
+        The first k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that
+        stage 0 sends. Each owner's rows are therefore in ascending order.
         """
         self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owners, asynchronously on a GPU.
-
-        This is the only sort per microbatch, and its size never changes.
+        """Find the owner of each position, asynchronously on a GPU. This method does the only sort per microbatch, and
+        the number of sorted keys never changes.
         """
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
@@ -75,7 +74,7 @@ class RowExchange:
         Raises:
             UserError: a token id is outside the vocabulary, so that no shard owns it.
         """
-        if isinstance(self._counts, FakeTensor):  # tokens are unknown: assume equal shares of tokens and rows
+        if isinstance(self._counts, FakeTensor):  # token ids are unknown: assume tokens in proportion to rows
             shards = self.shards
             ends = [len(self.tokens_n) * shards.start(index) // shards.vocab_size for index in range(shards.count + 1)]
             owned = [end - start for start, end in pairwise(ends)]
@@ -96,7 +95,7 @@ class RowExchange:
         return self.tokens_n[self.order_n[first : first + self.counts[rank]]]
 
     def assemble(self, rows_kh: torch.Tensor, words_nh: torch.Tensor) -> None:
-        """Put rows sorted by owner [k, h] into token order, [n, h]; zero for words of another pipeline's shards."""
+        """Copy rows sorted by owner, [k, h], into token order, [n, h]; zero the rows of other pipelines' tokens."""
         if len(rows_kh) < len(words_nh):
             words_nh.zero_()
         words_nh.index_copy_(0, self.order_n[: len(rows_kh)], rows_kh)
@@ -109,18 +108,19 @@ class RowExchange:
 def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Allocate a buffer for the counts of several exchanges, int64 [microbatches, ranks + 2] on the host.
 
-    It is pinned if `device` is a GPU, so that `RowExchange.plan` does not wait for its copy. It is made once per
-    iteration, because allocating pinned memory may wait for the device.
+    The buffer is pinned if `device` is a GPU, so that `RowExchange.plan` does not wait for the copy to the host. One
+    buffer is allocated per iteration, because allocating pinned memory may wait for the device.
     """
     return torch.empty(microbatches, ranks + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Each owner's range of keys in `Operations.sort_by_owner_`, int64 [2, p + 2]: first key, and first key beyond it.
+    """Return each owner's range of keys in `Operations.sort_by_owner_`, int64 [2, p + 2]: the starts and the exclusive
+    ends.
 
-    The keys of a pipeline rank's words are their ids. Keys of other pipelines' tokens start at V, and keys of invalid
-    tokens at 2 V.
+    The key of a token that this pipeline owns is the token id. Keys of other pipelines' tokens start at V, and keys of
+    invalid tokens at 2 V.
     """
     size = shards.vocab_size
     own = range(tensor_rank, shards.count, tensor_size)
@@ -130,7 +130,7 @@ def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device
 
 
 class EmbeddingLayer(nn.Module):
-    """One shard of the word embedding: rows [V/p, h] of the weight, and the passes IF and IB over it."""
+    """One shard of the word embedding: rows [V/p, h] of the weight, and the passes IF and IB over these rows."""
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The seven operations of TOKENS, S, C1, T and IB besides GEMMs and collectives, in plain PyTorch.
+"""The seven operations in TOKENS, S, C1, T and IB that have Triton or cuBLAS versions for GPUs, in plain PyTorch.
 
-`operations_for` picks either these or the Triton kernels in `kernels`, by device and dtype. The versions here are used
-on CPUs and for fp64, and define the results of the kernels. Tests compare both with fp64.
+`operations_for` picks the plain or the GPU versions (`kernels`) by device and dtype. The plain versions are used on
+CPUs and for fp64, and define the results of the kernels. Tests compare both versions with fp64 results.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Operations(Protocol):
 
         Returns:
             The packed statistics [3, n]: a, l, and t z plus u times the row's sum. The target's column, int64 [n], -1
-            if it belongs to another shard; and z, capped, 0 in that case. Floats are in fp32, or in fp64 if the logits
-            are.
+            if the target belongs to another shard; and z, capped, which is then 0. Floats are in fp32, or in fp64 if
+            the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -74,11 +74,12 @@ class Operations(Protocol):
     def enter_targets_(
         self, exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
-        """Enter the targets into E, and move the other factors of D to X: returns X' with E'^T X' = D^T (g X).
+        """Enter the targets into E, and apply the other factors of D to X; return X' such that E'^T X' = D^T (g X).
 
-        Each row of X' is c g times the row of X, and the target's entry of E' is e / c; both are rounded once. If a
-        row's target is here and its c is less than `smallest_scale`, the row of E becomes c E, and the row of X' is
-        only g times the row of X. If label smoothing has added rows to E, X' gets as many.
+        Each row of X' is c g times the row of X, and the target's entry of E' is e / c; both are rounded once. If this
+        shard owns a row's target and the row's c is less than `smallest_scale`, the row of E becomes c E, and the row
+        of X' is only g times the row of X. If label smoothing has added rows to E, X' gets the same number of
+        additional rows.
         """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
@@ -87,9 +88,9 @@ class Operations(Protocol):
     def add_rows_(
         self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
     ) -> None:
-        """Compute matrix[row_i] += source_i for the rows that are not negative, with the same bits in every run.
+        """Compute matrix[row_i] += source_i for all row indices that are not negative, with the same bits in every run.
 
-        sorted_rows: whether `row_n` ascends.
+        sorted_rows: whether `row_n` is in ascending order.
         """
 
     def sort_by_owner_(
@@ -97,21 +98,24 @@ class Operations(Protocol):
     ) -> None:
         """Sort the positions of a microbatch stably by key, and count the positions of every owner.
 
-        The key of a position is its token id if a shard of this pipeline owns it, and V plus its id if another
-        pipeline's shard does. If the id is outside the vocabulary, the key is 2 V plus the nearest valid id.
+        The key of a position is the token id if a shard of this pipeline owns the token, and V plus the token id if
+        another pipeline's shard owns the token. If the id is outside the vocabulary, the key is 2 V plus the nearest
+        valid id.
 
         Args:
             order_n: int64 [n], the sorted positions.
             counts: int64 [p + 2], the number of positions of each pipeline rank, of other pipelines, and of invalid
                 tokens.
             tokens_n: int64 [n].
-            spans: int64 [2, p + 2], for each entry of `counts` the smallest key, and the smallest key beyond its own.
+            spans: int64 [2, p + 2], for each entry of `counts`, the start and the exclusive end of its range of keys.
             vocab_size: V.
         """
 
 
 class EagerOperations:
-    """Operations for any device and float dtype. They read the logits several times and may wait for the device."""
+    """Operations for any device and float dtype. These operations read the logits several times and may wait for the
+    device.
+    """
 
     def exponentiate_(
         self,
@@ -209,7 +213,7 @@ class EagerOperations:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
         rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
-        if matrix_vh.is_cuda:  # on a GPU, `index_add_` adds equal rows in any order; this sorts them
+        if matrix_vh.is_cuda:  # on a GPU, `index_add_` adds in any order; `index_put_` sorts first
             matrix_vh.index_put_((row_n[kept_n],), rows_kh, accumulate=True)
         else:
             matrix_vh.index_add_(0, row_n[kept_n], rows_kh)
@@ -218,7 +222,7 @@ class EagerOperations:
 
 
 class ShapeOperations:
-    """Operations on fake tensors: allocate the same tensors as the Triton kernels, and compute nothing."""
+    """Operations for fake tensors; they allocate the same tensors as the Triton kernels but compute nothing."""
 
     def exponentiate_(
         self,
@@ -255,7 +259,9 @@ class ShapeOperations:
 
 
 def operations_for(tensor: torch.Tensor) -> Operations:
-    """The Triton kernels for CUDA tensors in any dtype but fp64, if Triton is installed; otherwise eager operations."""
+    """Return shape-only operations for fake tensors, the Triton kernels for CUDA tensors of any dtype but fp64 (if
+    Triton is installed), and plain operations for all other tensors.
+    """
     if isinstance(tensor, FakeTensor):
         return _SHAPES
     fused = tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()

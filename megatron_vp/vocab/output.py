@@ -4,21 +4,23 @@
     T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X)
     dX  = g * sum over shards of D W     (the receiving stage applies the row factor g)
 
-vocab-1 forms D W in T, from D itself. vocab-2 forms E W in S, before the global statistics are known, and rescales its
-rows afterwards, so that one barrier is enough.
+vocab-1 computes D W in T, once the global statistics are known. vocab-2 computes E W in S, before the global statistics
+are known, and rescales the rows of E W afterwards, so that one barrier is enough.
 
-A z-loss multiplies each row's c by a factor. Label smoothing lowers the one-hot entry and subtracts one number u from
-every entry of D (`megatron_vp.vocab.loss`). That part has rank one, and the GEMMs compute it with two additional rows
-of E (`megatron_vp.vocab.derivative`). So it needs no additional pass over W, X or the gradient of W.
+A z-loss multiplies each row's c by a factor. Label smoothing lowers the one-hot entry and subtracts the same number u
+from every entry of D (`megatron_vp.vocab.loss`). This constant term has rank one, and the GEMMs compute it with two
+additional rows of E (`megatron_vp.vocab.derivative`). Label smoothing therefore needs no additional pass over W, X or
+the gradient of W.
 
 A softcap k turns a logit y into k tanh(y / k), which multiplies every entry of D by 1 - tanh(y / k)^2. E is stored with
-that factor, so that it needs no additional pass over the logits and no additional copy of them.
+this factor, so the softcap needs neither an additional pass over the logits nor a copy of them.
 
 D is never formed. T enters the targets' entries, divided by c, into E, so that one GEMM, E^T (c g X), gives all of D^T
-(g X). The row factors are applied to X, which is V/p / h times smaller than E (`megatron_vp.vocab.derivative`).
+(g X). The row factors c and g are applied to X, because X is smaller than E by a factor of (V/p) / h
+(`megatron_vp.vocab.derivative`).
 
-With a frozen weight (`requires_grad` is False), only dX is computed. T forms no weight gradient, X is freed after S,
-and E is freed as soon as E W is formed, which vocab-2 does in S.
+With a frozen weight (`requires_grad` is False), only dX is computed. T then forms no weight gradient, X is freed after
+S, and E is freed as soon as E W has been computed, which vocab-2 does in S.
 
 Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
 fp32. Between S and T, E is kept in the model's dtype.
@@ -41,10 +43,10 @@ from megatron_vp.vocab.weights import main_grad
 
 @dataclass
 class PendingOutput:
-    """The state that a shard keeps of a microbatch between S and T: E [n, V/p], X [n, h] and vectors [n].
+    """State that a shard keeps for a microbatch between S and T: the matrices E [n, V/p] and X [n, h], and vectors [n].
 
     With label smoothing, E has `SMOOTHING_ROWS` more rows. If the weight is frozen, X is empty, and E is empty once E W
-    is formed. T overwrites E.
+    has been computed. T overwrites E.
     """
 
     x_nh: torch.Tensor
@@ -56,7 +58,7 @@ class PendingOutput:
     vocab_size: int
     softcap: float = 0.0
     weight_sum_h: torch.Tensor | None = None
-    """With label smoothing, and once E W is formed: the sum of the shard's rows, times `SMOOTHING_ENTRY`."""
+    """The sum of the shard's rows times `SMOOTHING_ENTRY`; set with label smoothing, once E W has been computed."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
         """The factors that turn E into D, once the statistics of the whole vocabulary are known."""
@@ -66,9 +68,10 @@ class PendingOutput:
 
 
 class OutputLayer(nn.Module):
-    """One shard of the output layer: rows [V/p, h] of the weight, and the passes S and T over it.
+    """One shard of the output layer: rows [V/p, h] of the weight, and the passes S and T over these rows.
 
-    Gradients go straight into `weight.main_grad` (Megatron's accumulation buffer, any float dtype), outside autograd.
+    Gradients are added directly to `weight.main_grad` (Megatron's accumulation buffer, any float dtype), without
+    autograd.
 
     softcap: k if the model caps its logits to k tanh(logit / k), otherwise 0; must be 0 with label smoothing.
     """
@@ -82,7 +85,7 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor, loss: TokenLoss = CROSS_ENTROPY) -> PendingOutput:
-        """Pass S of either algorithm; vocab-2 adds `unscaled_input_gradient`.
+        """Run pass S of either algorithm; in vocab-2, `unscaled_input_gradient` completes the pass.
 
         Args:
             x_nh: output of the last stage, [n, h], in the model's dtype.
@@ -95,7 +98,7 @@ class OutputLayer(nn.Module):
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (
-            "label smoothing is not supported with a softcap, whose slopes give its part of D a rank above one"
+            "label smoothing is not supported with a softcap, whose slopes give the smoothing term a rank above one"
         )
         if loss.label_smoothing:
             exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
@@ -118,7 +121,7 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
-        """End pass S of vocab-2: compute E W, [n, h] in the model's dtype, before the global statistics are known."""
+        """Complete pass S of vocab-2: compute E W, [n, h] in the model's dtype, without the global statistics."""
         product_nh, tokens = pending.exp_nv @ self.weight, len(pending.target_n)
         if not self.weight.requires_grad:
             pending.exp_nv = pending.exp_nv.new_empty(0, len(self.weight))
@@ -131,7 +134,7 @@ class OutputLayer(nn.Module):
     def rescaled_input_gradient(
         self, unscaled_nh: torch.Tensor, pending: PendingOutput, total: GlobalStatistics
     ) -> torch.Tensor:
-        """Turn E W into this shard's part of dX / g, [n, h] in the model's dtype, in place, once C1 is complete."""
+        """Turn E W, [n, h], into this shard's part of dX / g, in place, once the global statistics are known."""
         if self.weight.shape[0]:
             derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
             smoothing = () if pending.weight_sum_h is None else (pending.weight_sum_h,)
@@ -149,8 +152,8 @@ class OutputLayer(nn.Module):
         Args:
             pending: the state that S left; T overwrites it.
             total: statistics of the whole vocabulary.
-            token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; it includes
-                mask, averaging and loss scale.
+            token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; g includes the
+                loss mask, the averaging and the loss scale.
             input_gradient: whether to return D W (vocab-1).
         """
         part_nh = None

@@ -1,4 +1,4 @@
-"""The work of TOKENS on any device: finds the owner of each position of a microbatch with PyTorch's sort."""
+"""Finds the owner of each position of a microbatch with PyTorch's sort, for the collective TOKENS on any device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def sort_by_owner_(
     word_n = tokens_n.clamp(0, vocab_size - 1)
     shard_n = (torch.bucketize(word_n, first, right=True) - 1).clamp_(0)
     owned_n = (word_n >= first[shard_n]) & (word_n < beyond[shard_n])
-    # 0, V or 2 V is added to the id.
+    # The key is the nearest valid id plus 0, V or 2 V.
     key_n = word_n + vocab_size * torch.where(word_n == tokens_n, 1 - owned_n.long(), 2)
     sorted_n, sorted_order_n = key_n.sort(stable=True)
     order_n.copy_(sorted_order_n)

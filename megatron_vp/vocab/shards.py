@@ -12,21 +12,21 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 
 @dataclass(frozen=True)
 class VocabShards:
-    """A vocabulary of `vocab_size` rows cut into `count` contiguous shards, `tensor` of them on each pipeline stage.
+    """A vocabulary of `vocab_size` rows split into `count` contiguous shards, `tensor` of them on each pipeline stage.
 
     `stage_rows` gives the number of rows of each pipeline rank, over all its tensor ranks; zero is possible. If
-    `stage_rows` is None, the cut is even: every shard holds an equal part of the rows, rounded up by `rows_per_shard`,
-    except the last ones, which are shorter or empty. The padded size is the same as in plain Megatron, because padding
-    rows take part in the softmax, and other padding would change the loss.
+    `stage_rows` is None, the vocabulary is split evenly: every shard holds an equal number of rows, rounded up by
+    `rows_per_shard`, except the last shards, which are shorter or empty. The padded size is the same as in plain
+    Megatron, because padding rows take part in the softmax, and different padding would change the loss.
 
     The tensor ranks of a stage always hold equally many rows. Megatron's distributed optimizer divides one long buffer
     among ranks, and adds up gradients over tensor ranks part by part, so each parameter must be at the same offset on
-    all tensor ranks. Stages may differ, because each has its own buffers, which it shares only with the same stage of
-    other replicas.
+    all tensor ranks. Different stages may hold different numbers of rows, because the buffers of a stage are shared
+    only with the same stage of other replicas.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
-            add up to the vocabulary.
+            add up to `vocab_size`.
     """
 
     vocab_size: int
@@ -55,12 +55,14 @@ class VocabShards:
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of a full shard of the even cut."""
+        """Number of rows of a full shard in an even split."""
         return rows_per_shard(self.vocab_size, self.count)
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that take part in the vocabulary passes; in the even cut, also ranks with empty shards."""
+        """Pipeline ranks that take part in the vocabulary passes; in an even split, this includes ranks with empty
+        shards.
+        """
         return tuple(stage for stage in range(self.stages) if self.stage_rows is None or self.stage_rows[stage])
 
     @property

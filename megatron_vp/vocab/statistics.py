@@ -3,8 +3,9 @@ section 4).
 
 A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of the term
 that the loss subtracts from the log-sum-exp (for cross entropy the target's logit, zero if the target belongs to
-another shard). They travel packed as one [3, n] tensor, and every rank folds them in the same order, so all ranks get
-the same bits. With tensor parallelism, the shards of each stage are folded first, and then the results of the stages.
+another shard). The three floats are sent as one packed [3, n] tensor, and every rank folds the statistics of the shards
+in the same order, so all ranks get the same bits. With tensor parallelism, the shards of each stage are folded first,
+and then the results of the stages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX, SUM, LINEAR = 0, 1, 2
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax over the whole vocabulary: the rows that `Operations.fold_` fills, [n], in `statistics_dtype`."""
+    """Softmax statistics over the vocabulary: the rows that `Operations.fold_` fills, [n], in `statistics_dtype`."""
 
     max_n: torch.Tensor
     """A, the largest logit."""
@@ -48,10 +49,10 @@ class GlobalStatistics:
         return self.linear_n == self.max_n
 
     def probability(self, logit_n: torch.Tensor) -> torch.Tensor:
-        """Softmax entry of one logit per token.
+        """Return the softmax probability of one logit per token.
 
-        This is not computed as exp(logit - LSE): a log-sum-exp of 10 has a rounding error of 5e-7, which would affect
-        the whole row of the softmax.
+        The probability is not computed as exp(logit - LSE): a log-sum-exp of 10 has a rounding error of 5e-7, which
+        would affect the whole row of the softmax.
         """
         return torch.exp(logit_n - self.max_n) / self.sum_n
 

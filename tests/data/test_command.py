@@ -48,7 +48,7 @@ def test_bad_input_is_a_user_error(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--vocab-size", 10**12), "a vocabulary of 1000000000000 is too large"),
+        (("--vocab-size", 10**12), "a vocabulary of 1000000000000 tokens is too large"),
         (("--vocab-size", 280, "--name", ""), "--name '' is not a plain file name"),
         (("--vocab-size", 280, "--name", ".."), "--name '..' is not a plain file name"),
         (("--vocab-size", 280, "--name", "n" * 300), "File name too long; free some space, or choose another"),

@@ -48,7 +48,7 @@ def test_json_lines(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ["a.jsonl:2", "0xff"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "b", "id": 1}', ["a.jsonl:2", "'text'", "body, id", "--json-key"]),
         ("a.jsonl", '{"text": 3}', ["a.jsonl:1", "'text'"]),
-        ("a.jsonl", '{"text": "a\\ud83d"}', ["a.jsonl:1", "\\ud83d is half of a surrogate pair"]),
+        ("a.jsonl", '{"text": "a\\ud83d"}', ["a.jsonl:1", "\\ud83d is an unpaired surrogate"]),
         ("a.jsonl", "[1]", ["a.jsonl:1", "list"]),
         ("a.jsonl", "\n{text", ["a.jsonl:2", "not a JSON object"]),
     ],

@@ -29,13 +29,13 @@ def test_every_slot_is_put_and_taken(verb):
     assert {*slots_of(verb), *received} == set(Slot)
 
 
-def test_every_slot_says_what_it_is_who_puts_it_and_who_takes_it():
+def test_every_slot_names_its_producers_and_consumers():
     enum = next(node for node in ast.parse(inspect.getsource(module)).body if getattr(node, "name", None) == "Slot")
     docs = dict(zip(enum.body[1::2], enum.body[2::2], strict=True))
     for member, doc in docs.items():
         assert isinstance(member, ast.Assign) and isinstance(doc, ast.Expr), ast.unparse(member)
         words = " ".join(doc.value.value.lower().split())
-        assert "put by" in words and "taken by" in words, ast.unparse(member)
+        assert "produced " in words and "consumed " in words, ast.unparse(member)
 
 
 def test_every_message_has_a_slot_of_its_own():

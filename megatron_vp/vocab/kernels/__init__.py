@@ -1,1 +1,1 @@
-"""Triton kernels of passes S, T and IB, for the devices that have Triton."""
+"""Triton kernels for the passes S, T and IB and the collectives TOKENS and C1, on devices that Triton supports."""

@@ -1,4 +1,4 @@
-"""The operations of `megatron_vp.vocab.operations` on a GPU: each reads data once, and none waits for the device."""
+"""GPU versions of the operations in `megatron_vp.vocab.operations`, which never wait for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 def adds_into_fp32(version: TorchVersion) -> bool:
     """Whether `addmm` of this PyTorch version can add a product of 16-bit factors to an fp32 matrix.
 
-    PyTorch 2.8 and 2.9 also have `out_dtype`, but refuse this combination.
+    PyTorch 2.8 and 2.9 also have `out_dtype`, but reject this combination of dtypes.
     """
     return version >= "2.10"
 

@@ -1,6 +1,6 @@
-"""Triton kernels that compute rows of D from E in one launch: T's work besides its GEMMs, and C1's work in vocab-2.
-
-Label smoothing adds a second launch, over `n / 32` partial sums of g X.
+"""Triton kernels that apply the factors c and e of D, in one launch each: for the weight gradient in T, and for the
+input gradient in T (vocab-1) or C1 (vocab-2). Label smoothing adds a second launch in T, over `n / 32` partial sums of
+g X.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import triton.language as tl
 from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative, smallest_scale
 
 BLOCK = 1024
-"""Elements of a row of E W that a program handles."""
+"""Number of elements of a row of E W that a program handles."""
 
 TILE = (4, 512)
-"""Tokens and elements of X that a program handles in T."""
+"""Number of tokens and number of elements per row of X that a program handles in T."""
 
 SUMMED_TILE = (32, 64)
-"""The tile if a program also sums over its tokens: more tokens per program give fewer partial sums."""
+"""The tile for programs that also sum over their tokens: more tokens per program give fewer partial sums."""
 
 CHUNK = 4096
-"""Elements of a row of E that a program handles in T, `BLOCK` at a time."""
+"""Number of elements of a row of E that a program handles in T, `BLOCK` at a time."""
 
 SUMS_TILE = (128, 32)
 """Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# Vectors with one number per token. They are rows of packed tensors, so their alignment depends on the number of
-# tokens.
+# Vectors with one number per token. These vectors are rows of packed tensors, so their alignment depends on the number
+# of tokens.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
 @triton.jit
 def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap):
-    """Compute the target's column, c and e of one or several tokens; e is zero without a target in this shard."""
+    """Compute the target's column, c and e for one or more tokens; e is zero if the shard does not own the target."""
     top, total = tl.load(total_largest + token), tl.load(total_sum + token)
     own = tl.load(target + token)
     slope = 1.0 + 2.0 * z_loss * (top + tl.log(total))
@@ -100,7 +100,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Scale a part of a row to c E and enter the target's entry, if c is too small to be applied to X."""
+    """Scale a part of a row of E by c and enter the target's entry, if c is too small to be applied to X."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -126,7 +126,8 @@ def _enter_targets(
     known = tl.minimum(token, tokens - 1)
     parts = tl.cdiv(hidden, BLOCK)
     if part < parts:
-        # Compute X' = c g X, with all loads ahead of their uses; then the target's entry in each row that has a target.
+        # Compute X' = c g X, with all loads before their uses, and then enter the target's entry in each row that has a
+        # target.
         lane = part * BLOCK + tl.arange(0, BLOCK)
         here = inside[:, None] & (lane < hidden)[None, :]
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
@@ -145,8 +146,8 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # A row becomes c E if its c is too small to be applied to X: in fp16 every row with a target here, otherwise
-        # hardly any row. Each program handles a part of the columns.
+        # A row of E is multiplied by c if c is too small to be applied to X: in fp16, every row whose target this shard
+        # owns; in other dtypes, hardly any row. Each program handles a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )
@@ -183,8 +184,8 @@ def enter_targets_(
 
     Args:
         exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`
-            more rows. In each row whose target is here, only the target's element is written, or the whole row if c is
-            too small to be applied to X.
+            more rows. If this shard owns a row's target, only the target's element of the row is written, or all
+            elements if c is too small to be applied to X.
         x_nh: [n, h] in the model's dtype, contiguous.
         token_loss_grad_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.

@@ -10,10 +10,12 @@ BLOCK = 1024
 """Elements of a row that a program handles at a time."""
 
 SEGMENT = 32
-"""Largest number of sorted rows that one program adds. Another program adds the partial sums, at most n / SEGMENT."""
+"""Largest number of sorted rows that one program adds. Another program adds the partial sums, of which there are at
+most about n / SEGMENT.
+"""
 
 
-@triton.jit(do_not_specialize=["count"])  # counts differ by microbatch and must not compile new kernels
+@triton.jit(do_not_specialize=["count"])  # a new count must not trigger compilation
 def _add_segments(
     matrix, row, order, source, partial, count, hidden,
     BLOCK: tl.constexpr, SEGMENT: tl.constexpr, IN_ORDER: tl.constexpr,
@@ -22,7 +24,7 @@ def _add_segments(
     own = tl.load(row + place)
     before = tl.load(row + place - 1, mask=place > 0, other=-1)
     first_of_segment = place % SEGMENT == 0
-    # One program adds the equal rows of a segment, in their order.
+    # One program adds the sources that have the same row index within a segment, in their order.
     if ((own != before) | first_of_segment) & (own >= 0):
         lane = part * BLOCK + tl.arange(0, BLOCK)
         inside = lane < hidden
@@ -52,7 +54,8 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # The program of the segment in which equal rows begin adds the partial sums of the following segments.
+    # If a row index occurs in several segments, the program of the first such segment adds all partial sums of the
+    # index.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -71,24 +74,23 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
 def add_rows_(
     matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
 ) -> None:
-    """Compute matrix[row_i] += source_i with sums in fp32, deterministically even if rows repeat.
-
-    Rows are sorted, then divided into segments. One program adds the equal rows of a segment; if equal rows are in
-    several segments, another program adds the partial sums. So even if all n rows are equal (padding, for example), no
-    program adds more than the rows of a segment or one partial sum per segment. No atomics are needed.
+    """Compute matrix[row_i] += source_i with sums in fp32, deterministically even if row indices repeat. Row indices
+    are sorted, then divided into segments. One program adds the sources of equal indices within a segment; if an index
+    occurs in several segments, another program adds the partial sums. So even if all n indices are equal (padding, for
+    example), no program adds more than the sources of a segment or one partial sum per segment. No atomics are needed.
 
     Args:
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
-        row_n: int64 [n]; a negative row is left out.
+        row_n: int64 [n]; negative indices are skipped.
         source_nh: [n, h] in any float dtype, contiguous.
-        sorted_rows: whether `row_n` ascends already. This saves the sort, whose launches and PyTorch kernels depend on
-            n.
+        sorted_rows: whether `row_n` is already in ascending order, which saves a sort whose launches and PyTorch
+            kernels depend on n.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
     if not count:
         return
-    # If rows are sorted already, their order is not read.
+    # If the row indices are already sorted, the kernel does not read `order`.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
     # Each segment has two partial sums: one that continues from the previous segment, and one that may continue into

@@ -1,9 +1,10 @@
 """Triton kernels for S after its GEMM (they compute statistics, targets and E) and for the fold of C1's statistics.
 
-A fast GPU moves the four bytes per logit in about the time in which it issues 20 instructions per logit, so both
-matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64 warps of a
-multiprocessor have a row in flight. For some widths, they load up to two fifths of a row's logits a second time, soon
-enough to find them in L1. `tests/vocab/data/kernel_counts.csv` holds the counts.
+A fast GPU moves the four bytes per logit in about the time that it needs to issue 20 instructions per logit, so both
+numbers matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64
+warps of a multiprocessor have a row in flight. For some widths, the kernels load up to two fifths of a row's logits a
+second time, while the logits are still in L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register
+counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ L2, for the exponentials and their sum.
 """
 
 LONG_ROW_BLOCK = 4096
-"""Logits of a longer row that a program handles at a time."""
+"""Number of logits that a program handles at a time in rows longer than `LARGEST_ROW`."""
 
 FULLY_OCCUPYING_ROW = 16384
 """The longest row whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
@@ -43,8 +44,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Launch:
     """How rows of one width are assigned to programs.
 
-    pieces, piece: a program handles its row as one to five pieces of `piece` logits. With 0 pieces, it reads the row
-        twice, `piece` logits at a time.
+    pieces, piece: a program handles its row as one to five pieces of `piece` logits. With 0 pieces, the program reads
+        the row twice, `piece` logits at a time.
     held: how many of the pieces stay in registers. The program reads the other pieces a second time, from L1.
     warps: number of warps per program.
     reverse: whether to start with the last token, whose logits the GEMM wrote last.
@@ -61,13 +62,13 @@ class Launch:
 
 
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
-    """Choose a launch; for rows of up to 16,384 columns, it allows 64 warps per multiprocessor.
+    """Choose the launch for rows of a given width; up to 16,384 columns, a multiprocessor can then run 64 warps.
 
     In a piece, every thread handles one vector. 32 registers hold two pieces in any dtype, and three in 16-bit dtypes.
 
-    The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16,
-    rows that would leave much of two or three pieces idle get half the warps and four or five pieces. These do not fit
-    in 32 registers, so pieces beyond the third are read again.
+    The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16, if
+    much of two or three pieces would be idle, the launch uses half the warps and four or five pieces. Four or five
+    pieces do not fit in 32 registers, so pieces beyond the third are read again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
@@ -81,7 +82,7 @@ def launch_for(columns: int, dtype: torch.dtype) -> Launch:
 
 
 def _warps(columns: int, pieces: int) -> int:
-    """The fewest warps, from 4 to 32, with which no thread has more than `pieces` vectors."""
+    """Return the smallest number of warps, from 4 to 32, with which no thread handles more than `pieces` vectors."""
     return min(max(triton.next_power_of_2(triton.cdiv(columns, pieces * 32 * VECTOR)), 4), 32)
 
 
@@ -96,7 +97,7 @@ def _load(row, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _comparable(logit, PIECES: tl.constexpr):
-    """Logits in the dtype in which their maximum is computed."""
+    """Return the logits in the dtype in which their maximum is computed."""
     if PIECES > 2 and logit.dtype == tl.float16:
         return logit
     else:
@@ -105,10 +106,9 @@ def _comparable(logit, PIECES: tl.constexpr):
 
 @triton.jit
 def _widened(logit, PIECES: tl.constexpr):
-    """Logits in fp32.
-
-    With more than two pieces, this avoids the conversion that `_comparable` makes: the compiler would convert only once
-    and keep the result, which takes twice the registers.
+    """Return the logits in fp32. With more than two pieces in bf16, this function shifts bits instead of converting as
+    `_comparable` does. The compiler would otherwise convert only once and keep the result, which takes twice the
+    registers.
     """
     if PIECES > 2 and logit.dtype == tl.bfloat16:
         return (logit.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -118,7 +118,7 @@ def _widened(logit, PIECES: tl.constexpr):
 
 @triton.jit
 def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
-    """Logits in fp32, zero beyond the row."""
+    """Return the logits in fp32, with zeros beyond the row's end."""
     wide = logit.to(tl.float32)
     if MASKED:
         return tl.where(lane < columns - start, wide, 0.0)
@@ -128,13 +128,15 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _capped(logit, softcap):
-    """softcap * tanh(logit / softcap), to within 1e-6; without a softcap, and beyond the row's end, the logit."""
+    """Return softcap * tanh(logit / softcap) to within 1e-6, or the logit itself without a softcap or beyond the row's
+    end.
+    """
     if softcap is None:
         return logit
     else:
         ratio = logit * (1.0 / softcap)
         square = ratio * ratio
-        # Near zero, the difference below would cancel.
+        # Near zero, the difference below would suffer from cancellation.
         near = ratio * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
         far = 1.0 - 2.0 / (tl.exp2(ratio * (2.0 * LOG2_E)) + 1.0)
         return tl.where(logit == -float("inf"), logit, softcap * tl.where(square < 0.0225, near, far))
@@ -142,7 +144,9 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _kept(exp, logit, softcap):
-    """The value to store for an exponential; with a softcap, it is multiplied by the slope at the capped logit."""
+    """Return the value to store for an exponential; with a softcap, the exponential times the slope at the capped
+    logit.
+    """
     if softcap is None:
         return exp
     else:
@@ -152,9 +156,11 @@ def _kept(exp, logit, softcap):
 
 @triton.jit
 def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Store exp(logit - largest), with a softcap times its slope, in the logits' place; return the fp32 exponential."""
-    # Not computed as fma(logit, log2 e, -largest log2 e): with logits near -1000, that product has a rounding error of
-    # 3e-5.
+    """Overwrite the logits with exp(logit - largest), times the softcap's slope if there is one; return the fp32
+    exponential.
+    """
+    # The exponent is not computed as fma(logit, log2 e, -largest log2 e): with logits near -1000, the product of
+    # `largest` and log2 e has a rounding error of 3e-5.
     wide = _capped(_widened(logit, PIECES), softcap)
     exp = tl.exp2((wide - largest) * LOG2_E)
     kept = _kept(exp, wide, softcap).to(logit.dtype)
@@ -175,23 +181,23 @@ def _exponentiate(
     if REVERSE:
         token = tokens - 1 - token
     columns = columns * UNIT
-    # V x n can exceed 2^31: the row's address is the only place where 32 bits are not enough.
+    # V x n can exceed 2^31, so the row's address needs 64 bits. All other numbers fit in 32 bits.
     row = logits + token.to(tl.int64) * stride * UNIT
     lane = tl.arange(0, PIECE)
     local = tl.load(labels + token) - first
-    # An id far outside the vocabulary becomes -1 before it is narrowed to 32 bits.
+    # An id far outside the vocabulary becomes -1 before the id is narrowed to 32 bits.
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
-        # 1. The row and its maximum. Pieces that are not held in registers are loaded first. All pieces but the last
-        # are full.
+        # 1. Load the row and compute its maximum, which is capped last because capping keeps the order of logits.
+        # Pieces that are not held in registers are loaded first. All pieces but the last are full.
         held = ()  # type: tuple
         for part in tl.static_range(2):
             for i in tl.static_range((1 - part) * HELD, part * HELD + (1 - part) * PIECES):
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
-                if i == HELD % PIECES:  # the first of all
+                if i == HELD % PIECES:  # the first piece to be loaded
                     compared = _comparable(logit, PIECES)
                 else:
                     compared = tl.maximum(compared, _comparable(logit, PIECES))
@@ -202,12 +208,13 @@ def _exponentiate(
                         added += _addend(logit, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
                 if i < HELD:
                     held = held + (logit,)  # noqa: RUF005  (Triton has no unpacking)
-        largest = _capped(tl.max(compared.to(tl.float32), 0), softcap)  # the cap keeps the order
+        largest = _capped(tl.max(compared.to(tl.float32), 0), softcap)
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
-        # 2. Exponentials are stored, and added up unrounded. By now, every thread must have read the target's logit.
+        # 2. Store the exponentials, and add them up before rounding. The barrier below makes sure that every thread has
+        # read the target's logit.
         if PIECES > HELD:
-            # This is loaded again below, because no register is free to keep it.
+            # The target's logit is loaded again below, because no register is free to keep it.
             tl.store(statistics + (3 * tokens + token), picked)
         tl.debug_barrier()
         for i in tl.static_range(PIECES):
@@ -215,7 +222,8 @@ def _exponentiate(
                 logit = held[i]
             else:
                 if i == HELD:
-                    # Without this, the compiler loads these pieces while registers still hold the others.
+                    # Without this barrier, the compiler would load these pieces while registers still hold the other
+                    # pieces.
                     tl.debug_barrier()
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
             exp = _replace(row, lane, i * PIECE, logit, largest, columns, softcap, PIECES, i == PIECES - 1 and not FULL)
@@ -225,7 +233,7 @@ def _exponentiate(
                 total_lane += exp
         total = tl.sum(total_lane, 0)
     else:
-        # A row that is read twice: every lane keeps its own maximum, and then its own sum.
+        # The row is read twice: every lane first keeps its own maximum, and then its own sum.
         largest_lane = tl.full((PIECE,), -float("inf"), tl.float32)
         added = tl.zeros((PIECE,), tl.float32)
         for start in range(0, columns, PIECE):
@@ -242,7 +250,7 @@ def _exponentiate(
             logit = _load(row, lane, start, columns, not FULL)
             total_lane += _replace(row, lane, start, logit, largest, columns, softcap, PIECES, not FULL)
         total = tl.sum(total_lane, 0)
-    # 3. The target's column is cleared after all stores, whichever thread wrote it.
+    # 3. Clear the target's column after all stores, because any thread may have written it.
     tl.debug_barrier()
     tl.store(row + own, 0.0, mask=own >= 0)
     if PIECES > HELD:
@@ -251,7 +259,7 @@ def _exponentiate(
     if SMOOTHED:
         linear += sum_of_logits * logit_weight
     tl.store(target + token, own.to(tl.int64))
-    # Four threads share one store. Four stores would take three times as many instructions.
+    # One store by four threads takes a third of the instructions of four separate stores.
     kind = tl.arange(0, 4)
     value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, picked))
     tl.store(statistics + (kind * tokens + token), value)
@@ -276,11 +284,11 @@ def exponentiate_(
         first: the token of column 0.
         target_weight: t, the weight of the target's logit in the loss.
         logit_weight: u, the weight of every logit in the loss; 0 with a softcap.
-        softcap: k, which caps logits to k tanh(logit / k); 0 for none.
+        softcap: k, which caps logits to k tanh(logit / k); 0 for no softcap.
 
     Returns:
         The statistics, fp32 [3, n]: a, l, and t z plus u times the sum of the row. The target's column, int64 [n], -1
-        if it belongs to another shard; and z, fp32 [n], 0 in that case.
+        if the target belongs to another shard; and z, fp32 [n], which is then 0.
     """
     launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
     return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
@@ -295,7 +303,7 @@ def launch_exponentiate(
     logit_weight: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`exponentiate_` with a given launch, which must suit the width."""
+    """Run `exponentiate_` with a given launch, whose pieces must match the row width."""
     (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
     assert logits_nv.stride(1) == 1 and columns
     assert not launch.pieces or (launch.pieces - 1) * launch.piece < columns <= launch.pieces * launch.piece
@@ -306,7 +314,7 @@ def launch_exponentiate(
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
     held = min(launch.held, launch.pieces)
     if softcap:
-        pass  # tanh may take all the registers it needs
+        pass  # tanh may use as many registers as it needs
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
@@ -332,7 +340,7 @@ def launch_exponentiate(
 def _is_full(launch: Launch, columns: int) -> bool:
     """Whether the last piece needs no mask.
 
-    Three pieces keep the mask: without it, Triton 3.9 spills registers at compute capability 10.0.
+    With three pieces, the mask is kept, because without a mask, Triton 3.9 spills registers at compute capability 10.0.
     """
     return columns % launch.piece == 0 and launch.pieces != 3
 
@@ -343,7 +351,7 @@ def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
         return False
     if launch.warps > 4 or launch.pieces <= launch.held or logits_nv.device.type == "cpu":
         return True
-    # With four warps that read pieces again, Triton 3.9 needs one more register at compute capability 10.0.
+    # If programs of four warps read pieces again, Triton 3.9 needs one more register at compute capability 10.0.
     return triton.runtime.driver.active.get_current_target().arch < 100
 
 

@@ -1,10 +1,9 @@
-"""The work of TOKENS: finds the owner of each position of a microbatch, in one launch (Triton).
-
-A position's place in the sorted order is the number of positions that come before it. Each program counts these for a
-few positions. That takes n^2 comparisons, but neither a sort of many launches nor atomics. Judging by the instructions
-of the compiled kernel, the comparisons would take a whole H100 5 us for 4,096 tokens and 80 us for `MOST_TOKENS`, less
-than a thousandth of the time of such a microbatch's passes. The kernel has not yet been run on a GPU. PyTorch's sort
-handles more tokens.
+"""Triton kernel for the collective TOKENS: finds the owner of each position of a microbatch in one launch. A position's
+place in the sorted order is the number of positions that come before it. Each program computes the places of a few
+positions. The kernel makes n^2 comparisons, but needs neither a sort with many launches nor atomics. According to the
+instruction count of the compiled kernel, the comparisons would take 5 us on all multiprocessors of an H100 for 4,096
+tokens, and 80 us for `MOST_TOKENS` tokens. The passes of a microbatch of either size take more than a thousand times as
+long. The kernel has not yet been run on a GPU. PyTorch's sort handles larger microbatches.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ QUERIES = 16
 """Number of positions or of owners whose counts a program computes."""
 
 CHUNK = 512
-"""Number of positions that a program compares with its own at a time."""
+"""Number of positions that a program compares with its own positions at a time."""
 
 _LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _key(tokens, position, count, spans, owners, steps, vocab_size):
-    """The sort key of positions: the token id if a shard of this pipeline owns it, larger for all others.
-
-    The owner's shard is the last one that starts at or before the token. If another pipeline's shard owns the token,
-    that last shard is empty or ends before it.
+    """Return the sort key of positions: the token id if a shard of this pipeline owns the token, and a larger number
+    otherwise. The search finds this pipeline's last shard that starts at or before the token. If another pipeline's
+    shard owns the token, the shard found is empty or ends before the token.
     """
     inside, shards = position < count, owners - 2
     token = tl.load(tokens + position, mask=inside, other=0)
@@ -56,7 +54,7 @@ def _sort_by_owner(
     lane = tl.arange(0, CHUNK)
     found = tl.zeros((QUERIES, CHUNK), tl.int32)
     if block < blocks:
-        # Count the keys that sort before each of these: smaller ones in all chunks, and equal ones in earlier chunks.
+        # Count the keys that sort before each own key: smaller keys in all chunks, and equal keys in earlier chunks.
         own = block * QUERIES + tl.arange(0, QUERIES)
         key = _key(tokens, own, count, spans, owners, steps, vocab_size)
         first = block * QUERIES // CHUNK * CHUNK
@@ -88,7 +86,7 @@ def sort_by_owner_(
         order_n: int64 [n]. Overwritten.
         counts: int64 [p + 2], contiguous. Overwritten.
         tokens_n: int64 [n], contiguous, n at most `MOST_TOKENS`.
-        spans: int64 [2, p + 2], contiguous: for every owner the smallest key, and the smallest key beyond its own.
+        spans: int64 [2, p + 2], contiguous: for every owner, the start and the exclusive end of its range of keys.
         vocab_size: V, below 2^31 / 3.
     """
     count, owners = len(tokens_n), len(counts)
@@ -104,5 +102,5 @@ def sort_by_owner_(
 
 
 def takes(tokens_n: torch.Tensor, vocab_size: int) -> bool:
-    """Whether the kernel supports this many tokens and words."""
+    """Whether the kernel supports this number of tokens and this vocabulary size."""
     return len(tokens_n) <= MOST_TOKENS and 3 * vocab_size < 2**31
