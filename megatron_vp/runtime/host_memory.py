@@ -85,10 +85,6 @@ class HostMemory:
         """Set how many slots of each chunk the next iteration fills at once; see `slots_by_chunk`."""
         self._needed = slots
 
-    def knows(self, chunk: int) -> bool:
-        """Whether the size of the chunk's slots is known."""
-        return chunk in self._sizes
-
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
         """Get a free slot for parts of the given sizes, in bytes. Raises UserError if host memory cannot be pinned."""
         if chunk not in self._sizes:

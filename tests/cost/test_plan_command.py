@@ -291,9 +291,10 @@ def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, t
 def test_tied_embeddings_need_a_split_in_a_v(small):
     small.write_text(SMALL.replace("  untie_embeddings_and_output_weights: true\n", ""))
     table = run("plan", small).stdout
-    assert "not possible: v-half, plain: tied embeddings would belong to both chunks" in table
+    assert "not possible: v-half, plain: both chunks of the first rank would hold the tied weight" in table
     assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
-    assert "both chunks of the first rank" in str(run("simulate", small, "--pipeline-schedule", "v-half").exception)
+    refused = run("simulate", small, "--pipeline-schedule", "v-half").exception
+    assert "add --vocab-parallel or --untie" in str(refused)
     assert not run("simulate", small, "--pipeline-schedule", "v-half", "--vocab-parallel").exception
 
 

@@ -21,8 +21,7 @@ from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.sizes.layer_types import model_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.errors import UserError
-from megatron_vp.schedule import StageCosts, VocabMethod, family
+from megatron_vp.schedule import StageCosts, VocabMethod
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
@@ -85,11 +84,10 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     After its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before
     its first forward and after its last backward: see the limits in `schedule.reorder`.
     """
+    plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
     memory = memory_model(job, plan, single, hardware)
-    if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
-        raise UserError("tied embeddings would belong to both chunks of the first rank")
     split, sharded = single.split_backward, plan.vocab.is_sharded
     whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))
     before, behind = ([0.0, *accumulate(times)] for times in (costs.F, whole))

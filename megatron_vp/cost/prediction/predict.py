@@ -10,10 +10,9 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
 from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs, stage_times
 from megatron_vp.cost.sizes.flops import model_flops
-from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
+from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
-from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     PassCosts,
     Schedule,
@@ -21,8 +20,6 @@ from megatron_vp.schedule import (
     Simulator,
     StageCosts,
     Timeline,
-    VocabMethod,
-    family,
 )
 
 
@@ -128,20 +125,9 @@ def make_simulator(
     """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); jobs with nearly equal costs
     share it.
 
-    `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses, such as whole vocabulary
-    layers that share one weight on both chunks of a rank.
+    `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """
-    if job.model.tied and plan.vocab is VocabMethod.NONE and not family(plan.schedule).ends_on_last_rank:
-        raise UserError(
-            "tied embeddings would belong to both chunks of the first rank; add --vocab-parallel or "
-            "--untie-embeddings-and-output-weights"
-        )
-    if plan.offload_chunks and job.recompute is Recompute.FULL:
-        raise UserError(
-            f"--offload-chunks {plan.offload_chunks} cannot be combined with --recompute-granularity full, which "
-            "leaves almost nothing to copy: leave out one of the two"
-        )
-    plan.shard_rows(job)  # refuses rows that do not add up to the vocabulary
+    plan.check(job)
     costs = order_costs(job, plan, hardware, constants)
     request = plan.request(job, costs=costs, further_orders=further_orders)
     return _simulator(request, bool(plan.offload_chunks) and has_one_queue(job, hardware))

@@ -409,6 +409,20 @@ class Plan:
             offload_chunks=self.offload_chunks,
         )
 
+    def check(self, job: Job) -> None:
+        """Raise UserError if training would refuse this plan for `job`."""
+        if job.model.tied and self.vocab is VocabMethod.NONE and not family(self.schedule).ends_on_last_rank:
+            raise UserError(
+                "both chunks of the first rank would hold the tied weight; add --vocab-parallel or "
+                "--untie-embeddings-and-output-weights"
+            )
+        if self.offload_chunks and job.recompute is Recompute.FULL:
+            raise UserError(
+                f"--offload-chunks {self.offload_chunks} cannot be combined with --recompute-granularity full, which "
+                "leaves almost nothing to copy: leave out one of the two"
+            )
+        self.shard_rows(job)
+
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
