@@ -1,4 +1,4 @@
-"""Runs the command `megatron-vp` as `python -m megatron_vp`."""
+"""Lets `python -m megatron_vp` run the command `megatron-vp`."""
 
 from megatron_vp.cli.app import main
 

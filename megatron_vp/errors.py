@@ -1,6 +1,6 @@
 """Exceptions that users see as a single line, and functions that print such lines.
 
-Users see one line for `UserError`, for `PeerLost`, and for file system errors at paths that they gave. Any other
+Users see one line for `UserError`, for `PeerLost`, and for file system errors on user-supplied paths. Any other
 exception is a bug in this project and keeps its traceback.
 """
 
@@ -26,8 +26,8 @@ _STORAGE_FAILS = {
 class UserError(ValueError):
     """Raised for input that cannot work. The message says what was given, why it cannot work, and what to do.
 
-    Every command turns it into a single line on standard error and exit status 2. A training job prints the line once,
-    and all ranks exit with that status.
+    Every command turns this error into a single line on standard error and exit status 2. A training job prints the
+    line once, and all ranks exit with status 2.
     """
 
 
@@ -49,8 +49,8 @@ class Reasons:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Record a UserError that is raised inside the block, and continue. Any other exception propagates, unless a
-        reason was recorded before: the exception may then be a consequence of that reason.
+        """Record a UserError that is raised inside the block, and continue. Any other exception propagates unless a
+        reason has already been recorded, because the exception may be a consequence of that reason.
         """
         try:
             yield
@@ -77,7 +77,7 @@ class PeerLost(RuntimeError):
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """Describe a storage error and its file; None for any other error."""
+    """Return a description of a storage error and its file, or None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
         return None
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
@@ -85,7 +85,7 @@ def storage_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def one_line_for_paths() -> Iterator[None]:
-    """Turn storage errors inside the block into a UserError. Use it where the paths come from the user."""
+    """Turn storage errors inside the block into a UserError; for blocks that open user-supplied paths."""
     try:
         yield
     except OSError as error:
@@ -104,14 +104,14 @@ def printable(text: str, most: int = _LONGEST) -> str:
 
 def say(line: str) -> None:
     """Print a line on standard error if possible. A full disk or a closed pipe is ignored."""
-    # If standard error was closed when Python started, it is None, and `print` would write to standard output.
+    # If standard error was closed when Python started, `sys.stderr` is None; `print` would use standard output.
     if sys.stderr is not None:
         with suppress(Exception):
             print(line, file=sys.stderr, flush=True)
 
 
 def at_last(speak: Callable[[], None]) -> bool:
-    """Call `speak` just before the process exits; return whether all output was written within a few seconds.
+    """Call `speak` right before the process exits, and flush standard output and error; return whether both succeeded.
 
     `speak` runs in a thread, which is abandoned after a few seconds because a pipe that is not being read blocks its
     writer.
@@ -138,6 +138,6 @@ def _flush(stream: TextIO | None) -> bool:
     try:
         if stream is not None:
             stream.flush()
-    except Exception:  # closed, or its disk is full
+    except Exception:  # the stream is closed, or its disk is full
         return False
     return True

@@ -27,7 +27,7 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
     without a writer.
     """
     try:
-        # Opening a pipe would wait for a writer who may never come.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer, perhaps forever.
         descriptor = os.open(Path(path), os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -53,10 +53,10 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a new binary file that replaces `path` when the block ends; if the block raises, the new file is removed.
 
-    Until then the file has a random name in the same folder. It is created exclusively, so that other users who can
-    write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces, limited by
-    `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the file cannot be
-    written.
+    Until then, the new file has a random name in the folder of `path`. The new file is created exclusively, so that
+    other users who can write to the folder cannot redirect it with a link. The new file gets the permissions of the
+    file that it replaces, limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises
+    OSError if the file cannot be written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
@@ -84,9 +84,9 @@ def _mode(path: Path) -> int:
 def removed_when_told_to_end(folder: Path) -> Iterator[None]:
     """Remove `folder` if SIGTERM or SIGHUP ends the process inside this block, for example at a job's time limit.
 
-    A thread removes it, because Python runs signal handlers only after the main thread has returned from compiled code.
-    Signals that are ignored or already have a handler keep their behaviour. Outside the main thread, this has no
-    effect.
+    A thread removes the folder, because Python runs signal handlers only after the main thread has returned from
+    compiled code. Signals that are ignored or already have a handler keep their behaviour. Outside the main thread,
+    this context manager has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -118,9 +118,9 @@ def removed_when_told_to_end(folder: Path) -> Iterator[None]:
 
 
 def write_report(path: Path, text: str, what: str) -> None:
-    """Write a file that the run can do without; if that fails, print one line on standard error and continue.
+    """Write a file that is not essential for the run: if writing fails, print one line and continue.
 
-    The file appears complete or not at all. The same line is printed only once.
+    The file is written completely or not at all. The same line is printed only once, on standard error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +132,6 @@ def write_report(path: Path, text: str, what: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error the first time it is given, after the rank if there is one; ignore failures."""
+    """Print a line on standard error, but only once per process, with the rank as prefix if known; ignore failures."""
     rank = os.environ.get("RANK")
     say(line if rank is None else f"rank {rank}: {line}")

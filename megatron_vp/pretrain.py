@@ -1,4 +1,4 @@
-"""Runs the training script pretrain_gpt_vp.py as `torchrun -m megatron_vp.pretrain`, without the repository."""
+"""Lets `torchrun -m megatron_vp.pretrain` run the training script pretrain_gpt_vp.py without the repository."""
 
 import runpy
 

@@ -7,29 +7,29 @@ from collections.abc import Sequence
 from megatron_vp.errors import UserError
 
 UNIT = 64
-"""The number of rows of a shard is a multiple of this: a token's logits then fill a multiple of 128 bytes in 16-bit
+"""The number of rows of a shard is a multiple of UNIT. A token's logits then fill a multiple of 128 bytes in 16-bit
 dtypes, and start at an aligned address for any number of ranks. Vector loads and the fast GEMM kernels need an
 alignment of at least 16 bytes.
 """
 
 SMALL_UNIT = 8
 """Replaces UNIT for shards of fewer than `SMALL_SHARD` rows, because multiples of 64 would make ranks noticeably
-uneven. It gives an alignment of 16 bytes.
+uneven. Multiples of 8 rows give an alignment of 16 bytes.
 """
 
 SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Rows of a full shard if `vocab_size` rows are cut into `count` shards; the last may be shorter or empty."""
+    """Rows of a full shard when `vocab_size` rows are cut into `count` shards; the last shards may have fewer."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Raise UserError unless `rows`, one number per pipeline rank, adds up to `vocab_size`, and the `tensor` ranks of a
-    stage can share each number equally.
+    """Raise UserError unless `rows`, one number per pipeline rank, adds up to `vocab_size`, and each number is a
+    multiple of `tensor`, the number of tensor ranks in a stage.
     """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:
@@ -40,7 +40,7 @@ def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: i
     if min(rows) < 0:
         raise UserError(f"{said} has a negative number of rows: give 0 for a rank without rows")
     if not any(rows):
-        raise UserError(f"{said} gives no rank any rows: distribute all {vocab_size} rows of the vocabulary")
+        raise UserError(f"{said} assigns no rows to any rank: distribute all {vocab_size} rows of the vocabulary")
     if any(each % tensor for each in rows):
         raise UserError(
             f"{said} cannot be divided equally among the {tensor} tensor ranks of a stage: give multiples of {tensor}"

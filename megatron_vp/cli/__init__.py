@@ -1,1 +1,1 @@
-"""The `megatron-vp` command: one file per subcommand, each importing what it needs only when it runs."""
+"""The `megatron-vp` command: one file per subcommand. Each subcommand imports its dependencies only when it runs."""

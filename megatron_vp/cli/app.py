@@ -69,8 +69,8 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process.
 
-    A function that a command returns is called after typer has returned. Bad input prints a one-line error and exits
-    with status 2. Only a bug shows a traceback.
+    If a command returns a function, `main` calls this function after typer has returned. Bad input prints a one-line
+    error and exits with status 2. Only a bug shows a traceback.
     """
     try:
         with checked_output():

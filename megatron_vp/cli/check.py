@@ -39,17 +39,19 @@ def check(
         str | None,
         typer.Option(
             "--script",
-            help="Check a job of `megatron-vp run SCRIPT`; options that are unknown here are left to the script.",
+            help="Check a job of `megatron-vp run SCRIPT`. Options that only SCRIPT knows are not checked.",
         ),
     ] = None,
     output: Annotated[
         Literal["text", "json"],
         typer.Option(
-            "--format", help="json lists the Megatron flags that the run would add and the library that runs each part."
+            "--format",
+            help="json lists the Megatron flags that the plug-in would add, and the library that would compute the "
+            "layers, norms, softmax, gradient accumulation and optimizer step.",
         ),
     ] = "text",
 ) -> None:
-    """Run the checks with which a training job starts, without starting it.
+    """Run the checks that a training job makes at startup, without starting the job.
 
     All other arguments are the job's training arguments. The command checks them, and reads the tokenizer, the dataset
     indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this machine: its GPUs, its
@@ -78,5 +80,5 @@ def check(
 
         lines = [*describe_run(checked, ranks), *preflight.describe_start(checked)]
         if script is not None and (own := preflight.own_options(words)):
-            lines.append(f"left to {script}: {', '.join(map(option_of, own))}")
+            lines.append(f"options not checked, because only {script} knows them: {', '.join(map(option_of, own))}")
         typer.echo(f"ok: {'\n'.join(lines)}")

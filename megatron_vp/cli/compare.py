@@ -22,7 +22,7 @@ class Format(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("report", short_help="Compare a plain with a vocabulary-parallel run.")(report)
+    app.command("report", short_help="Compare a plain and a vocabulary-parallel run.")(report)
 
 
 def report(
@@ -33,7 +33,7 @@ def report(
     logs: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
-            "--logs", metavar="PLAIN_LOG VP_LOG", help="Logs of the two runs, if they are not in these folders."
+            "--logs", metavar="PLAIN_LOG VP_LOG", help="Logs of the two runs, if not in the folders PLAIN and VP."
         ),
     ] = None,
     asked: Annotated[Format | None, typer.Option("--format", help="Output format; png needs -o FILE.")] = None,
@@ -43,8 +43,8 @@ def report(
 
     Shows how long each pipeline rank computed and waited, its memory, both loss curves and their largest difference.
 
-    Start both runs with --rank-report DIR, each with its own DIR, and save the run's log there as the only *.log, *.out
-    or *.txt file that contains losses. If the logs are elsewhere, name both files with --logs.
+    Start each run with --rank-report DIR and a separate folder DIR. Save the run's log in this folder, as its only
+    *.log, *.out or *.txt file that contains losses, or name both logs with --logs.
 
     \b
     megatron-vp report plain/ vocab-2/

@@ -81,8 +81,8 @@ def data(
     if "--split" in flags:
         say(
             f"{prepared.documents} documents are too few for Megatron's default --split {MEGATRONS_SPLIT}, which would "
-            "leave a part empty: train with the --split below"
+            "leave the training, validation or test set empty: train with the --split below"
         )
     counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
-    typer.echo(f"{counts}. Train on them with:")
+    typer.echo(f"{counts}. Train on this dataset with:")
     typer.echo("  " + shlex.join(flags))

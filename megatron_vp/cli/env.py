@@ -1,4 +1,4 @@
-"""`megatron-vp env`: list the software that a run would use here, and the effect of each missing part."""
+"""`megatron-vp env`: list the software that a run would use here, and the effect of each missing component."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def register(app: typer.Typer) -> None:
 
 
 def env() -> None:
-    """List the software that a run would use on this machine, and the effect of each missing part.
+    """List the software that a run would use on this machine, and the effect of each missing component.
 
-    Run it where the job will run: under srun or in an interactive allocation, not on a login node.
+    Run this command where the job will run: under srun or in an interactive allocation, not on a login node.
     """
     from rich.console import Console
     from rich.markup import escape

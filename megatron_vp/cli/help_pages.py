@@ -17,7 +17,7 @@ SECTIONS = {
 
 
 class Sections(TyperGroup):
-    """Lists its commands under the headings of SECTIONS."""
+    """Command group whose help lists the commands under the headings of SECTIONS."""
 
     def format_commands(self, ctx, formatter) -> None:  # type: ignore[no-untyped-def]
         """Write one section per heading."""
@@ -28,7 +28,7 @@ class Sections(TyperGroup):
 
 
 def add_examples(app: typer.Typer, prefix: str = "") -> None:
-    """Add the example that scripts/examples.py recorded to the help of every command of `app` and of its groups."""
+    """Append the output recorded by scripts/examples.py to the help of every command in `app` and its groups."""
     for command in app.registered_commands:
         text = files("megatron_vp.cli").joinpath("examples", f"{prefix}{command.name}.txt").read_text(encoding="utf-8")
         command.epilog = f"Example:\n\n\b\n{text}"

@@ -1,4 +1,4 @@
-"""Parameters of commands that take a job: files and flags as in training, the first file without `--config`."""
+"""Parameters of commands that take a job: configuration files (the first without `--config`) and training flags."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 from megatron_vp.jobs.command_line import name_of
 
 TAKES_A_JOB = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings for a command that takes a job: options that the command does not define are the job's."""
+"""Typer settings for a command that takes a job: options that the command does not define become training flags."""
 
 JobArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [FLAGS]",
-        help="The job, as in training: a configuration file such as configs/llama3_8b.yaml, or the name of one that "
-        "comes with megatron_vp (llama3_8b), followed by training flags.",
+        help="The job, as in training: a configuration file such as configs/llama3_8b.yaml, or the name of a "
+        "configuration that comes with megatron_vp (llama3_8b), followed by training flags.",
     ),
 ]
 ConfigOption = Annotated[
@@ -27,6 +27,6 @@ ConfigOption = Annotated[
 
 
 def options_of(context: typer.Context) -> list[str]:
-    """Names, with underscores, of the options that the running command itself defines; the job's are not included."""
+    """Names, with underscores, of the options that the running command defines, without the job's training flags."""
     options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
     return [name_of(option) for option in options]

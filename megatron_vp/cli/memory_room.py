@@ -1,4 +1,4 @@
-"""Reports how much memory a run leaves free, and suggests what to do if that is less than the prediction's error."""
+"""Reports a run's free memory, and suggests how to free more if this memory is less than the prediction's error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 def memory_room(
     request: Request, found: Evaluation, others: Sequence[Evaluation] = (), searched: bool = False
 ) -> list[str]:
-    """Lines that say how much memory a run leaves free and, if that is within the prediction's error, how to free more.
+    """Lines that state a run's free memory and, if this memory is less than the prediction's error, how to free more.
 
     The list is empty if the run does not fit.
 
@@ -32,7 +32,7 @@ def memory_room(
     )
     if not found.is_tight(limit):
         return [line]
-    ways = ["a run of the frontier that needs less memory"] if searched else []
+    ways = ["a run on the frontier that needs less memory"] if searched else []
     roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
@@ -43,11 +43,11 @@ def memory_room(
     if job.recompute.value == "none":
         ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
     if job.distributed_optimizer:
-        ways.append("more nodes (--nodes), which share the optimizer's state")
+        ways.append("more nodes (--nodes), so that each rank holds less optimizer state")
     else:
         ways.append("more nodes (--nodes) with --use-distributed-optimizer")
     if not searched:
-        ways.append("other parallel sizes (megatron-vp plan --search)")
+        ways.append("different parallel sizes (megatron-vp plan --search)")
     return [
         f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",

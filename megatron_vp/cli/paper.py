@@ -8,7 +8,7 @@ from megatron_vp.cli import paper_calibrate, paper_public, paper_runs, paper_tab
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group to `app`, and add its command `tables` to the top level as well."""
+    """Add the command group `paper` to `app`, and also add the group's command `tables` directly to `app`."""
     group = typer.Typer(rich_markup_mode=None)
     paper_tables.register(group)
     paper_runs.register(group)

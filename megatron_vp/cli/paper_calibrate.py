@@ -21,10 +21,11 @@ def register(app: typer.Typer) -> None:
 def calibrate() -> None:
     """Fit the cost model's constants to the values of the paper's tables, and validate them.
 
-    Prints the constants and the errors of the predicted pass times and of table 3. For cross-validation, it leaves out
-    all cells of one setup (table, number of GPUs, sequence length) at a time, and all of table 5 on 16 GPUs, and prints
-    the errors of these cells with constants fitted to the others. Finally it prints intervals of the H100's constants,
-    estimated from published runs, and the errors of runs that were left out of a fit. Takes two or three minutes.
+    Prints the constants, and their errors in predicting the pass times and table 3. For cross-validation, the command
+    leaves out all cells of one setup (table, number of GPUs, sequence length) at a time, and once all cells of table 5
+    on 16 GPUs. It fits the constants to the remaining cells, and prints the errors for the cells left out. Finally it
+    prints intervals for the H100's constants, estimated from published runs, and the errors for runs left out of a fit.
+    The command takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -41,7 +42,10 @@ def calibrate() -> None:
         found = fit_to_public_runs(
             lambda done, of: progress.update(task, completed=done, total=of), len(os.sched_getaffinity(0))
         )
-    lines = [f"fitted to {len(cells)} published cells of {len(setups)} setups, pass times on 8 GPUs and table 3", ""]
+    lines = [
+        f"fitted to {len(cells)} published cells of {len(setups)} setups, to pass times on 8 GPUs, and to table 3",
+        "",
+    ]
     lines += [
         *report(constants),
         "",
@@ -59,11 +63,11 @@ def calibrate() -> None:
 def public_lines(found: PublicFit) -> list[str]:
     """Lines with the result of the fit to the published H100 runs."""
     lines = [f"{found.runs} published runs on H100, {found.families} families (same model, precision and layout)"]
-    lines.append("present constants, and their 90 percent intervals from these runs")
+    lines.append("current constants, and their 90 percent intervals from these runs")
     for each in found.intervals:
         lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
     lines.append(
-        "mean and largest error in percent with: present constants; constants fitted to all runs; constants fitted "
+        "mean and largest error in percent with: current constants; constants fitted to all runs; constants fitted "
         "to all other families"
     )
     for row in zip(found.present, found.fitted, found.left_out, strict=True):

@@ -1,4 +1,4 @@
-"""`megatron-vp paper public`: compare published runs of Megatron with their predictions."""
+"""`megatron-vp paper public`: compare the throughput of published Megatron runs with predictions."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def public(
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: that of the file's suffix, or a table)."),
+        typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
+        Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
     ] = None,
 ) -> None:
     """Predict published runs and print the predicted and published throughput by group, in tokens/s per GPU.
 
-    The error of a group covers only its judged runs: those whose publication states every setting that affects time.
-    Takes a minute or two.
+    The error of a group covers only its judged runs: the runs whose publication states every setting that affects time.
+    The command takes a minute or two.
     """
     from megatron_vp.cost.public.comparison import to_csv, to_document, to_markdown
     from megatron_vp.cost.public.public_rows import read_rows
@@ -127,5 +127,7 @@ def _text(outcomes: list[Outcome]) -> str:
         lines.append(f"{error.group:18}{error.runs:8}{mean:12.1f}{worst:8.1f}{bias:+8.1f}")
     for gpu in sorted({each.row["gpu"] for each in outcomes}):
         held = [each for each in outcomes if each.row["gpu"] == gpu and each.fits is not None]
-        lines.append(f"{sum(bool(each.fits) for each in held)} of {len(held)} {gpu} runs are predicted to fit")
+        lines.append(
+            f"{sum(bool(each.fits) for each in held)} of {len(held)} {gpu} runs are predicted to fit in memory"
+        )
     return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "p
 def register(app: typer.Typer) -> None:
     """Add both commands to `app`."""
     app.command("jobs", short_help="List the runs of the tables for SLURM job arrays.")(list_jobs)
-    app.command("collect", short_help="Turn the logs of these runs into a table.")(collect)
+    app.command("collect", short_help="Turn the logs of the tables' runs into CSV.")(collect)
 
 
 def list_jobs(
@@ -54,12 +54,12 @@ def collect(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", help="GPU to whose peak MFU is relative, such as h100 (default: A100, as in the tables)."
+            "--hardware", help="GPU whose peak FLOP/s are 100 % MFU, such as h100 (default: A100, as in the tables)."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
-    """Collect the logs of the tables' runs into a file for `megatron-vp paper tables --published`.
+    """Extract the results of the tables' runs from their logs, as CSV for `megatron-vp paper tables --published`.
 
     MFU is computed as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
     ran out of memory has empty fields. Missing and unusable logs are listed on standard error.
@@ -73,7 +73,8 @@ def collect(
     check_destination(False, output)
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder: give the one that megatron-vp paper jobs created and that holds the runs' logs"
+            f"{folder} is not a folder: give the folder that megatron-vp paper jobs created and that contains the "
+            "runs' logs"
         )
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []
@@ -86,7 +87,7 @@ def collect(
         rows.append(_row(cell, run, folder / cell_name(cell), peak))
     if not rows:
         raise UserError(
-            f"{folder} holds no finished run ({missing[0]}); submit the runs that megatron-vp paper jobs lists"
+            f"{folder} contains no finished run ({missing[0]}); submit the runs that megatron-vp paper jobs lists"
         )
     for line in missing:
         typer.echo(line, err=True)

@@ -50,26 +50,28 @@ def tables(
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Predict this project's code in bf16 on this hardware instead of the authors' on A100s."),
+        typer.Option(
+            help="Predict this project's code in bf16 on this hardware, instead of the authors' code on A100s."
+        ),
     ] = None,
     fp8_recipe: Annotated[
         str | None,
-        typer.Option(help="With --hardware: fp8 recipe of the layers: tensorwise, delayed, blockwise or mxfp8."),
+        typer.Option(help="fp8 recipe of the layers (tensorwise, delayed, blockwise or mxfp8); needs --hardware."),
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: that of the file's suffix, or a table)."),
+        typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
+        Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
     ] = None,
 ) -> None:
     """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
 
-    MFU is the model's FLOP/s over 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak on the
-    fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the mean and
-    largest error. --hardware predicts the same jobs with this project's own code on that hardware. --paper pipeoffload
-    predicts the runs of another paper, which offload activations to host memory.
+    MFU is the model's FLOP/s divided by 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak
+    on the fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the
+    mean and largest error. --hardware predicts the same jobs with this project's own code on the given hardware.
+    --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
@@ -134,7 +136,7 @@ def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
     if hardware is None:
         return None
     setting = Setting(find_hardware(hardware), None if fp8_recipe is None else Fp8Recipe(fp8_recipe))
-    setting.job(next(iter(jobs())))  # raises UserError before any prediction
+    setting.job(next(iter(jobs())))  # if the setting is impossible, raise UserError now
     return setting
 
 

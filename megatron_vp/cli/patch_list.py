@@ -16,11 +16,11 @@ def register(app: typer.Typer) -> None:
             help="Only compare signatures. By default every patch is also applied and removed again.",
         ),
     ) -> None:
-        """List what is patched in Megatron-Core, why, and whether it fits the installed version.
+        """List the patches to Megatron-Core and their reasons, and check whether they fit the installed version.
 
-        The command also checks the Megatron functions that are called but not patched, and the arguments that are read.
-        If anything does not fit, the output names it and the exit status is 1. On an unsupported release, the command
-        only compares signatures and applies no patch.
+        The command also checks the Megatron functions that the plug-in calls without patching, and the Megatron
+        arguments that it reads. If anything does not fit, the output names it and the exit status is 1. On an
+        unsupported release, the command only compares signatures and applies no patch.
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches
@@ -66,13 +66,14 @@ def register(app: typer.Typer) -> None:
             typer.echo(f"called by {room}: {count - len(found)} of {count} symbols fit")
         found = megatron_arguments.missing()
         problems += found
-        typer.echo(f"Megatron arguments that are read: {f'{len(found)} are missing' if found else 'all exist'}")
+        typer.echo(f"Megatron arguments that are read: {f'{len(found)} missing' if found else 'all exist'}")
         for problem in problems:
             typer.echo(str(problem))
         if supported and left_out:
-            typer.echo(f"runs leave out these groups: {', '.join(left_out)}")
-        verdict = f"{len(problems)} do not fit" if problems else "all patches fit"
-        status = "tested" if supported else "not supported, and no run will start; tested"
+            typer.echo(f"training leaves out these groups of patches: {', '.join(left_out)}")
+        subject = "item does" if len(problems) == 1 else "items do"
+        verdict = f"{len(problems)} {subject} not fit" if problems else "all patches fit"
+        status = "tested" if supported else "not supported, so no run will start; tested"
         typer.echo(f"{verdict} megatron-core {version} ({status}: {', '.join(patches.TESTED_VERSIONS)})")
         if problems or not supported:
             raise typer.Exit(1)

@@ -67,16 +67,16 @@ def plan(
         typer.Option(
             "--search",
             help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
-            "recomputation, for the GPUs of --nodes and the job's global batch size. Takes about a minute on two "
-            "cores for 256 GPUs.",
+            "recomputation, for the GPUs of --nodes and the job's global batch size. A search for 256 GPUs takes "
+            "about a minute on two cores.",
         ),
     ] = False,
     search_budget: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --search: run at most this many simulations (default 250), not counting those of the job's own "
-            "sizes. The result does not depend on how fast the machine is.",
+            help="With --search: run at most this many simulations (default 250), besides those for the parallel sizes "
+            "in the job's configuration. The result does not depend on how fast the machine is.",
         ),
     ] = None,
     offload: Annotated[
@@ -85,7 +85,7 @@ def plan(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
             "under every schedule (--offload-chunks), and show how long runs with less memory take. With "
-            "--search, this is done for the job's own sizes and for four others.",
+            "--search, offloading is tried only for the job's configured parallel sizes and for four others.",
         ),
     ] = False,
     keep: Annotated[
@@ -231,9 +231,7 @@ def _frontier_table(best: list[Evaluation]) -> str:
     """Format a table of the frontier: the runs that no other run beats in both time and memory."""
     from rich.table import Table
 
-    table = Table(
-        title="less memory, more time: no other run needs less of both than one of these", title_justify="left"
-    )
+    table = Table(title="less memory, more time: no other run beats a run listed here in both", title_justify="left")
     for heading in ("GiB", "s / iteration", "host GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("schedule", "vocabulary"):
@@ -250,7 +248,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines that state the gain over the best run without vocabulary parallelism, and which runs tie with the best."""
+    """Lines on the gain over the best run without vocabulary parallelism, and on the runs that tie for fastest."""
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split

@@ -1,4 +1,6 @@
-"""Validates plans as training does, so that `megatron-vp plan` recommends only runs that can start."""
+"""Validates plans with the checks that training makes at startup, so that `megatron-vp plan` recommends only runs that
+can start.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Plan
 
 
-UNCHECKED = "not checked, because Megatron is not installed here; run megatron-vp check where it is"
-"""The note that is printed if Megatron's validation of arguments cannot run here."""
+UNCHECKED = "not checked, because Megatron is not installed here; run megatron-vp check where Megatron is installed"
+"""Note that is printed if Megatron is not installed, so that its argument validation cannot run."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The choice among the plans that training accepts, the refused plans, and a note for the user."""
+    """The choice (among plans that training accepts), the refused plans, and a note for the user."""
 
     choice: Choice
     refused: list[Infeasible]
@@ -37,11 +39,13 @@ class Checked:
 
 
 Ask = Callable[[list[str], int], str | None]
-"""A function of arguments and a number of ranks: returns why training would refuse the job, or None if it would not."""
+"""Function of a job's arguments and number of ranks; returns why training would refuse the job, or None if it would
+start.
+"""
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """The `Ask` that checks in this process. Its first call takes some seconds, because it loads Megatron."""
+    """Check a job in this process (an `Ask`). The first call takes several seconds, because it loads Megatron."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)
@@ -49,9 +53,9 @@ def refusal_here(words: list[str], ranks: int) -> str | None:
 
 @contextmanager
 def megatrons_check() -> Iterator[Ask]:
-    """Yield an `Ask` that runs in a second process, or in this one if it has already loaded Megatron.
+    """Yield an `Ask` that runs in a second process, or in this process if Megatron is loaded here already.
 
-    The second process loads Megatron while this one predicts.
+    The second process loads Megatron while this process predicts.
     """
     if "megatron.training" in sys.modules or not can_check():
         yield refusal_here
@@ -70,8 +74,8 @@ def _load_megatron() -> None:
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
     """Choose a plan as `planner.choose` does, but leave out plans that training refuses.
 
-    If the simplest plan is refused for the same reason, the job itself is the cause: the plan stays, and the reason
-    becomes the note. Raises UserError if no plan is left.
+    If training refuses even the simplest plan for the same reason, the job itself is the cause: the refused plan is
+    kept, and the reason becomes the note. Raises UserError if training refuses all plans.
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 
@@ -97,7 +101,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
             return Checked(choice, refused, note)
         if not left:
             raise UserError(
-                f"training would refuse every plan for this job; the reason for the last one: {refused[-1].reason}"
+                f"training would refuse every plan for this job; the last plan is refused because: {refused[-1].reason}"
             )
 
 
@@ -108,14 +112,14 @@ def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def can_check() -> bool:
-    """Whether Megatron is installed here."""
+    """Return whether Megatron is installed."""
     return (
         importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training") is not None
     )
 
 
 def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None:
-    """The reason why training would refuse the job with this plan; None if it would start."""
+    """Return why training would refuse the job with this plan, or None if training would start."""
     from megatron_vp.cost.sizes.job_plan import settings_of
 
     words = _words(request.config.values | settings_of(request.config, plan, request.job))

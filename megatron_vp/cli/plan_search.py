@@ -71,12 +71,12 @@ class Answer:
         """One line that explains the frontier and says which runs may be missing from it."""
         found = self.search
         if not found.partial:
-            return "The frontier: no other run needs both less time and less memory."
+            return "The frontier: runs that no other run beats in both time and memory."
         fastest = found.fitting(self.limit)[0].seconds
         return (
-            f"The frontier is partial: {found.untried:,} more combinations may be on it, "
+            f"The frontier is partial: {found.untried:,} combinations that were not tried may belong to it, "
             + ("including the fastest run" if found.untried_seconds <= fastest else "but not the fastest run")
-            + f" (they take {seconds(found.untried_seconds)} s or more); {found.likely or 'none'} probably are on it. "
+            + f" (each takes at least {seconds(found.untried_seconds)} s), and {found.likely or 'none'} probably do. "
             f"All simulations of --search-budget {found.budget} were used; a larger budget allows more."
         )
 
@@ -131,7 +131,7 @@ def search_job(
 
 
 def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
-    """Choose the simplest run that training accepts among those that count as equally fast."""
+    """Choose the simplest run that training accepts from the runs that tie for fastest."""
     from megatron_vp.cost.planning.ties import tie_of
 
     tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
@@ -189,7 +189,7 @@ def _table(answer: Answer) -> str:
 
 
 def _thinned(frontier: list[Found]) -> list[Found]:
-    """SHOWN runs of the frontier, evenly spaced, including both ends."""
+    """Select SHOWN evenly spaced runs of the frontier, including the first and the last."""
     last = len(frontier) - 1
     return [frontier[round(place * last / (SHOWN - 1))] for place in range(SHOWN)]
 
@@ -213,8 +213,8 @@ def _counts(answer: Answer) -> list[str]:
         slower = answer.chosen.seconds / fastest.seconds - 1
         tie = tie_of(found.variants[0].job, answer.hardware)
         lines.append(
-            f"the recommended run is {100 * slower:.1f} % slower than the fastest, which is within {tie.text}; it is "
-            "simpler or leaves more memory free"
+            f"the recommended run is {100 * slower:.1f} % slower than the fastest run, which is within {tie.text}; "
+            "the recommended run is simpler or leaves more memory free"
         )
     return lines
 

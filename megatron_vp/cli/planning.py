@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
-"""Limits of `--memory` in GiB: the smallest value, and the largest for a GPU and for a host. No GPU has more than 288
-GiB; the ranks of a CPU job share a host's memory.
+"""Limits of `--memory` in GiB: the smallest value, the largest for a GPU, and the largest for a host. No GPU has more
+than 288 GiB; the ranks of a CPU job share a host's memory.
 """
 
 MOST_GPUS = 1_000_000
-"""The largest accepted number of GPUs, several times that of the largest cluster."""
+"""The largest accepted number of GPUs, several times the size of the largest cluster."""
 
 
 class Format(StrEnum):
@@ -46,13 +46,18 @@ class Format(StrEnum):
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware of the job: a100, h100, h200, b200, mi300x or cpu.")]
 NodesOption = Annotated[
-    int | None, typer.Option(min=1, help="Nodes of the job (default: enough GPUs for one model replica).")
+    int | None, typer.Option(min=1, help="Number of nodes (default: enough for one model replica).")
 ]
-MemoryOption = Annotated[float | None, typer.Option(help="Memory per rank in GiB (default: all of the GPU's).")]
+MemoryOption = Annotated[
+    float | None, typer.Option(help="Memory limit per rank in GiB (default: the GPU's full memory).")
+]
 FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="Output format (default: that of the file's suffix, or a table).")
+    Format | None,
+    typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
 ]
-OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
+]
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,12 @@ class Request:
 
     @property
     def shards(self) -> str:
-        """One line with the number of rows of an even vocabulary shard, and the imbalance of such shards."""
+        """One line with the rows per vocabulary shard in an even split, and the imbalance of this split."""
         job = self.job
         return f"vocabulary shards of at most {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
-        """One line with the rows of an even vocabulary shard, or with the assigned rows by rank and layers by stage."""
+        """One line with the rows per shard, or with the rows by rank and layers by stage if the plan assigns rows."""
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
@@ -97,7 +102,7 @@ class Request:
         return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
 
     def segments_of(self, plan: Plan) -> list[str]:
-        """One line with the segments into which the plan cuts a hybrid model's pattern; no line for a GPT model."""
+        """One line with the segments into which the plan cuts a hybrid model's layer pattern; empty for a GPT model."""
         from megatron_vp.cost.sizes.job_plan import bars_of
 
         text = bars_of(self.config, plan, self.job)
@@ -131,7 +136,7 @@ class Request:
 
     @property
     def unused(self) -> list[str]:
-        """All other options of the job that the cost model does not read."""
+        """The job's options on which the prediction does not depend."""
         from megatron_vp.cost.sizes.job_plan import UNCOUNTED
         from megatron_vp.jobs.job_config import OTHERS, SIZES
 
@@ -160,15 +165,16 @@ class Request:
         if found is None:
             return "No published run of this kind has been compared with a prediction."
         return (
-            f"For {found.runs} published runs of this kind ({found.kind}, whole vocabulary layers), the mean error in "
-            f"time was {found.mean} % and the largest {found.worst} %; some constants were fitted to these runs."
+            f"For {found.runs} published runs of this kind ({found.kind}, without vocabulary parallelism), the mean "
+            f"error in time was {found.mean} % and the largest {found.worst} %; some constants were fitted to these "
+            "runs."
         )
 
     @property
     def _vocabulary_passes(self) -> str:
         if self.hardware.rates is None:
             return (
-                "The times of S and T are those of the paper's eager code, because there is no estimate of this "
+                "The times of S and T assume the paper's eager code, because there is no estimate of this "
                 f"project's kernels for {self.hardware.name}."
             )
         return "The times of S and T are estimated from the bytes and operations of this project's kernels."
@@ -261,7 +267,7 @@ def _read(
 
 
 def _refuse_memory(memory: float, machine: Hardware) -> None:
-    """Refuse an impossible amount of memory; if it looks like MiB or bytes, suggest its value in GiB."""
+    """Refuse an impossible amount of memory; if the number looks like MiB or bytes, suggest the amount in GiB."""
     most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
     if LEAST_MEMORY <= memory <= most:
         return
@@ -274,7 +280,9 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings for a JSON document. `overlay` always gives this run; `flags` do so only if `unset` is empty."""
+    """The settings of a run, for a JSON document. `overlay` always reproduces this run, but `flags` only if `unset` is
+    empty.
+    """
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 

@@ -33,7 +33,7 @@ def replay(
     job: JobArgument = None,
     overlays: ConfigOption = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Number of ranks of the job (default: enough for one model replica).")
+        int | None, typer.Option("--ranks", help="Number of ranks in the job (default: enough for one model replica).")
     ] = None,
     iterations: Annotated[
         int, typer.Option("--iterations", min=1, help="Iterations to time, after one warm-up iteration.")
@@ -48,10 +48,10 @@ def replay(
         Path | None, typer.Option("-o", "--output", help="Write the results as JSON to this file.")
     ] = None,
 ) -> None:
-    """Run one rank of a job alone, with its real part of the model and its real schedule, on random inputs.
+    """Run one rank of a job alone: its real model chunks under its real schedule, on random inputs.
 
-    Prints the time of every kind of pass and the rank's memory. Needs one GPU, whatever the number of ranks. With
-    --shapes-only it needs no GPU and counts only memory. All other arguments are the job's training arguments.
+    Prints the time of each kind of pass and the rank's memory. The command needs one GPU, for any number of ranks. With
+    --shapes-only, it needs no GPU and counts only memory. All other arguments are the job's training arguments.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -85,7 +85,7 @@ def _table(found: Replayed) -> str:
         place += f" ({found.played} simulated; the others need no additional memory)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
-        note = "memory of tensors only, without the allocator's fragmentation, workspaces and communicators"
+        note = "memory of tensors only, without allocator fragmentation, workspaces and communicators"
         return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
     head = "ms per microbatch" + "  host, to issue" * on_a_device
@@ -104,7 +104,8 @@ def _table(found: Replayed) -> str:
         held_up = [kind for kind, value in times if found.host_milliseconds[kind] > 0.9 * value]
         if held_up:
             lines.append(
-                f"{', '.join(held_up)}: the host took as long as the device, so these may be launch or wait times"
+                f"{', '.join(held_up)}: the host took as long as the device, so these times may measure only kernel "
+                "launches or waiting"
             )
     lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
     return "\n".join(lines)

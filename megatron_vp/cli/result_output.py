@@ -22,7 +22,7 @@ TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
 """Suffixes of output files that select a format."""
 
 UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
-"""Common suffixes that no command can write."""
+"""Common suffixes of file formats that no command can write."""
 
 LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
 """Seconds between progress lines in a pipe or file, and between updates of the bar on a terminal."""
@@ -31,10 +31,10 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """Choose the format of a command's result: the requested one, else that of the file's suffix, else `otherwise`.
+    """Choose the format of a command's result: the one requested, else the one of the file's suffix, else `otherwise`.
 
-    Call it before the command starts its work. Raises UserError for a suffix that contradicts the requested format or
-    that the command cannot write, for a picture without a file, and for a file that cannot be created.
+    Call this function before the command starts its work. Raises UserError for a suffix that contradicts the requested
+    format or that the command cannot write, for a picture without a file, and for a file that cannot be created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]
@@ -59,11 +59,11 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
     elif not output.parent.is_dir():
         raise UserError(f"cannot write {output}: the folder {output.parent} does not exist; create it first")
     elif not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise UserError(f"cannot write {output}: permission denied; choose another place")
+        raise UserError(f"cannot write {output}: permission denied; choose another path")
 
 
 def write(content: str | bytes, output: Path | None) -> None:
-    """Write a result to the file `output`, which appears complete or not at all; print it if `output` is None.
+    """Write a result to the file `output`, either completely or not at all; print the result if `output` is None.
 
     Raises UserError for a picture without a file, and for a file that cannot be written.
     """
@@ -80,10 +80,10 @@ def write(content: str | bytes, output: Path | None) -> None:
         return
     data = content if isinstance(content, bytes) else content.encode()
     try:
-        if output.exists() and not output.is_file():  # a device or a pipe
+        if output.exists() and not output.is_file():  # for example a device or a pipe
             output.write_bytes(data)
             return
-        with replacing(output.resolve()) as file:  # the target of a link, not the link itself
+        with replacing(output.resolve()) as file:  # replace the target of a link, not the link itself
             file.write(data)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
@@ -92,8 +92,8 @@ def write(content: str | bytes, output: Path | None) -> None:
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
     """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
 
-    With `transient`, the bar is removed at the end. Without `columns`, it has rich's default columns. The bar is drawn
-    without a thread, only when progress is reported, because a process with threads cannot safely fork workers.
+    With `transient`, the bar is removed at the end. Without `columns`, the bar has rich's default columns. The bar is
+    drawn without a thread, only when progress is reported, because a process with threads cannot safely fork workers.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""`megatron-vp run`: run your own Megatron script under the plug-in."""
+"""`megatron-vp run`: run your own Megatron script with the plug-in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "run",
-        short_help="Run your Megatron script under the plug-in.",
+        short_help="Run your Megatron script with the plug-in.",
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     )
     def run_command(
         context: typer.Context,
         script: str = typer.Argument(help="Your Megatron training script, unchanged."),
     ) -> Callable[[], None]:
-        """Run a Megatron training script under the plug-in. The launcher starts this command in every process.
+        """Run a Megatron training script with the plug-in. The launcher starts this command in every process.
 
         All arguments after SCRIPT go to the script. The plug-in's own flags (--vocab-parallel, --config FILE, --cpu)
         may be among them. Start one process per rank with a launcher:
@@ -31,5 +31,5 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.mcore.start.launch import run_script
 
-        # Call it after typer has returned, because typer would hide some exceptions of the script.
+        # The script runs after typer has returned, because typer would hide some of the script's exceptions.
         return partial(run_script, script, context.args)

@@ -52,7 +52,7 @@ def sbatch(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Nodes of the job (default: enough for one model replica).")
+        int | None, typer.Option("--nodes", min=1, help="Number of nodes (default: enough for one model replica).")
     ] = None,
     gpus_per_node: Annotated[
         int, typer.Option("--gpus-per-node", min=1, help="GPUs per node; each runs one rank.")
@@ -82,16 +82,18 @@ def sbatch(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", help="Python interpreter of the ranks (default: this one; `python` in a container)."),
+        typer.Option(
+            "--python", help="Python interpreter for the ranks (default: the current one; in a container, `python`)."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job and print the sbatch command without running it.")
     ] = False,
 ) -> None:
-    """Check a job here, then submit it to SLURM with one rank per GPU; SLURM requeues it until it has finished.
+    """Check a job, then submit it to SLURM with one rank per GPU; SLURM requeues the job until it has finished.
 
-    Run it in a folder that all nodes can access; logs go to runs/slurm in that folder. All other arguments are the
-    job's training arguments.
+    Run this command in a folder that all nodes can access; logs go to runs/slurm in that folder. All other arguments
+    are the job's training arguments.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
@@ -136,7 +138,7 @@ def sbatch(
     typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
-        # Only warn about missing input files, because the dry run may be on another machine than the job.
+        # Only warn about missing input files, because the job may run on a different machine than this dry run.
         try:
             check_files(checked.args)
         except UserError as error:
@@ -162,13 +164,13 @@ def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
 
 
 def _command(options: list[str], variables: dict[str, str | None], slurm: Sequence[str]) -> list[str]:
-    """The command that submits the batch file, without the job's own arguments."""
+    """The command that submits the batch file, without the job's training arguments."""
     place = IN_THE_REPOSITORY
     if not (place.is_dir() and place.samefile(BATCH_FILES)):
         place = BATCH_FILES
         variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
     given = [f"{name}={value}" for name, value in variables.items() if value is not None]
-    # Commas separate the variables of --export, so a value with a comma is set by `env` instead.
+    # --export separates its variables by commas, so `env` sets the variables whose values contain a comma.
     before = [each for each in given if "," in each]
     exported = ",".join(["ALL", *(each for each in given if "," not in each)])
     own = [f"--{option.lstrip('-')}" for option in slurm]

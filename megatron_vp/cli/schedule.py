@@ -51,48 +51,49 @@ def schedule(
     ] = None,
     microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Number of microbatches.")] = None,
     vocab: Annotated[
-        str, typer.Option(help=f"Vocabulary method: none, vocab-1 or vocab-2; {', '.join(OWN_METHODS)} has its own.")
+        str,
+        typer.Option(
+            help=f"Vocabulary method: none, vocab-1 or vocab-2. The schedule {', '.join(OWN_METHODS)} sets its own."
+        ),
     ] = "none",
     vocab_ranks: Annotated[
         str | None,
-        typer.Option(
-            help="Ranks that hold vocabulary rows, such as 0,2 (default: all). Only they run vocabulary passes."
-        ),
+        typer.Option(help="Ranks that hold vocabulary rows and run vocabulary passes, such as 0,2 (default: all)."),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
     offload_chunks: Annotated[
         str,
         typer.Option(
             help="Chunks per rank whose activations are in host memory between forward and backward: a number, half "
-            "or all. Chunks whose activations are kept longest are chosen first."
+            "or all. The chunks whose activations are kept longest are offloaded first."
         ),
     ] = "0",
     activation_limit: Annotated[
         str | None,
         typer.Option(
-            help="For v-flex: limit on the activations in device memory, in microbatches through all chunks of a rank. "
-            "The shortest schedule found within this limit is used."
+            help="For v-flex: limit on the activations in device memory, in units of one microbatch's activations in "
+            "all chunks of a rank. The shortest schedule found within this limit is used."
         ),
     ] = None,
     cost: Annotated[
         str,
         typer.Option(
-            help="Durations in any unit, without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, IB=0.05, "
-            "comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of a rank "
-            "together, comm is for each message or collective, and copy is for moving one microbatch's activations "
-            "of a rank to host memory, or back."
+            help="Durations in any unit, written without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, "
+            "IB=0.05, comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of "
+            "a rank together, comm is for each message or collective, and copy is for moving a rank's activations of "
+            "one microbatch to host memory, or back."
         ),
     ] = "",
     asked_format: Annotated[
         Format | None,
         typer.Option(
             "--format",
-            help="Output format (default: that of the file's suffix, or a table). `html` is a web page that zooms and "
-            "shows details of a pass. `programs` is JSON with every instruction that each rank runs.",
+            help="Output format (default: the one that the file's suffix names, or a table). `html` is a zoomable web "
+            "page that shows details of each pass. `programs` is JSON with every instruction that each rank runs.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write to this file instead of the screen.")
+        Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
     ] = None,
     source: Annotated[
         Path | None,
@@ -102,20 +103,21 @@ def schedule(
     ] = None,
     evaluation: Annotated[
         bool,
-        typer.Option("--evaluation", help="Show the order of the forward passes that evaluation runs."),
+        typer.Option("--evaluation", help="Show the forward-only schedule that evaluation uses."),
     ] = False,
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="SCHEDULE",
-            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or a "
-            "schedule and vocabulary method such as v-half:vocab-2, to generate for the same sizes and costs.",
+            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or "
+            "the name of a schedule and a vocabulary method, such as v-half:vocab-2; sizes and costs are the same.",
         ),
     ] = None,
     from_time: Annotated[
-        float | None, typer.Option(help="Start of the time that a table or picture shows, in the unit of --cost.")
+        float | None,
+        typer.Option(help="Start of the time interval that a table or picture shows, in the unit of --cost."),
     ] = None,
-    until: Annotated[float | None, typer.Option(help="End of the time that it shows.")] = None,
+    until: Annotated[float | None, typer.Option(help="End of the time interval that a table or picture shows.")] = None,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it cannot deadlock, and show it.
 
@@ -163,7 +165,7 @@ def schedule(
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """Simulate the schedule of `--compare`: read from a file, or generated by name for the sizes of `first`."""
+    """Simulate the schedule of `--compare`; read it from a file, or generate it by name for the sizes of `first`."""
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule import generate, simulate, validate
 
@@ -179,7 +181,7 @@ def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -
 def _window(
     from_time: float | None, until: float | None, output_format: Format, makespan: float
 ) -> tuple[float, float] | None:
-    """The part of the schedule that `--from-time` and `--until` select; None if neither is given."""
+    """The time interval that `--from-time` and `--until` select; None if neither is given."""
     if from_time is None and until is None:
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):

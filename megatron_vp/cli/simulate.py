@@ -100,7 +100,7 @@ def simulate(
         simulator = make_simulator(request.job, plan, request.hardware)
         if measured is not None and plan.offload_chunks:
             memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
-            measured = replace(measured, copies=copy_seconds(memory))  # a trace does not contain copies
+            measured = replace(measured, copies=copy_seconds(memory))  # the traced costs do not include copies
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         if plan.offload_chunks:
             check_host_memory(prediction)
@@ -124,7 +124,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
     if forwards > MOST_FORWARDS:
         raise UserError(
             f"{job.pipeline} pipeline ranks x {job.microbatches} microbatches"
-            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forward passes; simulate takes at "
+            f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forward passes; simulate accepts at "
             f"most {MOST_FORWARDS:,}: give a smaller --global-batch-size, or use plan, which extrapolates"
         )
 
@@ -133,7 +133,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
     from rich.table import Table
 
     parts = list(found.memory[0].parts())
-    table = Table(title="memory in GiB by content", title_justify="left")
+    table = Table(title="memory in GiB by kind of data", title_justify="left")
     for heading in ("rank", "busy s", "idle %", "GiB", *parts):
         table.add_column(heading, justify="right", no_wrap=True)
     makespan = found.iteration_seconds - found.loss.step
@@ -156,7 +156,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "
-            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts, "
+            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts them, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"of it: mean work per rank {seconds(loss.work)} s, more work on the busiest rank {loss.imbalance:.3g} s, "
@@ -176,7 +176,7 @@ def _outside(found: Evaluation) -> Table:
     from rich.table import Table
 
     parts = list(found.memory[0].outside.parts())
-    title = "memory in GiB that PyTorch does not count (estimates), and communicators that this project adds"
+    title = "estimated memory in GiB outside PyTorch's allocator, and number of communicators that this project adds"
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "communicators", "outside", *parts):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -205,14 +205,18 @@ def _copies(request: Request, found: Evaluation) -> str:
         table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
     lines = [
-        f"on the fullest node, these activations take {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB"
+        f"on the fullest node, these activations take {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB "
+        "of host memory"
     ]
     if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
-        lines.append("chunks whose activations would be needed before they are in host memory stay on the device")
+        lines.append(
+            "the activations of some chunks stay on the device, because their backward starts before a copy to the "
+            "host would finish"
+        )
     if has_one_queue(request.job, request.hardware):
         lines.append(
             f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
-            "queued after it; this was not compared with a GPU run"
+            "queued after it; this effect was not compared with a GPU run"
         )
     return rendered(table) + "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ from megatron_vp.errors import UserError
 
 
 class _Output(io.RawIOBase):
-    """Standard output that raises UserError when writing first fails, or BrokenPipeError if a pipe has no reader."""
+    """Standard output that raises UserError at the first failed write, or BrokenPipeError if a pipe has no reader."""
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
@@ -29,7 +29,7 @@ class _Output(io.RawIOBase):
 
     def write(self, data: bytes) -> int:
         if self._failed:
-            return len(data)  # discard what is left in buffers
+            return len(data)  # after a failure, discard buffered output
         reason = self._reason
         if reason is None:
             try:
@@ -54,7 +54,7 @@ def checked_output() -> Iterator[None]:
         return
     _fill_gaps()
     encoding = "utf-8" if before is None else before.encoding
-    raw = _Output("it is closed; name a file with -o, or redirect it" if before is None else None)
+    raw = _Output("it is closed; name a file with -o, or redirect the output" if before is None else None)
     errors = before.errors if before is not None and encoding.lower() == "utf-8" else "replace"
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
     try:
@@ -67,8 +67,8 @@ def checked_output() -> Iterator[None]:
 
 
 def _fill_gaps() -> None:
-    """Open missing standard streams on /dev/null. Otherwise a file that is opened later could take the descriptor of
-    one of them and receive the output of libraries.
+    """Reopen closed standard streams on /dev/null. Otherwise a file opened later could get the descriptor of a standard
+    stream and receive the output of libraries.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

@@ -23,9 +23,10 @@ def trace(
         typer.Option("-o", "--output", help="Write one Perfetto file with all ranks; open it in ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Show where the time of a traced run went on every rank, and what the simulator predicts for its pass times.
+    """Show how every rank of a traced run spent its time, and simulate the run with the measured pass times.
 
-    For a run with --vocab-parallel it also suggests vocabulary rows that compensate for GPUs of unequal speed.
+    For a run with --vocab-parallel, the command also suggests numbers of vocabulary rows per rank that compensate for
+    GPUs of unequal speed.
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """

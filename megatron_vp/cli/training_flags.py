@@ -7,13 +7,13 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("flags", short_help="List the training flags that we add.")(flags)
+    app.command("flags", short_help="List the training flags that the plug-in adds.")(flags)
 
 
 def flags() -> None:
     """List the flags that a training job accepts in addition to Megatron's own.
 
-    The training script's `--help` lists them among hundreds of Megatron flags.
+    The training script's `--help` lists these flags among hundreds of Megatron's flags.
     """
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
 

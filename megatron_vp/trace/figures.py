@@ -1,4 +1,4 @@
-"""Computes figures of a recorded run: each rank's time, and the simulator's prediction from its pass times."""
+"""Computes figures of a recorded run: each rank's times, and the simulator's prediction from the run's pass times."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Timed(Protocol):
 
     @property
     def start(self) -> float:
-        """Start, in any unit."""
+        """Start time, in any unit."""
 
     @property
     def end(self) -> float:
-        """End, in the same unit."""
+        """End time, in the same unit as `start`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RankFigures:
     """Means over the traced iterations, in milliseconds per iteration.
 
     busy: time in passes and losses.
-    vocabulary: the part of `busy` in S and T.
+    vocabulary: the part of `busy` spent in S and T passes.
     waiting: time that the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
     communicating: time that a vocabulary collective runs, or waits for its peers, on the second stream.
     hidden: the part of `communicating` during which a pass or a loss computes.
@@ -55,11 +55,11 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of all ranks; iteration times in milliseconds, from the first pass on any rank to the end of the last.
+    """Figures of all ranks; an iteration lasts from the start of the first pass to the end of the last, on any rank.
 
-    costs: mean times over microbatches and iterations: see `mean_costs`.
-    predicted: the simulator's iteration time for the executed order and these costs, if the loss function takes no
-        time.
+    costs: mean times of passes and collectives, in milliseconds (see `mean_costs`).
+    predicted: the iteration time in milliseconds that the simulator predicts from the executed order and `costs`, if
+        the loss function takes no time.
     """
 
     iterations: tuple[int, ...]
@@ -89,7 +89,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
 
 
 def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
-    """The schedule of an iteration as it was executed."""
+    """The schedule of an iteration, as the ranks executed it."""
     first = traces[0]
     orders = tuple(tuple(Pass.parse(span.name) for span in _passes(trace, iteration)) for trace in traces)
     placement = Placement(first.placement)
@@ -99,8 +99,8 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     """Mean durations in milliseconds; a backward that is not split counts as B.
 
-    A collective's duration is measured on the rank that enters it last, where it is shortest. The transfer of messages
-    is not timed, so every message gets the mean duration of a collective.
+    A collective's duration is taken from the rank that enters the collective last, because that rank does not wait for
+    others. The transfer of messages is not timed, so every message gets the mean duration of a collective.
     """
     took: dict[tuple, list[float]] = defaultdict(list)
     collectives: dict[tuple[int, str], float] = {}
@@ -123,7 +123,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
     def by_stage(kind: PassKind) -> tuple[float, ...]:
         seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-        # If other chunks have split backwards, a chunk with only whole backwards has neither B nor W.
+        # A chunk whose backward passes are never split has no B and W, so its full backward counts as B.
         whole = [took.get((PassKind.BW, *seat), [0.0]) if kind is PassKind.B else [0.0] for seat in seats]
         return tuple(fmean(took.get((kind, *seat), other)) for seat, other in zip(seats, whole, strict=True))
 
@@ -146,7 +146,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
 
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
-    """Durations of a rank's passes in milliseconds, by kind, for each traced iteration in turn."""
+    """Durations of a rank's passes in milliseconds: one mapping from pass kind to durations per traced iteration."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
     for span in _compute(trace):
         if span.category != LOSS:
@@ -155,7 +155,7 @@ def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
-    """Counter events that show the activations each rank holds over time, as in a simulated trace."""
+    """Perfetto counter events that show how many activations each rank holds over time, as in a simulated trace."""
     events = []
     for iteration in sorted(traces[0].microbatches):
         schedule = ran(traces, iteration)
@@ -171,7 +171,7 @@ def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
 
 
 def _compute(trace: RankTrace) -> list[TracedSpan]:
-    """Passes and losses; reading data does not count as computing."""
+    """The spans in which the rank computes: passes and losses, but not reading data."""
     return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
@@ -194,9 +194,10 @@ def _rank_figures(trace: RankTrace) -> RankFigures:
 
 @dataclass(frozen=True)
 class IterationFigures:
-    """One iteration of a rank, in seconds.
+    """Times of one rank in one iteration, in seconds.
 
-    extent: from the start of its first pass to the end of its last. The other fields are as in `RankFigures`.
+    extent: time from the start of the rank's first pass to the end of its last pass. The other fields have the same
+        meaning as in `RankFigures`.
     """
 
     extent: float
@@ -207,11 +208,11 @@ class IterationFigures:
 
 
 def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
-    """Figures of one iteration of all ranks, for curves: times in seconds, shares between 0 and 1.
+    """Figures of one iteration over all ranks, for plotting: times are in seconds, and shares are between 0 and 1.
 
-    The bubble is relative to the longest extent of any rank; in all schedules this is the first rank, which starts
-    first and ends last. The vocabulary share is the share of S and T in the busy time of all ranks. A run without
-    vocabulary passes or without a second stream lacks the corresponding figures.
+    The bubble is relative to the longest extent of any rank. In all schedules, the first rank has the longest extent,
+    because it starts first and ends last. The vocabulary share is the fraction of all ranks' busy time that S and T
+    take. A run without vocabulary passes or without a second stream lacks the corresponding figures.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)
@@ -233,7 +234,7 @@ def total(spans: Iterable[Timed]) -> float:
 
 
 def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Time during which spans of both sequences run; each sequence is in order and does not overlap itself."""
+    """Time during which spans of both sequences run. The spans of a sequence are in order and do not overlap."""
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):
         common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))

@@ -37,9 +37,9 @@ class Partition:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Partition:
-        """Read a partition from a JSON object, which may have further entries.
+        """Read a partition from a JSON object, which may have additional entries.
 
-        Raises ValueError, TypeError or AttributeError for anything else.
+        Raises ValueError, TypeError or AttributeError for an object that is not valid.
         """
         found = {}
         for name in ("layers", "vocab_rows"):
@@ -50,4 +50,4 @@ class Partition:
 
 
 UNKNOWN = Partition()
-"""The partition of a run that did not record one."""
+"""The partition of a run that did not record how it split its model."""

@@ -1,7 +1,7 @@
 """The files of a recorded run, one per rank: Perfetto traces that can be read back, checked and merged.
 
-All ranks' times count from the same moment, so traces are merged by joining their events. Data that Perfetto does not
-show (the run, the schedule, the clocks' error) is under the format's `otherData`.
+The times of all ranks start at the same moment, so traces are merged by concatenating their events. Data that Perfetto
+does not show (the run, the schedule, the clock error) is stored under the key `otherData`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ COLLECTIVE = "collective"
 LOSS = "loss"
 LOAD = "load"
 WAIT = "wait"
-"""Categories of all spans but passes; the category of a pass is its kind."""
+"""Categories of all spans except passes; the category of a pass is its kind, such as F."""
 
 _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
-    """Something that a rank did in a traced iteration.
+    """One activity of a rank in a traced iteration.
 
     The span is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
     host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds;
@@ -68,7 +68,7 @@ class RankTrace:
     partition: Partition = UNKNOWN
 
     def to_json(self) -> str:
-        """A Perfetto trace that `from_json` reads back."""
+        """Format this trace as Perfetto JSON, which `from_json` reads back."""
         about = {
             "run": self.run,
             "rank": self.rank,
@@ -98,7 +98,7 @@ class RankTrace:
     def from_json(cls, text: str) -> RankTrace:
         """Read a trace that `to_json` wrote.
 
-        Raises ValueError, KeyError, TypeError, AttributeError or RecursionError for anything else.
+        Raises ValueError, KeyError, TypeError, AttributeError or RecursionError for any other text.
         """
         document = json.loads(text)
         about = document["otherData"]
@@ -130,17 +130,17 @@ def _span(event: dict) -> TracedSpan:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """The path of a rank's trace file."""
     return folder / f"rank_{rank}.json"
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """The traces of all ranks of the run in `folder`, by rank.
+    """Read the traces of all ranks of the run in `folder`, in the order of ranks.
 
     Raises UserError if the folder does not exist, a file is missing or not a trace, or the files are of different runs.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give the folder of the run's --pipeline-trace")
+        raise UserError(f"{folder} is not a folder: give the --pipeline-trace folder of a run")
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise UserError(
@@ -150,8 +150,8 @@ def read_traces(folder: Path) -> list[RankTrace]:
     for one, other in pairwise(traces):
         if one.run != other.run:
             raise UserError(
-                f"{folder} contains traces of different runs (ranks {one.rank} and {other.rank}): trace each run into "
-                "an empty folder"
+                f"{folder} contains traces of different runs (ranks {one.rank} and {other.rank}): give each run an "
+                "empty --pipeline-trace folder"
             )
         if one.microbatches != other.microbatches:
             raise UserError(
@@ -172,9 +172,7 @@ def _read(path: Path) -> RankTrace:
     try:
         return RankTrace.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(
-            f"{path} is not a trace of --pipeline-trace: give a folder that contains only such traces"
-        ) from None
+        raise UserError(f"{path} is not a trace of --pipeline-trace: give a folder that contains only traces") from None
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:

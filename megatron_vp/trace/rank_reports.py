@@ -16,12 +16,12 @@ from megatron_vp.trace.partition import Partition
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one pipeline rank; leaves out the first iteration, which warms up, unless it is the only one.
+    """The report of one pipeline rank, without the first (warm-up) iteration unless the run has only one.
 
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
     peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
-    run: identifies the run; the same on all its ranks.
+    run: identifies the run; all ranks of a run have the same value.
     """
 
     parameters: int
@@ -40,12 +40,12 @@ class RankReport:
 
     @property
     def busy_seconds(self) -> float:
-        """Mean time per iteration in which the rank computed."""
+        """Mean computing time of the rank per iteration."""
         return fmean(sum(each.values()) for each in self.passes)
 
     @property
     def waiting_seconds(self) -> float:
-        """Mean time per iteration in which the rank did not compute; on a CPU, this includes waiting for a core."""
+        """Mean idle time of the rank per iteration; on a CPU, idle time includes waiting for a core."""
         return max(0.0, self.iteration_seconds - self.busy_seconds)
 
     @classmethod
@@ -76,40 +76,42 @@ class RankReport:
 
 
 def read_reports(folder: Path) -> tuple[RankReport, ...]:
-    """The reports of all pipeline ranks of the run in `folder`, by rank.
+    """Read the reports of all pipeline ranks of the run in `folder`, in the order of ranks.
 
     Raises UserError if the folder has no reports, reports of only some ranks, or reports of different runs.
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
-        raise UserError(f"{folder} contains no rank_*.json: give the folder of the run's --rank-report")
+        raise UserError(f"{folder} contains no rank_*.json: give the --rank-report folder of a run")
     found: dict[int, RankReport] = {}
     for path in paths:
         document = read_document(path)
         if "traceEvents" in document:
             raise UserError(
-                f"{path} is a trace of --pipeline-trace, not a rank report: give the folder of the run's --rank-report"
+                f"{path} is a trace of --pipeline-trace, not a rank report: give the --rank-report folder of a run"
             )
         try:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
-                f"{path} is not a rank report of this version: give a folder that contains only such reports"
+                f"{path} is not a rank report of this version: give a folder that contains only rank reports"
             ) from None
     if sorted(found) != list(range(len(paths))):
         raise UserError(
             f"{folder} contains {len(paths)} files, with reports of pipeline ranks {sorted(found)}: give a folder "
-            "with one report of every rank of a run, from rank 0 on"
+            "with exactly one report for each pipeline rank of a run"
         )
     reports = tuple(found[rank] for rank in range(len(paths)))
     rows = reports[0].partition.vocab_rows
     if len({(report.run, report.partition) for report in reports}) > 1 or len(rows or reports) != len(reports):
-        raise UserError(f"{folder} contains rank reports of different runs: report each run into an empty folder")
+        raise UserError(
+            f"{folder} contains rank reports of different runs: give each run an empty --rank-report folder"
+        )
     return reports
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """The JSON object of a rank report or trace. Raises UserError for anything else."""
+    """Read the JSON object in the file of a rank report or trace. Raises UserError for any other file."""
     text = read_text(path, "rank report", 512 * MIB)
     try:
         document = json.loads(text)
@@ -118,5 +120,5 @@ def read_document(path: Path) -> Mapping[str, Any]:
             f"{path} is not valid JSON, or is truncated: give the folder of a run's rank reports or traces"
         ) from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace: give a folder that contains only such files")
+        raise UserError(f"{path} is neither a rank report nor a trace: give a folder that contains only these files")
     return document

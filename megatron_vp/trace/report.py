@@ -1,4 +1,4 @@
-"""Formats the report of a recorded run: one line per rank, and the measured iteration next to the predicted one."""
+"""Formats the report of a recorded run: one line per rank, and the measured next to the predicted iteration time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_vp.trace.rank_files import RankTrace
 
 
 def report(traces: Sequence[RankTrace], found: Figures) -> str:
-    """Describe the run, with a table of its figures (see `figures`), as `megatron-vp trace` prints them."""
+    """Describe the run, and format the table of its figures (see `figures`) that `megatron-vp trace` prints."""
     first = traces[0]
     counts = sorted(set(first.microbatches.values()))
     costs = found.costs.nominal(len(found.ranks))
@@ -21,7 +21,7 @@ def report(traces: Sequence[RankTrace], found: Figures) -> str:
         f"mean times in ms: {times}",
         f"clocks of the ranks agree within {found.clock_error:.3g} ms",
         "",
-        "rank   busy ms   bubble %   S+T % of busy   waits ms   second stream ms   hidden % of it",
+        "rank   busy ms   bubble %   S+T % of busy   waits ms   second stream ms  stream hidden %",
     ]
     for rank, figure in enumerate(found.ranks):
         hidden = _percent(figure.hidden, figure.communicating)

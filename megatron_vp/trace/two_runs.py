@@ -37,7 +37,7 @@ class RecordedRun:
         return max(rank.iteration_seconds for rank in self.ranks)
 
     def document(self) -> dict[str, Any]:
-        """The run as a JSON object; lists are by rank, and losses are in the order of `iterations`."""
+        """The run as a JSON object; lists are indexed by rank, except `iterations` and their `losses`."""
         return {
             "iteration_seconds": [rank.iteration_seconds for rank in self.ranks],
             "busy_seconds": [rank.busy_seconds for rank in self.ranks],
@@ -52,7 +52,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class TwoRuns:
-    """A plain run and a vocabulary-parallel run of one job, on equally many pipeline ranks."""
+    """A plain run and a vocabulary-parallel run of one job, with the same number of pipeline ranks."""
 
     plain: RecordedRun
     split: RecordedRun
@@ -83,7 +83,7 @@ class TwoRuns:
         return sorted(self.plain.losses.keys() & self.split.losses.keys())
 
     def differences(self) -> dict[int, float]:
-        """Relative difference of the losses (vocabulary parallel minus plain, over plain) by common iteration."""
+        """Relative difference of the losses, (vocabulary parallel - plain) / plain, for each iteration in both logs."""
         plain, split = self.plain.losses, self.split.losses
         return {
             each: (split[each] - plain[each]) / abs(plain[each]) if split[each] != plain[each] else 0.0
@@ -106,7 +106,7 @@ class TwoRuns:
         }
 
     def text(self) -> str:
-        """The comparison as `megatron-vp report` prints it; every pair is plain | vocabulary parallel."""
+        """The comparison as `megatron-vp report` prints it; in each pair, the plain run is first."""
         plain, split, common = self.plain, self.split, self.common_iterations
         busiest = [max(rank.busy_seconds for rank in run.ranks) for run in (plain, split)]
         before, after = plain.iteration_seconds, split.iteration_seconds
@@ -120,10 +120,10 @@ class TwoRuns:
                 "",
                 f"seconds per iteration: {_seconds(before)} | {_seconds(after)} "
                 f"({slower} takes {max(before, after) / min(before, after):.2f} times as long as {faster})",
-                f"of this, the busiest rank computes: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
-                f"plain loss: {plain.losses[common[0]]:.4f} in iteration {common[0]}, "
+                f"computing time of the busiest rank: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
+                f"loss of the plain run: {plain.losses[common[0]]:.4f} in iteration {common[0]}, "
                 f"{plain.losses[common[-1]]:.4f} in iteration {common[-1]}",
-                f"largest difference between the two loss curves: {largest:.1e} of the loss, in iteration {iteration} "
+                f"largest relative difference between the two loss curves: {largest:.1e}, in iteration {iteration} "
                 f"({len(common)} iterations compared)",
             ]
         )
@@ -164,17 +164,21 @@ def read_losses(log: Path) -> dict[int, float]:
 
 
 def _log_in(folder: Path) -> Path:
-    """The one file in `folder` that looks like a log with losses."""
+    """The only file in `folder` that looks like a log with losses."""
     candidates = [path for path in sorted(folder.glob("*")) if path.suffix in LOG_SUFFIXES and path.is_file()]
     found = [path for path in candidates if ITERATION.search(read_text(path, "log", LONGEST_LOG, errors="replace"))]
     if len(found) != 1:
-        what = f"has several logs ({', '.join(path.name for path in found)})" if found else "has no log with losses"
+        what = (
+            f"contains several logs ({', '.join(path.name for path in found)})"
+            if found
+            else "contains no log with losses"
+        )
         raise UserError(f"{folder} {what}: name the logs of both runs with --logs PLAIN_LOG VP_LOG")
     return found[0]
 
 
 def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
-    """A table with one line per rank; it has peak memory only if both runs measured it."""
+    """Format a table with one line per rank; peak memory is shown only if both runs measured it."""
     columns: list[tuple[str, Callable[[RankReport], str]]] = [
         ("parameters", lambda rank: f"{rank.parameters:,}"),
         ("in flight", lambda rank: f"{rank.peak_in_flight:g}"),

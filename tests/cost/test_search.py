@@ -382,7 +382,7 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     assert command(tmp_path, "--search", *keep, "-o", str(picture)).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     done = command(tmp_path, "--search", *keep)
-    assert "The frontier: no other run needs both less time and less memory." in done.output
+    assert "The frontier: runs that no other run beats in both time and memory." in done.output
     assert "use: --" in done.output
 
 
@@ -395,7 +395,10 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     assert again == table
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["partial"] and document["heading"] == heading and document["budget"] == 2
-    assert document["untried_seconds"] > 0 and f"{document['untried']:,} more combinations may be on it" in heading
+    assert (
+        document["untried_seconds"] > 0
+        and f"{document['untried']:,} combinations that were not tried may belong to it" in heading
+    )
     titles = []
     monkeypatch.setattr(charts, "search_chart", lambda found, limit, title: titles.append(title) or b"")
     command(tmp_path, *words, "-o", str(tmp_path / "found.png"))

@@ -85,7 +85,7 @@ def test_what_a_run_leaves_free_is_said_and_what_would_give_room(runs):
         assert way in ways
     recomputed = asked("h100", "--recompute-granularity", "full")
     ways = memory_room(replace(recomputed, limit=tight.limit), full, searched=True)[1]
-    assert "recompute" not in ways and "--search" not in ways and "a run of the frontier that needs less memory" in ways
+    assert "recompute" not in ways and "--search" not in ways and "a run on the frontier that needs less memory" in ways
     [line] = memory_room(request, roomy)
     assert "GiB free" in line and "less than" not in line
     assert memory_room(replace(request, limit=full.peak_memory - 1), full) == []

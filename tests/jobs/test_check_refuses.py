@@ -39,7 +39,7 @@ def check(flags, **settings):
         ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
         (
             "--vocab-parallel --vocab-shards 0,0",
-            "gives no rank any rows: distribute all 64 rows of the vocabulary",
+            "assigns no rows to any rank: distribute all 64 rows of the vocabulary",
         ),
         ("--vocab-parallel --vocab-shards 32,24", "adds up to 56 rows, but the padded vocabulary has 64: add 8"),
         ("--vocab-parallel --vocab-shards 64,64", "but the padded vocabulary has 64: remove 64"),

@@ -113,7 +113,7 @@ OF_SIZES = [
     ("simulate LLAMA --pipeline-schedule interleaved", "needs at least two chunks per rank"),
     ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "are not a layout of 32 layers on 8 stages"),
     ("simulate LLAMA --pipeline-model-parallel-layout hello", "cannot be parsed"),
-    ("simulate LLAMA --global-batch-size 999999", "simulate takes at most"),
+    ("simulate LLAMA --global-batch-size 999999", "simulate accepts at most"),
     ("simulate LLAMA --trace nowhere", "nowhere is not a folder"),
     ("simulate LLAMA --lr nan", "--lr nan is not a finite number"),
     ("simulate LLAMA --lr 1e-3 2e-3", "--lr takes one value"),

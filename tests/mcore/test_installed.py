@@ -266,7 +266,9 @@ def test_a_job_of_somebodys_own_script_is_judged(answered, tmp_path):
     words = (CONFIGS[0], *saving, "--stride", "3", "--fast", "--log-straggler")
     status, printed, errors = answered(*words, "--script", "own.py")
     assert status == 0, errors
-    assert printed.startswith("ok: ") and printed.endswith("left to own.py: --stride, --fast\n")
+    assert printed.startswith("ok: ") and printed.endswith(
+        "options not checked, because only own.py knows them: --stride, --fast\n"
+    )
     assert "unrecognized arguments: --stride 3 --fast" in answered(*words)[2]
     refused = answered(*words, "--vocab-parallel", "--script", "own.py")
     assert refused[0] == 2 and "--vocab-parallel with --log-straggler is not supported" in refused[2]

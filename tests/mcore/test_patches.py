@@ -254,7 +254,7 @@ def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeyp
     assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
     assert "fits  megatron.training.arguments:validate_args" in result.output
     tested = ", ".join(patches.TESTED_VERSIONS)
-    assert f"megatron-core 0.21.0 (not supported, and no run will start; tested: {tested})" in result.output
+    assert f"megatron-core 0.21.0 (not supported, so no run will start; tested: {tested})" in result.output
 
 
 def test_the_command_says_what_runs_leave_out(monkeypatch):
@@ -263,7 +263,7 @@ def test_the_command_says_what_runs_leave_out(monkeypatch):
     monkeypatch.setattr(utils, "compile_helpers", lambda changed: None)
     result = invoke("--dry-run")
     assert result.exit_code == 1 and "DOES NOT FIT  megatron.core.datasets.utils:compile_helpers" in result.output
-    assert "runs leave out these groups: wheel\n1 do not fit megatron-core" in result.output
+    assert "training leaves out these groups of patches: wheel\n1 item does not fit megatron-core" in result.output
 
 
 def start_with(_rank, _world_size, tamper):

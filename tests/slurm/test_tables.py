@@ -141,7 +141,7 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
     ("words", "line"),
     [
         (("paper", "collect", "nowhere"), "nowhere is not a folder"),
-        (("paper", "collect", "configs"), "configs holds no finished run"),
+        (("paper", "collect", "configs"), "configs contains no finished run"),
         (("paper", "collect", "configs", "--hardware", "h10"), "h100"),
         (("paper", "jobs", "-o", "setup.py"), "cannot write lists of cells to setup.py"),
     ],

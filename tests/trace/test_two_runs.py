@@ -72,9 +72,9 @@ def test_the_text_says_it_by_rank_and_which_run_is_faster(runs, capsys):
     lines = [" ".join(line.split()) for line in streams.out.splitlines()]
     assert status == 0
     assert "0 1,000 | 1,000 2 | 2 0.0200 20% | 0.0500 50% 0.0800 | 0.0500 3.00 | 2.00" in lines
-    assert "of this, the busiest rank computes: 0.0800 | 0.0500" in lines
-    assert "plain loss: 9.7240 in iteration 1, 9.6000 in iteration 3" in lines
-    assert lines[-1].endswith("1.0e-04 of the loss, in iteration 3 (3 iterations compared)")
+    assert "computing time of the busiest rank: 0.0800 | 0.0500" in lines
+    assert "loss of the plain run: 9.7240 in iteration 1, 9.6000 in iteration 3" in lines
+    assert lines[-1].endswith("1.0e-04, in iteration 3 (3 iterations compared)")
 
 
 def test_memory_that_a_cpu_does_not_measure_is_not_made_up(tmp_path):
@@ -96,7 +96,7 @@ def test_logs_may_lie_elsewhere(runs, tmp_path, capsys):
     for name, run in zip(("a", "b"), runs, strict=True):
         (run / "log.txt").rename(tmp_path / name)
     status, streams = said(capsys, *runs)
-    assert status == 2 and f"{runs[0]} has no log with losses: name the logs" in streams.err
+    assert status == 2 and f"{runs[0]} contains no log with losses: name the logs" in streams.err
     status, streams = said(capsys, *runs, "--logs", tmp_path / "a", tmp_path / "b", "--format", "json")
     assert status == 0 and json.loads(streams.out)["largest_loss_difference"] == pytest.approx(1e-4)
 
@@ -120,7 +120,7 @@ REFUSED = {
     "a trace": (change("plain", traceEvents=[]), "is a trace of --pipeline-trace, not a rank report"),
     "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
     "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
-    "ranks of two runs": (change("vp", run="another"), "of different runs: report each run into"),
+    "ranks of two runs": (change("vp", run="another"), "of different runs: give each run an empty"),
     "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "of different runs"),
     "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not valid JSON"),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
