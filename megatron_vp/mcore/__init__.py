@@ -1,3 +1,3 @@
-"""The only packages that import Megatron. They replace functions of Megatron with patches: `patches.py` checks and
-applies them, and `patch_table.py` says when each is applied.
+"""Contains all modules that import Megatron. Patches replace some of Megatron's functions: `patches.py` checks and
+applies the patches, and `patch_table.py` says when each patch is applied.
 """

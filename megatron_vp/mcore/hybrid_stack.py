@@ -1,10 +1,9 @@
-"""A layer stack for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and MTP layers of both.
+"""A layer stack for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and MTP layers made of them.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
 Megatron's own stacks consist of Transformer Engine's layers, and their Mamba and gated delta net layers also need CUDA
-kernels. Import this module only through `--spec`: it looks up layers on import, and the patches must be applied before
-that.
+kernels. Import this module only through `--spec`: on import, the module looks up layers, which must already be patched.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-# Checkpoints store norms under the names of Transformer Engine's fused layers, as a local GPTModel does.
+# Checkpoints store norms under the names of Transformer Engine's fused layers, as for a GPTModel with local layers.
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 

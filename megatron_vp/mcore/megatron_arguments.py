@@ -1,7 +1,7 @@
 """Megatron's arguments that we read, by the package that reads them.
 
-If a release of Megatron renames one of them, the job stops at startup with one line that names the argument and says
-why we read it. Without this table, it would fail later with an AttributeError. Our own options are not listed.
+If a release of Megatron renames an argument, the job stops at startup with one line that names the argument and says
+why we read it. Without this table, the job would fail later with an AttributeError. Our own options are not listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reads:
 
 READ = {
     "mcore": Reads(
-        "to choose the patches that a run needs, and to place its chunks",
+        "to choose the patches for a run, and to place model chunks on ranks",
         (
             *("fake_process_group", "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"),
             *("iterations_to_skip", "multiple_validation_sets", "override_opt_param_scheduler", "rank"),
@@ -99,7 +99,7 @@ READ = {
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("wandb_project", "window_size", "world_size", "yaml_cfg"),
-            # The length of a run, and iterations with special treatment.
+            # Arguments that set the length of a run, or iterations that Megatron treats differently.
             *("check_weight_hash_across_dp_replicas_interval", "dataloader_type", "end_weight_decay"),
             *("eval_global_batch_size", "exit_duration_in_mins", "gpu_sniff_test_interval", "group_query_attention"),
             *("hysteresis", "initial_loss_scale", "iterations_to_skip", "log_memory_interval", "loss_scale_window"),
@@ -113,18 +113,18 @@ READ = {
         ),
     ),
     "platform": Reads(
-        "to tell which package computes which part",
+        "to report whether Transformer Engine, Apex or PyTorch computes an operation",
         (
             *("bf16", "fp16", "gradient_accumulation_fusion", "masked_softmax_fusion", "normalization"),
             *("transformer_impl",),
         ),
     ),
     "replay": Reads(
-        "to replay one rank alone",
+        "to replay a single rank of a job",
         ("padded_vocab_size",),
     ),
     "reports": Reads(
-        "to report what a rank did",
+        "to report the passes, times and memory of a rank",
         (
             *("curr_iteration", "fake_process_group", "padded_vocab_size", "pipeline_model_parallel_layout"),
             *("pipeline_model_parallel_size", "rank", "tensor_model_parallel_size", "train_iters", "world_size"),
@@ -201,11 +201,11 @@ IN_TRAINING = ("curr_iteration",)
 
 
 LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
-"""Arguments that a release series of megatron-core lacks, and without which our sources work there."""
+"""Arguments that a release series of megatron-core lacks, and that our sources do not need in that series."""
 
 
 def missing() -> list[Problem]:
-    """The arguments that we read but for which the installed Megatron has no option. Builds Megatron's parser."""
+    """Return the arguments that we read but for which Megatron's parser, which this function builds, has no option."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}

@@ -1,9 +1,9 @@
 """Every function, class and constant of Megatron that we use without patching it, by the package that uses it.
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
-entry maps `module:path` to what we expect there, in the notation of `patches.check_symbol`: a signature; `takes a, b`
-if only the arguments that we pass matter; `class` for a class that we subclass or recognize; `value`; or `present`.
-`IN_SERIES` lists the differences in a release series.
+entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`: a signature; `takes
+a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognize; `value`; or
+`present`. `IN_SERIES` lists the differences in a release series.
 """
 
 from __future__ import annotations
@@ -316,11 +316,11 @@ REACHED: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Symbols that our sources use through Megatron's objects, such as methods, and fields of configurations."""
+"""Symbols that our sources use through Megatron's objects, such as methods and configuration fields."""
 
 
 UNUSED = "unused"
-"""Marks a symbol in `IN_SERIES` that our sources do not use in that series, and that the series may lack."""
+"""Marks a symbol in `IN_SERIES` that our sources do not use in a release series, and that the series may lack."""
 
 IN_SERIES: dict[str, dict[str, str]] = {
     "0.20": {
@@ -329,7 +329,7 @@ IN_SERIES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""For each release series of megatron-core, the symbols for which we expect something other than the tables above."""
+"""For each release series of megatron-core, the symbols whose expected entry differs from the tables above."""
 
 
 def rooms() -> list[str]:
@@ -343,7 +343,7 @@ def count(room: str) -> int:
 
 
 def check_symbols(room: str) -> list[Problem]:
-    """The symbols that a package uses but that the installed Megatron lacks or has with another signature."""
+    """Return the symbols that a package uses but that the installed Megatron lacks or defines differently."""
     problems = (check_symbol(target, expected) for target, expected in _expected(room))
     return [problem for problem in problems if problem is not None]
 

@@ -1,7 +1,7 @@
-"""The table of patches: lists every group of patches for Megatron, the runs that need it, and when it is applied.
+"""Lists every group of patches for Megatron, the runs that need the group, and when the group is applied.
 
-A group names the module of its patches as text, so that importing this table does not import Megatron. Only the modules
-of groups that a run needs are imported. `megatron-vp patches` and the documentation print the table.
+A group names the module of its patches as a string, so that importing this table does not import Megatron. Only the
+modules of groups that a run needs are imported. `megatron-vp patches` and the documentation show the table.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """When a group is applied during startup. All groups that a run needs are checked before the first stage."""
+    """The point in startup at which a group is applied. All groups that a run needs are checked before the first."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
-    AFTER_VALIDATION = "after Megatron validated the arguments"
+    AFTER_VALIDATION = "after Megatron has validated the arguments"
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments or, before parsing, those of `options.early_arguments`. Conditions may read only arguments
-    that `early_arguments` knows.
+    """Megatron's arguments; before Megatron parses them, the ones that `options.early_arguments` found. Conditions may
+    read only arguments that `early_arguments` knows.
     """
     machine: Installed
     """The packages installed where the job runs."""
     cpu: bool = False
     """Whether the run uses no CUDA device."""
     shapes_only: bool = False
-    """Whether this is a replay of shapes."""
+    """Whether the run is a replay with --shapes-only."""
     counts_engine: bool = False
-    """Whether this is a replay of shapes that counts the memory of Transformer Engine's layers."""
+    """Whether the run is a replay with --shapes-only that counts the memory of Transformer Engine's layers."""
 
     @property
     def settings(self) -> RunSettings:
@@ -52,7 +52,7 @@ class Run:
 
 
 def run_here(args: argparse.Namespace) -> Run:
-    """The run of this process."""
+    """Describe the run that this process belongs to."""
     return Run(
         args,
         installed(),
@@ -64,7 +64,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition under which a run needs a group: a description for users, and the test."""
+    """The condition under which a run needs a group: a description for users, and a function that tests it."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -81,10 +81,12 @@ class PatchGroup:
     applies: the runs that need them.
     stage: when they are applied during startup.
     without: the consequence of leaving them out.
-    essential: whether a run that needs them is refused if they do not fit Megatron. True if a run without them would
-        compute something else, hang, or risk its checkpoints. False if it would only lose a convenience or stop with an
-        error from Megatron; such patches are then left out, with a line in the log.
-    package: the package that owns the patched symbols, if not Megatron; if it is not installed, nothing is checked.
+    essential: whether a run that needs the patches is refused if they do not fit Megatron. True if a run without the
+        patches could compute wrong results, hang, or damage checkpoints. False if a run without the patches would only
+        lose a convenience or stop with an error from Megatron: patches that do not fit are left out, and the log says
+        so.
+    package: the package that owns the patched symbols, if not Megatron; if that package is not installed, nothing is
+        checked.
     """
 
     name: str
@@ -96,14 +98,14 @@ class PatchGroup:
     package: str | None = None
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
-        """The patches for a release series. Imports the module that declares them, and with it parts of Megatron."""
+        """Return the patches for a release series. This imports the module that declares them and parts of Megatron."""
         module, _, attribute = self.patches.partition(":")
         declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
         return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
 
 
 def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # the early arguments hold it as a string
+    return str(args.log_pipeline_interval) != "0"  # the value is a string in the early arguments
 
 
 def _records(args: argparse.Namespace) -> object:
@@ -126,7 +128,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.index_helpers:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron compiles its index helpers at every start, and ends the job if it cannot",
+        "Megatron compiles its index helpers at every start, and ends the job if the compilation fails",
         essential=False,
     ),
     PatchGroup(
@@ -134,7 +136,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron ends a job that has local layers and --sequence-parallel",
+        "Megatron ends a job that combines local layers with --sequence-parallel",
         essential=False,
     ),
     PatchGroup(
@@ -142,7 +144,7 @@ GROUPS = (
         "megatron_vp.mcore.options.arguments:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "a run would have none of our options, and impossible combinations would not be refused",
+        "Megatron would not accept our options, and combinations that cannot work would not be refused",
     ),
     PatchGroup(
         "checkpoint files",
@@ -161,49 +163,49 @@ GROUPS = (
     PatchGroup(
         "no transformer engine",
         "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
-        Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
+        Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "Adam would share one step count among all parameters, and checkpoints would not load",
+        "Adam would keep a single step count for all parameters, and checkpoints would not load",
     ),
     PatchGroup(
         "warm-up",
         "megatron_vp.mcore.platform.without_transformer_engine:WARM_UP_PATCHES",
-        Condition("where Transformer Engine is not installed", lambda run: not run.machine.engine),
+        Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
-        "a job on GPUs starts minutes later, because Megatron compiles kernels that no layer uses",
+        "a job on GPUs takes minutes longer to start, because Megatron compiles kernels that no layer uses",
         essential=False,
     ),
     PatchGroup(
         "no fused accumulation",
         "megatron_vp.mcore.platform.without_apex:PATCHES",
         Condition(
-            "where Apex's fused_weight_gradient_mlp_cuda is not installed",
+            "only if Apex's fused_weight_gradient_mlp_cuda is not installed",
             lambda run: not run.machine.apex_accumulation,
         ),
         Stage.BEFORE_PARSING,
-        "Megatron ends a job with gradient accumulation fusion, its default on a GPU",
+        "Megatron ends a job that uses gradient accumulation fusion, which is enabled by default on a GPU",
         essential=False,
     ),
     PatchGroup(
         "cpu platform",
         "megatron_vp.mcore.platform.cpu:PATCHES",
-        Condition("only where no CUDA device is used", lambda run: run.cpu),
+        Condition("only if the run uses no CUDA device", lambda run: run.cpu),
         Stage.BEFORE_PARSING,
-        "a run would need CUDA, and compute wrong gradient norms",
+        "a run would need CUDA, and its gradient norms would be inaccurate",
     ),
     PatchGroup(
         "replay",
         "megatron_vp.mcore.replay.one_rank:PATCHES",
-        Condition("only in a replay, with --fake-process-group", lambda run: run.args.fake_process_group),
+        Condition("only in a replay of one rank (--fake-process-group)", lambda run: run.args.fake_process_group),
         Stage.BEFORE_PARSING,
-        "the rank would compute with uninitialized memory, and wait for peers",
+        "the replayed rank would compute with uninitialized memory and wait for ranks that do not exist",
     ),
     PatchGroup(
         "shapes only",
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
         Condition("only in a replay with --shapes-only", lambda run: run.shapes_only),
         Stage.BEFORE_PARSING,
-        "a replay would read random states from tensors without contents",
+        "a replay would read the states of random generators from tensors that have no contents",
     ),
     PatchGroup(
         "shapes of Transformer Engine",
@@ -213,17 +215,17 @@ GROUPS = (
             lambda run: run.counts_engine,
         ),
         Stage.BEFORE_PARSING,
-        "a replay would count memory that compiled kernels do not use",
+        "a replay would count memory that Megatron's compiled activation functions do not use on a GPU",
     ),
     PatchGroup(
         "curves",
         "megatron_vp.mcore.reports.tensorboard_events:PATCHES",
         Condition(
-            "only with --tensorboard-dir, on the rank that writes there",
+            "only with --tensorboard-dir, on the rank that writes TensorBoard's files",
             lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,
         ),
         Stage.AFTER_VALIDATION,
-        "training ends when the disk of --tensorboard-dir is full",
+        "training stops when the disk that holds --tensorboard-dir is full",
         essential=False,
     ),
     PatchGroup(
@@ -234,7 +236,7 @@ GROUPS = (
             lambda run: run.args.override_opt_param_scheduler or run.args.use_checkpoint_opt_param_scheduler,
         ),
         Stage.AFTER_VALIDATION,
-        "a checkpoint with other learning rates does not load, and Megatron ends the job",
+        "Megatron ends a job that loads a checkpoint saved with different learning rates",
         essential=False,
     ),
     PatchGroup(
@@ -262,14 +264,15 @@ GROUPS = (
         "megatron_vp.mcore.model.attention:PATCHES",
         Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
         Stage.AFTER_VALIDATION,
-        "a run would use a different attention implementation than requested",
+        "a run would use a different attention implementation from the one requested",
     ),
     PatchGroup(
         "vocabulary parallelism",
         "megatron_vp.mcore.training.vocab_patches:PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
-        "Megatron would compare shards as if they were copies, and multi-token prediction would fail",
+        "Megatron would synchronize shards of the word embedding as if they were copies, and multi-token prediction "
+        "would fail",
     ),
     PatchGroup(
         "memory estimate",
@@ -312,7 +315,8 @@ GROUPS = (
         "exports of Megatron-Bridge",
         "megatron_vp.mcore.model.whole_vocabulary:BRIDGE_PATCHES",
         Condition(
-            "only after `megatron_vp.enable`, if Megatron-Bridge's models are imported and vocab_parallel is set",
+            "only after `megatron_vp.enable` with vocab_parallel, in a process that has imported Megatron-Bridge's "
+            "models",
             lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
         ),
         Stage.AFTER_VALIDATION,
@@ -320,24 +324,25 @@ GROUPS = (
         package="megatron.bridge",
     ),
     PatchGroup(
-        "optimizer state of own loops",
+        "optimizer state of custom loops",
         "megatron_vp.mcore.storage.optimizer_form:PATCHES",
         Condition(
-            "only after `megatron_vp.enable` in a training loop other than Megatron's, with one of our schedules",
+            "only after `megatron_vp.enable` with one of our schedules, in a training loop other than Megatron's",
             _in_own_loop,
         ),
         Stage.AFTER_VALIDATION,
-        "a run with another layout would load the moments of other parameters without an error",
+        "a run with a different parallel layout would silently load optimizer moments that belong to other parameters",
     ),
     PatchGroup(
         "optimizer state of Megatron-Bridge",
         "megatron_vp.mcore.storage.optimizer_form:BRIDGE_PATCHES",
         Condition(
-            "only after `megatron_vp.enable`, if Megatron-Bridge's loop is imported and the schedule is one of ours",
+            "only after `megatron_vp.enable` with one of our schedules, in a process that has imported "
+            "Megatron-Bridge's training loop",
             lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
         Stage.AFTER_VALIDATION,
-        "saving checkpoints in Megatron-Bridge's default form would be refused",
+        "a run would refuse to save checkpoints in Megatron-Bridge's default format",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -375,11 +380,11 @@ GROUPS = (
         "plain schedule",
         "megatron_vp.mcore.reports.plain_schedule:PATCHES",
         Condition(
-            "only with Megatron's own schedule and --rank-report, --pipeline-trace or --log-pipeline-interval",
+            "only with Megatron's own schedule, if --rank-report, --pipeline-trace or --log-pipeline-interval is set",
             lambda run: _records(run.args) and not run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
-        "nothing is recorded",
+        "Megatron's passes are not recorded",
         essential=False,
     ),
     PatchGroup(
@@ -387,7 +392,7 @@ GROUPS = (
         "megatron_vp.mcore.reports.pipeline_scalars:PATCHES",
         Condition("only with --log-pipeline-interval", lambda run: _logs(run.args)),
         Stage.AFTER_VALIDATION,
-        "nothing is written to TensorBoard and W&B",
+        "pipeline metrics are not written to TensorBoard or W&B",
         essential=False,
     ),
 )
@@ -419,7 +424,7 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
 
 
 def require_fit(run: Run) -> None:
-    """Check all groups that a run needs, of every stage. Raises UserError if an essential group does not fit."""
+    """Check the groups of all stages that a run needs. Raises UserError if an essential group does not fit."""
     _fitting(selected(run))
 
 
@@ -436,8 +441,8 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the named groups before their stage, if the run needs them. If one does not fit, apply none and raise
-    UserError.
+    """Apply those of the named groups that the run needs, before their stage. If a patch does not fit, apply none and
+    raise UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
@@ -455,8 +460,8 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
         elif group.essential:
             problems += found
         else:
-            left_out.append(f"left out '{group.name}': {found[0]}; without it, {group.without}")
+            left_out.append(f"patch group '{group.name}' is left out: {found[0]}; without it, {group.without}")
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` shows all differences")
+        raise UserError(f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists all differences")
     return fitting, left_out

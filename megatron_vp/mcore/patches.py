@@ -1,9 +1,9 @@
 """Checks patches against the installed Megatron, applies them, and undoes them.
 
 A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
-that the original is expected to have. A set of patches is applied completely or not at all, and can be undone. Applying
-it again has no effect. If a target has changed, an error names it. No patch is ever skipped silently. `patch_table.py`
-declares which patches exist and when they are applied.
+that the original is expected to have. A set of patches is applied completely or not at all, and can be undone. Patches
+that are already applied are not applied again. If a target has changed, an error names it. No patch is skipped
+silently. `patch_table.py` declares which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Variant:
     """How a patch differs in one release series of megatron-core."""
 
     signature: str
-    """The target's signature in that series."""
+    """The target's signature in the release series."""
     make: Callable[[Any], Any] | None = None
-    """The function that makes the replacement in that series; None to use the patch's own function."""
+    """The function that makes the replacement in the release series; None to use `Patch.make`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Applied:
-    """The data with which to undo a patch: `raw` is the owner's own entry, or _MISSING if the entry was inherited."""
+    """The data needed to undo a patch. `raw` is the entry in the owner's `__dict__`; _MISSING if it was inherited."""
 
     patch: Patch
     owner: Any
@@ -115,30 +115,32 @@ def signature_of(value: Any) -> str:
 
 
 def present_version() -> str:
-    """The version of megatron-core that Python imports, supported or not. Raises UserError if there is none."""
+    """Return the version of megatron-core that Python imports, even an unsupported one. Raises UserError if
+    megatron-core is not installed.
+    """
     _distribution()
     # megatron-core appends "+<commit>" if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
 def installed_version() -> str:
-    """The version of megatron-core that Python imports. Raises UserError if there is none or its series is not
-    supported.
+    """Return the version of megatron-core that Python imports. Raises UserError if megatron-core is not installed or
+    its release series is not supported.
     """
     require_supported(_distribution().version)
-    # The imported module may belong to a different copy than the metadata, such as a checkout on PYTHONPATH.
+    # Python may import another copy of megatron-core than the metadata describes, such as a checkout on PYTHONPATH.
     module = present_version()
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
         raise UserError(
-            f"{_refusal(module)}; it is imported from {folder}, ahead of the installed megatron-core "
+            f"{_refusal(module)}; this copy is imported from {folder}, ahead of the installed megatron-core "
             f"{_distribution().version}: remove that folder from PYTHONPATH"
         )
     return module
 
 
 def present_series() -> str:
-    """The release series of megatron-core that Python imports, supported or not: `0.19` for 0.19.2."""
+    """Return the release series of megatron-core that Python imports, even an unsupported one: `0.19` for 0.19.2."""
     return _series(present_version())
 
 
@@ -148,8 +150,8 @@ def check(patches: Iterable[Patch]) -> list[Problem]:
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """Return how a symbol of Megatron differs from what we expect; None if it does not. If the symbol is patched, the
-    original is checked.
+    """Return how a symbol of Megatron differs from what we expect; None if it is as expected. If the symbol is patched,
+    the original is checked.
 
     `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
     b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
@@ -172,7 +174,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all patches and return those that were not applied before. If one does not fit, apply none and raise
+    """Apply all patches and return the ones that were not applied before. If a patch does not fit, apply none and raise
     UserError.
     """
     installed_version()
@@ -212,7 +214,7 @@ def patched(patches: Sequence[Patch]) -> Iterator[None]:
 
 
 def in_force() -> tuple[Patch, ...]:
-    """The patches that are applied now, in the order of application."""
+    """Return the patches that are currently applied, in the order in which they were applied."""
     return tuple(entry.patch for entry in _applied.values())
 
 
@@ -264,9 +266,9 @@ def _problem(patch: Patch) -> Problem | None:
         found = signature_of(current)
         return None if found in patch.signature.split(" or ") else Problem(patch.target, patch.signature, found)
     if entry.patch != patch:
-        return Problem(patch.target, "an unpatched symbol", f"another patch that is applied: {entry.patch.reason}")
+        return Problem(patch.target, "an unpatched symbol", f"a symbol with another patch: {entry.patch.reason}")
     if inspect.getattr_static(owner, name) is not entry.replacement:
-        return Problem(patch.target, "our replacement", "something that was assigned later")
+        return Problem(patch.target, "our replacement", "an object that other code assigned later")
     return None
 
 

@@ -1,13 +1,14 @@
-"""Holds this process's job: its validated arguments and all our decisions for it, which other modules read from here.
+"""Stores the validated arguments of this process's job, and all decisions that megatron_vp has made for the job.
 
 A job's startup takes these steps, in this order:
 
 1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
 2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
-4. Once process groups exist, `start/same_job.py` gives all ranks the order costs of rank 0.
+4. Once process groups exist, `start/same_job.py` sends the costs by which rank 0 orders passes to all ranks.
 
-Functions of ours that Megatron calls get the job from `current()` and pass it on. This module does not import Megatron.
+Those of our functions that Megatron calls get the job from `current()` and pass it to others. This module does not
+import Megatron.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """A schedule file as read at startup. The run never reads the file again."""
+    """The contents of a schedule file, which a run reads only once, at startup."""
 
     family: Family
     digest: str
-    """SHA-256 of its text, in hexadecimal digits."""
+    """The SHA-256 of the file's text, in hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,19 @@ class Words:
     the words of the command line.
     """
     platform_flags: tuple[str, ...] = ()
-    """Megatron's flags that were added for the platform."""
+    """The flags of Megatron that were added for the platform."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The options in `all`, by argument name."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The settings of a replay of one rank that its arguments do not contain."""
+    """The settings for a replay of one rank that Megatron's arguments do not contain."""
 
     job: JobConfig | None = None
-    """The whole job, before the replay's changes to it."""
+    """The configuration of the replayed job, before the replay changes it."""
     meter: Any = None
-    """The memory counter of a replay of shapes, a `reports.memory.Meter`; None in other runs."""
+    """The memory counter of a replay with --shapes-only, a `reports.memory.Meter`; None in other runs."""
     counts_engine: bool = False
     """Whether local layers keep the activations that Transformer Engine's layers would keep."""
 
@@ -78,16 +79,16 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline. Otherwise Megatron runs it, even with virtual stages."""
+        """Whether the plug-in runs the pipeline schedule. If not, Megatron runs its own (1F1B or interleaved)."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property
     def offloads(self) -> bool:
-        """Whether the activations of some chunks are kept in host memory between forward and backward."""
+        """Whether the activations of some chunks are moved to host memory between forward and backward."""
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """The number of offloaded chunks out of `chunks` per rank, unless a schedule file lists these chunks."""
+        """The number of each rank's `chunks` that are offloaded, unless a schedule file lists the offloaded chunks."""
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -97,7 +98,7 @@ class RunSettings:
 
     @property
     def places_chunks(self) -> bool:
-        """Whether chunks are placed differently from Megatron, in which chunk c of rank r is stage c p + r."""
+        """Whether chunks are placed differently from Megatron, in which chunk c of rank r is stage c * p + r."""
         return not self.family.in_rounds
 
     @property
@@ -114,7 +115,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """How the user's arguments divide the model into stages, before a schedule or balanced shards change that."""
+    """The user's division of the model into stages, before a schedule or balanced shards change the layout."""
 
     layout: str | None
     pattern: Pattern | None
@@ -127,14 +128,16 @@ class GivenLayout:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The chosen vocabulary rows of a job, and possibly a layout."""
+    """The number of vocabulary rows chosen for each rank of a job, and the layout if one was chosen with the rows."""
 
     rows: tuple[int, ...] | None = None
     """The number of rows by pipeline rank, for all tensor ranks of a stage together; None for equal shards."""
     reason: str | None = None
-    """Why the plug-in chose these rows; None if the user gave them, or for equal shards that need no explanation."""
+    """Why the plug-in chose these rows; None if the user gave them, or if the shards are equal and need no explanation.
+    """
     layout: str | None = None
-    """The layout that was chosen with the rows (for a hybrid model, a pattern with bars); None keeps the user's layout.
+    """The layout that was chosen with the rows (for a hybrid model, a pattern with bars); None to keep the user's
+    layout.
     """
 
 
@@ -143,23 +146,23 @@ class SettledJob:
     """Everything that the plug-in has decided for a run."""
 
     args: argparse.Namespace
-    """Megatron's validated arguments. This is Megatron's own object, and training changes some of them."""
+    """Megatron's validated arguments: the same object that Megatron uses, in which training changes some values."""
     settings: RunSettings
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use rank 0's costs."""
+    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use the costs of rank 0."""
     parts: Mapping[str, str]
-    """The implementation of layers, norms and so on; see `platform.parts`."""
+    """The implementation used for layers, norms and other operations; see `platform.parts`."""
     words: Words
     nodes: Installed | None
-    """The packages of the nodes if the job was checked for nodes other than this machine; None otherwise."""
+    """The packages installed on the nodes if the job was checked for other nodes than this machine; otherwise None."""
     checkpoint_to_load: str | None = None
-    """The directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked."""
+    """The directory of the checkpoint to load; None if the run starts from scratch or does not check the checkpoint."""
 
     @property
     def method(self) -> VocabMethod:
-        """The method of the vocabulary layers, unless the schedule has its own."""
+        """The algorithm of the vocabulary passes, unless the schedule specifies its own algorithm."""
         return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
 
     @property
@@ -173,17 +176,17 @@ class OwnLoop(Protocol):
     """The interface through which `megatron_vp.enable` sets up the job of a script with its own training loop."""
 
     words: tuple[str, ...]
-    """The settings of the call, as words of a command line."""
+    """The settings in the call of `megatron_vp.enable`, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether the job came from Megatron's own arguments. If so, Megatron's builders prepare the model."""
+        """Whether Megatron has parsed the job's arguments. If so, Megatron's builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Make the job from the arguments of a model's constructor, given by name; later models use the same job."""
+        """Make the job from the arguments of a model's constructor, given by name. Later models use the same job."""
 
 
 class _Process:
-    """The state of this process."""
+    """The job, replay and training loop of this process."""
 
     def __init__(self) -> None:
         self.replay = Replay()
@@ -191,7 +194,7 @@ class _Process:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the job, its schedule file and its words, but keep the replay and the own loop."""
+        """Forget the job, its schedule file and its words, but keep the replay settings and the training loop."""
         self.files: dict[str, ScheduleFile] = {}
         self.words = Words()
         self.job: SettledJob | None = None
@@ -203,7 +206,7 @@ _process = _Process()
 def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
     """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
-    `text_of` returns a file's text. Raises UserError for a file that cannot be used.
+    `text_of` returns the text of the file. Raises UserError if the file cannot be used.
     """
     clear()
     if _names_file(schedule):
@@ -212,12 +215,12 @@ def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
 
 
 def note_words(words: Words) -> None:
-    """Store the words that were parsed."""
+    """Store the words of the command line and configuration files that were parsed."""
     _process.words = words
 
 
 def words() -> Words:
-    """The words of this process's arguments, before parsing."""
+    """Return the words from which this process's arguments are parsed."""
     return _process.words
 
 
@@ -227,14 +230,14 @@ def settle(job: SettledJob) -> None:
 
 
 def current() -> SettledJob:
-    """The job of this process. Call this only after Megatron's arguments have been validated."""
-    assert _process.job is not None, "a function of ours was called before Megatron's arguments were validated"
+    """Return the job of this process. Call this only after Megatron's arguments have been validated."""
+    assert _process.job is not None, "a megatron_vp function was called before Megatron's arguments were validated"
     return _process.job
 
 
 @contextmanager
 def placed_as_megatron() -> Iterator[None]:
-    """Place chunks, inside this context, as plain Megatron does, so that models are built from the same chunks."""
+    """Inside this context, place chunks as plain Megatron does, so that models are built from the same chunks."""
     job = current()
     settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
     try:
@@ -249,7 +252,7 @@ def is_settled() -> bool:
 
 
 def own_loop() -> OwnLoop | None:
-    """The interface to the current call of `megatron_vp.enable`; None if there was none, or if it was undone."""
+    """Return the interface to the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
     return _process.own_loop
 
 
@@ -265,7 +268,7 @@ def clear() -> None:
 
 @contextmanager
 def replaying(**changes: Any) -> Iterator[None]:
-    """Mark this process, inside this context, as a replay of one rank; `changes` are fields of `Replay`."""
+    """Inside this context, mark this process as a replay of one rank. `changes` sets fields of `Replay`."""
     before = _process.replay
     _process.replay = replace(before, **changes)
     try:
@@ -275,26 +278,33 @@ def replaying(**changes: Any) -> Iterator[None]:
 
 
 def replay() -> Replay:
-    """The settings of the replay in this process; the defaults if it is not a replay."""
+    """Return the settings of the replay in this process, or the defaults if the process is not a replay."""
     return _process.replay
 
 
 def schedule_file(name: str) -> ScheduleFile | None:
-    """The schedule file that --pipeline-schedule names, as first read; None if it names a family. Raises UserError."""
+    """Return the schedule file that --pipeline-schedule names; None if the option names a schedule family.
+
+    Raises UserError if the file cannot be used.
+    """
     if not _names_file(name):
         return None
     return _process.files.get(name) or _read(name, text_of_file)
 
 
 def family_of(name: str) -> Family:
-    """The family for a value of --pipeline-schedule. Raises UserError if the value is neither a family nor a file."""
+    """Return the schedule family for a value of --pipeline-schedule.
+
+    Raises UserError if the value names neither a family nor a file.
+    """
     file = schedule_file(name)
     return file.family if file else family(name)
 
 
 def run_settings(args: argparse.Namespace) -> RunSettings:
-    """Return the settings of a run from its arguments, parsed or from `options.early_arguments`. Raises UserError like
-    `family_of`.
+    """Return the settings that follow from a run's arguments, which Megatron or `options.early_arguments` has parsed.
+
+    Raises UserError if --pipeline-schedule names neither a schedule family nor a file.
     """
     with _named():
         name = args.pipeline_schedule

@@ -105,7 +105,7 @@ def test_files_that_the_command_did_not_write_are_never_removed(prepared, tmp_pa
     folder = Path(shutil.copytree(prepared.dataset.parent, tmp_path / "data"))
     (folder / "fox_tokenizer" / "MY_NOTES.md").write_text("precious")
     before = contents(folder)
-    with pytest.raises(UserError, match=r"holds MY_NOTES\.md, which .* would be lost"):
+    with pytest.raises(UserError, match=r"contains MY_NOTES\.md, which .* would be lost"):
         prepare(NAMED, folder, name="fox", vocab_size=300, overwrite=True)
     assert contents(folder) == before
 
@@ -187,11 +187,11 @@ def edit(path: Path, change) -> None:
         (".idx", lambda b: b[:20], "corrupt or truncated"),
         (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or truncated"),
         (".idx", lambda b: b[:-1], "corrupt or truncated"),
-        (".idx", lambda b: b[:-8] + bytes(8), "do not end at its last sequence"),
+        (".idx", lambda b: b[:-8] + bytes(8), "does not end at its last sequence"),
         (".idx", lambda b: b[:18] + bytes(16), "no documents"),
         (".idx", lambda b: b[:34] + b"\xff" + b[35:], "disagree"),
-        (".bin", lambda b: b[:-2], "has .* bytes, but its index lists"),
-        (".bin", lambda b: b + b"\0", "has .* bytes, but its index lists"),
+        (".bin", lambda b: b[:-2], "has .* bytes, but its index describes"),
+        (".bin", lambda b: b + b"\0", "has .* bytes, but its index describes"),
         (".bin", lambda b: b"", "has 0 bytes"),
     ],
 )

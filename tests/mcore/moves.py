@@ -178,13 +178,13 @@ MOVES = (
         {**GATHERED_ON_HOST, **TIED},
     ),
     Move(
-        "the distributed optimizer's default form, which fits one layout: other replicas, algorithm and schedule",
+        "the distributed optimizer's default format, which fits one layout: other replicas, algorithm and schedule",
         "1f1b/vocab-2 p2",
         ("1f1b/vocab-2 p2 d2", "zb-h1/vocab-1 p2", "interlaced/vocab-1 p2"),
         DISTRIBUTED,
     ),
     Move(
-        "the default form in a V",
+        "the default format in a V",
         "v-half/vocab-2 p2",
         ("v-half/vocab-2 p2 d2", "zb-v/vocab-1 p2", "v-min/vocab-2 p2"),
         {**DISTRIBUTED, **TIED},

@@ -71,7 +71,7 @@ def test_nothing_that_it_names_is_run(folder, module, name):
     (folder / "iter_0000002" / ".metadata").write_bytes(planted(module, name, *words))
     with pytest.raises(UserError) as refused:
         check_checkpoint(arguments(folder))
-    assert "it names " in str(refused.value) and "was not executed" in str(refused.value)
+    assert "the pickle names " in str(refused.value) and "was not executed" in str(refused.value)
     assert "\n" not in str(refused.value) and not mark.exists()
     # The same file, read as torch reads it, runs.
     with pytest.raises(Exception):  # noqa: B017
@@ -85,7 +85,7 @@ def test_nothing_that_it_names_is_run(folder, module, name):
 )
 def test_functions_and_classes_that_are_no_records_are_refused(folder, module, name):
     (folder / "iter_0000002" / ".metadata").write_bytes(planted(module, name, "1"))
-    with pytest.raises(pickle.UnpicklingError, match=f"it names {module}.{name}, which does not belong"):
+    with pytest.raises(pickle.UnpicklingError, match=f"names {module}.{name}, which does not belong"):
         read_metadata(folder / "iter_0000002")
 
 
@@ -93,7 +93,7 @@ def test_functions_and_classes_that_are_no_records_are_refused(folder, module, n
 def test_a_tracker_that_names_no_iteration_is_one_short_line(folder, said):
     (folder / TRACKER).write_text(said)
     with pytest.raises(
-        UserError, match=r"is corrupt: it holds .* instead of an iteration number; use --ckpt-step 2"
+        UserError, match=r"is corrupt: it contains .* instead of an iteration number; use --ckpt-step 2"
     ) as refused:
         check_checkpoint(arguments(folder))
     assert str(refused.value).isprintable() and len(str(refused.value)) < 500

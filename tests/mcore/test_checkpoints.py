@@ -212,35 +212,35 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ),
         (
             {"load": good},
-            "was written with --use-distributed-optimizer, and Megatron cannot read it without that option: add it",
+            "was written with --use-distributed-optimizer, and Megatron cannot read it without that option: add the",
         ),
         ({"load": good, "no_load_optim": True}, None),
         ({"load": good, "optimizer": "sgd"}, "--optimizer sgd cannot resume from"),
         ({"load": good, "optimizer": "sgd", "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
-        ({"load": tmp_path / "no such"}, "holds no checkpoint"),
+        ({"load": tmp_path / "no such"}, "contains no checkpoint"),
         ({"load": good, "ckpt_step": 3}, "iter_0000003 does not exist; use --ckpt-step 2"),
         ({"load": cut, "save": cut, "save_interval": 2}, f"{first_file} is truncated"),
         ({"load": without_file}, "is missing"),
         ({"load": without_end}, "lacks .metadata"),
         ({"load": unreadable}, ".metadata is corrupt"),
         ({"load": unmarked}, "metadata.json is corrupt"),
-        ({"load": wrong_tracker}, "holds 'twelve' instead of an iteration number"),
+        ({"load": wrong_tracker}, "contains 'twelve' instead of an iteration number"),
         ({"load": by_rank, "ckpt_format": "torch"}, None),
         (
             {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "only plain Megatron on the same ranks can load: convert",
+            "only plain Megatron with the same parallel sizes can load: convert",
         ),
-        ({"load": empty_tracker}, "holds '' instead of an iteration number; use --ckpt-step 2"),
+        ({"load": empty_tracker}, "contains '' instead of an iteration number; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another directory"),
         (
             {"load": good, **DISTRIBUTED},
-            "vocab_parallel was True in that run and is False in this one: save the checkpoint with --dist",
+            "vocab_parallel was True in the run that wrote it and is False in this run: save the checkpoint",
         ),
         ({"load": good, **DISTRIBUTED, **EXPERT}, "--expert-model-parallel-size 1, and Megatron cannot read it with 2"),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even in that run and is 30,10 in this one: save the checkpoint with "
+            "--vocab-shards was even in the run that wrote it and is 30,10 in this run: save the checkpoint with "
             "--dist-ckpt-optim-fully-reshardable",
         ),
         ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
@@ -262,7 +262,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"pretrained_checkpoint": cut}, f"{first_file} is truncated"),
         (
             {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "only plain Megatron on the same ranks can load: convert",
+            "only plain Megatron with the same parallel sizes can load: convert",
         ),
         ({**as_before, **fleeting, "train_iters": 2}, None),
         ({**as_before, **fleeting, **tied}, "an untied output layer"),
@@ -272,7 +272,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     ]
     _, stateless = train_along((layout,), (2,), {**options, "inference_rng_tracker": True})
     here = {**as_before, "load": stateless, "train_iters": 2}
-    cases += [(here, "so it holds no random state that Megatron can load: add --no-load-rng")]
+    cases += [(here, "so it contains no random states that Megatron can load: add --no-load-rng")]
     cases += [({**here, "no_load_rng": True}, None)]
     _, decoupled = train_along((layout,), (2,), {**options, "decoupled_lr": 1e-2})
     here = {**as_before, "load": decoupled, "train_iters": 2}
@@ -291,7 +291,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases += [
         (
             {"load": in_a_v, **interleaved},
-            "the placement of chunks was ((0, 3), (1, 2)) in that run and is ((0, 2), (1, 3)) in this one",
+            "the placement of chunks was ((0, 3), (1, 2)) in the run that wrote it and is ((0, 2), (1, 3)) in this run",
         ),
         (
             {"save": tmp_path / "a", "save_interval": 2, "async_save": True, "use_persistent_ckpt_worker": True},

@@ -165,7 +165,7 @@ def test_an_attention_mask_is_freed_after_the_models_run_though_the_loss_functio
 
 def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle():
     with pytest.raises(
-        UserError, match=r"built no dataset there: .* make is_dataset_built_on_rank return True on every stage"
+        UserError, match=r"built no dataset on that stage: .* make is_dataset_built_on_rank return True on every stage"
     ):
         capture(forward_step, None, model())
 

@@ -273,7 +273,7 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
         ('{"text": "no conversation"}', "the first line of .* is not a conversation, but --sft needs"),
         ('{"messages": ["be brief"]}', "is not a conversation"),
         ("be brief", "is not a conversation"),
-        (None, "cannot read the conversations .*No such file"),
+        (None, "cannot read the conversations in .*No such file"),
     ],
 )
 def test_a_file_without_conversations_is_refused(tmp_path, line, said):
@@ -301,11 +301,11 @@ SHAPES = Shapes(16, 1, 4, torch.float32, torch.device("cpu"))
         ({}, SHAPES, 1, None),
         ({"packed_seq_params": None, "input_ids": torch.zeros(1, 9)}, SHAPES, 1, None),
         ({"packed": {"cu_seqlens_q": torch.tensor([0, 12, 32])}}, SHAPES, 2, None),
-        ({"packed_seq_params": object()}, SHAPES, 1, "in the format None to the model, but only thd"),
+        ({"packed_seq_params": object()}, SHAPES, 1, "in the format None to the model, but only the format thd"),
         ({"packed": {"qkv_format": "sbhd"}}, SHAPES, 1, "in the format sbhd"),
         ({"packed": {"local_cp_size": 2}}, SHAPES, 1, "--hybrid-context-parallel"),
         ({"input_ids": torch.zeros(1, 12)}, SHAPES, 1, r"input_ids of shape \[1, 12\] .* have 16 tokens"),
-        ({"labels": torch.zeros(2, 8)}, SHAPES, 1, r"labels of shape \[2, 8\] .* one shape: pad"),
+        ({"labels": torch.zeros(2, 8)}, SHAPES, 1, r"labels of shape \[2, 8\] .* one fixed shape: pad"),
         ({"packed": {"cu_seqlens_q": torch.tensor([0, 5, 12])}}, SHAPES, 1, "that end at position 12 to the model"),
         ({}, replace(SHAPES, sequence=8, batch=2), 1, "--micro-batch-size 2 are .* or --micro-batch-size 1"),
         ({}, replace(SHAPES, mtp_depth=1), 2, "packed sequences does not support --context"),

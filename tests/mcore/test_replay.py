@@ -36,7 +36,7 @@ def _replay_without_report(rank, world_size):
 
     with (
         mock.patch.object(launch, "run_script", lambda script, arguments: None),
-        pytest.raises(UserError, match="the rank wrote no report"),
+        pytest.raises(UserError, match="the replayed rank wrote no report"),
     ):
         _replay(rank, world_size, [], job_rank=0)
 

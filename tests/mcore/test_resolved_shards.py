@@ -219,7 +219,8 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
     for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
         args = check_job([*job, *asked], 2).args
         with pytest.raises(
-            UserError, match=r"virtual_pipeline_model_parallel_size was 2 in that run and is 3 in this one: save"
+            UserError,
+            match=r"virtual_pipeline_model_parallel_size was 2 in the run that wrote it and is 3 in this run: save",
         ):
             check_files(args)
 

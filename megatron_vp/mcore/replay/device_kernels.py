@@ -1,8 +1,8 @@
 """Replaces operations that are one kernel on a GPU but several on a CPU, where they save more tensors for the backward.
 
-A replay of shapes runs on a CPU but counts memory for a GPU. Inside `device_kernels`, these operations save the same
-tensors as the GPU kernels: a norm saves its input, dropout saves a mask of one byte per element, and attention saves
-queries, keys, values, result and log-sum-exp. Results are zeros.
+A replay with --shapes-only runs on a CPU but counts memory for a GPU. Inside `device_kernels`, these operations save
+the same tensors as the GPU kernels: a norm saves its input, dropout saves a mask of one byte per element, and attention
+saves queries, keys, values, result and log-sum-exp. Results are zeros.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(name: str, make: Callable[..., Any], signature: str) -> Patch:
-    reason = "a compiled activation is one kernel on a GPU, but several operations on a CPU without a compiler"
+    reason = "a compiled activation function is one kernel on a GPU, but several operations on a CPU without a compiler"
     return Patch(f"megatron.core.fusions.{name}", make, reason, signature)
 
 
@@ -113,4 +113,4 @@ ENGINE_PATCHES = (
     _compiled("fused_bias_swiglu:bias_swiglu", _halved, "(y, bias)"),
     _compiled("fused_bias_swiglu:bias_swiglu_back", _like_input, "(g, y, bias)"),
 )
-"""Applied with --shapes-only if Transformer Engine's layers are counted."""
+"""Applied with --shapes-only if the replay counts the memory of Transformer Engine's layers."""

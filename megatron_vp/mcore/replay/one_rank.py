@@ -2,8 +2,8 @@
 
 The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
 job's shapes. Communication returns immediately, and data from peers is random. The passes take the same time and memory
-as in the job, but losses and gradients are meaningless. Time spent waiting for peers is not included; the simulator
-adds it.
+as in the job, but losses and gradients are meaningless. The time that a rank of the job waits for its peers is not
+measured; the simulator adds it.
 """
 
 from __future__ import annotations
@@ -41,47 +41,48 @@ LEFT_OUT = {
 """Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""Options for packed data, which a replay ignores too. The replay's data has no document boundaries, so attention takes
-the longest time and the most memory.
+"""Options for packed data, which a replay also ignores. The replay's data has no document boundaries, so attention
+takes at least as much time and memory as with packed data.
 """
 
 ROUNDS = 3
-"""After this many microbatches per pipeline rank, every schedule has reached its peak of activations."""
+"""After this many microbatches per pipeline rank, activation memory has reached its peak under every schedule."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options that --shapes-only ignores: they need Transformer Engine's layers, but do not change the tensors saved."""
+"""Options that --shapes-only ignores: they need Transformer Engine's layers, but do not change which tensors are saved.
+"""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The measurements of one rank; times are medians over all iterations but the first."""
+    """The measurements of one rank. Times are medians over all iterations except the first."""
 
     pipeline_rank: int
     pipeline_size: int
     microbatches: int
-    """The number of microbatches of the job. Pass times are per microbatch."""
+    """The number of microbatches per iteration of the job. Pass times are per microbatch."""
     pass_milliseconds: dict[str, float]
-    """For each kind of pass, its time for one microbatch, summed over the rank's chunks; empty with shapes only."""
+    """The time of each kind of pass for one microbatch, summed over the rank's chunks; empty with --shapes-only."""
     host_milliseconds: dict[str, float]
-    """The host time for the same passes: on a GPU, the time to issue them, including waits inside Megatron."""
+    """The host time of each kind of pass: on a GPU, the time to issue its kernels, including waits inside Megatron."""
     iteration_milliseconds: float | None
-    """The time of the passes and of the gaps between them, without waiting for peers; None with shapes only."""
+    """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]
-    """Bytes by name: always parameters and gradients; on a GPU or with shapes only also allocated (before an iteration)
-    and peak (during it); on a GPU also reserved (by the allocator) and outside (in use outside of the allocator).
+    """Bytes by name. `parameters` and `gradients` are always given. A GPU or --shapes-only adds `allocated` (before an
+    iteration) and `peak` (during an iteration). A GPU also adds `reserved` (by PyTorch's allocator) and `outside` (in
+    use outside of the allocator).
     """
     played: int | None = None
-    """With shapes only, the number of microbatches that ran: enough to reach the memory peak."""
+    """With --shapes-only, the number of microbatches that ran, which is enough to reach the memory peak."""
     layers: LayerKind | None = None
-    """With shapes only, the kind of layers whose memory was counted: Megatron's local layers or Transformer Engine's.
-    """
+    """With --shapes-only, the kind of layers whose memory was counted (Megatron's local or Transformer Engine's)."""
 
     def costs(self) -> str:
-        """The times in the form that `megatron-vp schedule --cost` expects; a pass that did not run takes no time.
+        """Format the pass times as `megatron-vp schedule --cost` expects them. A pass that did not run takes no time.
 
-        If backwards are not split, B stands for the whole backward.
+        If the schedule has no W passes, B includes the weight gradients.
         """
         kinds = (name for name in PassCosts().named() if name != "comm")
         return ",".join(f"{kind}={self.pass_milliseconds.get(kind, 0):.4g}" for kind in kinds)
@@ -96,21 +97,21 @@ def run_alone(
     flags: list[str],
     shapes_only: bool = False,
 ) -> Replayed:
-    """Run rank `rank` of the job that `configs` and `flags` describe, alone in this process.
+    """Run rank `rank` of the job that `configs` and `flags` describe, in this process and without the other ranks.
 
     Args:
         script: the path of the training script.
         configs: YAML files; later ones override earlier ones.
         rank: the global rank in the job.
-        ranks: the number of ranks of the job; None for one model replica.
+        ranks: the number of ranks in the job; None for one model replica.
         iterations: the number of training iterations to time, after one that is not timed.
         flags: any Megatron flags, as on the command line of the job.
-        shapes_only: compute nothing, on any machine, and only count memory. Tensors that are cached during the replay
-            stay fake, so this process cannot use them in real computations afterwards.
+        shapes_only: count memory without computing, which needs no GPU. Tensors that are cached during the replay stay
+            fake, so this process cannot use them in real computations afterwards.
 
     Raises:
-        UserError: for a rank outside the job, a missing vocabulary size, experts with `shapes_only`, and everything
-            that the job itself would refuse.
+        UserError: if `rank` is not in the job, the vocabulary size is unknown, `shapes_only` is set for a model with
+            experts, or the job itself would be refused.
     """
     from megatron_vp.mcore.start.launch import run_script
 
@@ -136,7 +137,7 @@ def run_alone(
     tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
     if not tokens:
         raise UserError(
-            "the vocabulary size is unknown, because a replay does not read a tokenizer: give it with --vocab-size N"
+            "the vocabulary size is unknown, because a replay does not read a tokenizer: add --vocab-size N"
         )
     kind = layer_kind(job.values)
     engine = kind is LayerKind.ENGINE
@@ -156,8 +157,8 @@ def run_alone(
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Loader processes cannot send fake tensors. The data that Megatron keeps to repeat an iteration is in host
-            # memory, but would be counted as device memory here.
+            # Data loader processes cannot send fake tensors. The data that Megatron keeps to repeat an iteration is in
+            # host memory, but a replay would count it as device memory.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
@@ -171,7 +172,7 @@ def run_alone(
                 run_script(script, arguments)
         if not report.exists():
             raise UserError(
-                "the rank wrote no report of its replay: run `megatron-vp patches` to see whether every patch fits"
+                "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits"
             )
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
@@ -180,11 +181,11 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """Return the number of microbatches that suffices to reach the memory peak, and the number in the job. They are
-    equal if no microbatch may be left out.
+    """Return a number of microbatches that suffices to reach the memory peak, and the number in the job. The two are
+    equal if the replay must run all microbatches.
 
-    Every schedule that we generate has all its activations in flight after ROUNDS microbatches per rank. A schedule
-    from a file has a fixed number of microbatches.
+    Every schedule that we generate reaches its peak of activations within ROUNDS microbatches per rank. A schedule from
+    a file has a fixed number of microbatches.
     """
     each = job.whole_number("micro_batch_size", 1) * replicas
     batch = job.whole_number("global_batch_size", 0)
@@ -240,7 +241,7 @@ def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
                 tensor.fill_(1)
             case "position_ids":
                 tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
-            case "attention_mask":  # True for pairs that must not attend
+            case "attention_mask":  # True masks out a pair of positions
                 tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
 
 
@@ -267,13 +268,13 @@ PATCHES = (
     Patch(
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         _made_up_receives,
-        "fill the receive buffers of a rank without peers with normally distributed numbers",
+        "fill receive buffers with normally distributed numbers, because a replayed rank has no peers that send data",
         "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True)",
     ),
     Patch(
         "megatron.core.utils:get_batch_on_this_tp_rank",
         _made_up_batch,
-        "generate random tokens and labels on tensor ranks that would receive their batch from the first tensor rank",
+        "generate random tokens and labels, because a replayed rank cannot receive its batch from tensor rank 0",
         "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
         "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
         "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",
@@ -281,7 +282,7 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         _shifted_alone,
-        "let a context-parallel rank without peers shift its part of a sequence without receiving token ids",
+        "shift a sequence without exchanging token ids, because a replayed rank has no context-parallel peers",
         "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)",
         {"0.20": Variant("(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True)")},
     ),

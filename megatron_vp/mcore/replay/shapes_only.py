@@ -1,8 +1,8 @@
 """Replays a rank without computing: tensors have shapes but no contents, so that any rank of any job fits on a laptop.
 
 All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
-program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. It
-does not include an allocator's overhead (rounding, fragmentation), workspaces of libraries, or communicators.
+program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. This
+figure does not include allocator overhead (rounding, fragmentation), library workspaces, or communicators.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LiveStorages(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the bytes that are allocated now."""
         self.peak = self.allocated
 
     def __torch_dispatch__(
@@ -67,7 +67,7 @@ class LiveStorages(TorchDispatchMode):
         for result in tree_iter(results):
             if (
                 isinstance(result, kind) and result.device.type != "meta"
-            ):  # the meta device holds host memory, see `HostMemory`
+            ):  # tensors on the meta device stand for host memory; see `HostMemory`
                 self._count(result.untyped_storage())
         return results
 
@@ -88,15 +88,17 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
-    """Skip a collective or message: return its buffers, which are its first argument, unchanged."""
-    from torch._C._distributed_c10d import FakeWork  # some supported PyTorch versions lack it
+    """Skip a collective or point-to-point operation: return its buffers (the first argument) unchanged."""
+    from torch._C._distributed_c10d import FakeWork  # some supported PyTorch versions lack FakeWork
 
     results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """Return a number that the host reads: its value if known, otherwise NaN, False or 0, which no check rejects."""
+    """Return a number that the host reads from a tensor: the value if it is known; otherwise NaN, False or 0, which
+    pass all checks.
+    """
     try:
         return function(tensor)
     except DataDependentOutputException:
@@ -107,10 +109,10 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def fake_tensors(engine: bool = False) -> Iterator[None]:
-    """Inside this context, every tensor is a fake tensor, and its memory is counted. Tensors that are cached here stay
-    fake afterwards.
+    """Inside this context, every tensor is a fake tensor, and its memory is counted. Tensors that are cached inside the
+    context stay fake afterwards.
 
-    `engine`: whether local layers save the same tensors as Transformer Engine's layers.
+    `engine`: whether local layers save the same tensors as Transformer Engine's layers would save.
     """
     live = LiveStorages()
     with (
@@ -118,7 +120,7 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
         # Moving a model or changing its dtype would swap its parameters, which PyTorch does not support for fake
         # tensors.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
-        # Objects are sent as bytes in tensors, but fake tensors hold no bytes.
+        # PyTorch sends objects as bytes in tensors, but fake tensors have no contents.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -151,7 +153,7 @@ PATCHES = (
     Patch(
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _untracked,
-        "a fake tensor cannot hold the state of a random generator",
+        "a fake tensor cannot store the state of a random number generator",
         "(self, name='model-parallel-rng')",
     ),
 )

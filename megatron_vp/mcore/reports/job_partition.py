@@ -1,4 +1,4 @@
-"""Describes how this job splits its model, for reports from which a later job chooses its vocabulary shards."""
+"""Describes how this job splits its model. A later job uses this description in reports to choose vocabulary shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: argparse.Namespace) -> Partition:
-    """Collect the layers by virtual stage if a layout gives them, the vocabulary rows by pipeline rank if they are
-    split, and the sizes on which pass times depend.
+    """Collect the number of layers by virtual stage (if a layout specifies them), the number of vocabulary rows by
+    pipeline rank (if the vocabulary is split), and the sizes on which pass times depend.
     """
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
@@ -26,7 +26,9 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """The number of layers by virtual stage, from a layout or the bars in a hybrid pattern; None if not given."""
+    """Return the number of layers by virtual stage, from a layout or from the bars in a hybrid pattern; None if neither
+    is given.
+    """
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:
         return pattern.layers

@@ -1,4 +1,4 @@
-"""Counts a rank's memory: through its device's allocator or, in a replay of shapes, through a counter of storages."""
+"""Counts a rank's memory: through the CUDA allocator or, in a replay with --shapes-only, through a storage counter."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Meter(Protocol):
 
     @property
     def allocated(self) -> int:
-        """The bytes that are allocated now."""
+        """The number of bytes that are currently allocated."""
 
     @property
     def peak(self) -> int:
         """The largest number of bytes allocated at once since `restart`."""
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the bytes that are currently allocated."""
 
 
 class _DeviceMemory:
-    """The counts of PyTorch's allocator for the CUDA device of this process."""
+    """Reads the statistics of PyTorch's allocator for the CUDA device of this process."""
 
     @property
     def allocated(self) -> int:
@@ -41,16 +41,16 @@ class _DeviceMemory:
 
 
 def meter() -> Meter | None:
-    """The memory counter of this rank; None on a CPU, which has no such counter."""
+    """Return the memory counter of this rank; None on a CPU, unless the run is a replay with --shapes-only."""
     if replay().meter is not None:
         return replay().meter
     return _DeviceMemory() if pipeline_device().type == "cuda" else None
 
 
 def around_tensors() -> dict[str, int]:
-    """Counts of device memory that include more than tensors, in bytes; empty without a device. reserved: the largest
-    amount that PyTorch's allocator reserved since `restart`. outside: memory now in use outside of that allocator: the
-    CUDA context, loaded kernels, workspaces of libraries, communicators, and other processes.
+    """Return counts of device memory beyond tensors, in bytes; empty without a CUDA device. reserved: the largest
+    amount that PyTorch's allocator reserved since `restart`. outside: memory currently in use outside of that
+    allocator, by the CUDA context, loaded kernels, library workspaces, communicators, and other processes.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}

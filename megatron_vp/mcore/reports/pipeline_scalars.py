@@ -1,8 +1,8 @@
 """`--log-pipeline-interval N`: logs to TensorBoard and W&B how busy the pipeline was in every N-th iteration.
 
-No rank waits for these figures during training. Each rank reads the timings of an iteration once its device has
-finished it, and puts its figures into the launcher's store. The rank that writes Megatron's curves fetches the figures
-of all ranks from there before it logs the next iteration.
+No rank waits for these figures during training. When its device has finished an iteration, each rank reads the timings
+and puts its figures into the launcher's store. Before the rank that writes TensorBoard's files logs an iteration, it
+fetches the figures of earlier iterations from the store.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_vp.schedule.transfers import Collective
 from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
 
 _PATIENCE = timedelta(seconds=10)
-"""How long to wait for the figures of a run's last iteration."""
+"""The longest time to wait for the figures of a run's last iteration."""
 
 
 class PipelineScalars:
-    """Records every `interval`-th iteration of pipeline rank `rank` of `ranks`, and keeps the figures until written."""
+    """Records every `interval`-th iteration of pipeline rank `rank` of `ranks`, and writes the figures of all ranks."""
 
     def __init__(self, interval: int, rank: int, ranks: int) -> None:
         self._interval, self._rank, self._ranks = interval, rank, ranks
@@ -49,7 +49,10 @@ class PipelineScalars:
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Publish this rank's figures for the iterations that its device has finished or, with `at_last`, for all."""
+        """Publish this rank's figures for all recorded iterations that its device has finished.
+
+        With `at_last`, wait until the device has finished all recorded iterations.
+        """
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
@@ -59,12 +62,15 @@ class PipelineScalars:
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
     def expect(self, iteration: int) -> None:
-        """Note the end of an iteration; if it was recorded, all ranks will publish figures for it."""
+        """Note that an iteration has ended; if it was recorded, `write` expects figures for it from all ranks."""
         if iteration % self._interval == 0:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures that all ranks have published, by iteration. With `at_last`, wait for missing figures."""
+        """Write the figures of every iteration for which all ranks have published theirs.
+
+        With `at_last`, wait for missing figures.
+        """
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -84,7 +90,7 @@ class PipelineScalars:
 
 
 def own_figures(spans: Sequence[Span]) -> IterationFigures:
-    """Compute the figures of this rank from the spans of a lean recorder."""
+    """Compute the figures of this rank from the spans that a recorder with `lean=True` has recorded."""
     computing = [span for span in spans if isinstance(span.work, Run | Loss)]
     second_stream = [span for span in spans if isinstance(span.work, Collective)]
     runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)
@@ -112,11 +118,11 @@ _current: PipelineScalars | None = None
 
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """The recorder of this process if the next training iteration should be recorded; otherwise None."""
+    """Return the recorder of this process if the next training iteration should be recorded; otherwise None."""
     if not job.args.log_pipeline_interval or not in_first_pipeline(job):
         return None
     found = _of_process(job)
-    # Megatron's counter holds the number of iterations before this one.
+    # curr_iteration is the number of iterations that Megatron has completed.
     return found if found.begin(job.args.curr_iteration + 1) else None
 
 
@@ -135,7 +141,7 @@ def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         job = current()
         found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
-        if writes:  # before Megatron logs, as W&B rejects steps earlier than its last
+        if writes:  # before Megatron logs, because W&B rejects a step earlier than the last one logged
             found.write(at_last=False)
         report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         at_last = iteration == job.args.train_iters

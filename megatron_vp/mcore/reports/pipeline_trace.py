@@ -18,11 +18,11 @@ _current: PipelineTrace | None = None
 
 
 def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> PipelineTrace | None:
-    """Return the trace that records the next training iteration, or None; call it once before each iteration.
+    """Return the trace that records the next training iteration, or None. Call this once before each iteration.
 
-    Returns None without --pipeline-trace, outside the requested iterations, and in all pipelines but the first. All
-    ranks of a pipeline call it together, because it compares their clocks before a requested iteration. `pipeline`
-    returns the group through which they communicate.
+    The result is None without --pipeline-trace, outside the requested iterations, and in all pipelines except the
+    first. All ranks of a pipeline must call this function together, because it compares their clocks before a requested
+    iteration. `pipeline` returns the group through which the ranks communicate.
     """
     global _current
     args = job.args
@@ -35,12 +35,12 @@ def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Pipelin
 
 
 def make_trace_folder(args: argparse.Namespace) -> None:
-    """Create the folder of `--pipeline-trace`. Raises UserError if that fails."""
+    """Create the folder that `--pipeline-trace` names. Raises UserError if the folder cannot be created."""
     if args.pipeline_trace is None:
         return
     try:
         Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot create the --pipeline-trace folder {args.pipeline_trace} ({error.strerror}): give another one"
+            f"cannot create the --pipeline-trace folder {args.pipeline_trace} ({error.strerror}): choose another folder"
         ) from None

@@ -1,4 +1,4 @@
-"""Records Megatron's own schedules as our runtime records ours: every forward or backward step counts as a pass."""
+"""Records Megatron's own schedules as our runtime records its schedules: every forward or backward step is a pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_vp.schedule.passes import Pass, PassKind
 
 @dataclass(frozen=True)
 class _PlainPipeline:
-    """Implements `runtime.clocks.Pipeline` with Megatron's group for this pipeline."""
+    """Implements `runtime.clocks.Pipeline` with the process group that Megatron made for this pipeline."""
 
     members: tuple[int, ...]
     rank: int
@@ -36,7 +36,7 @@ def _pipeline() -> _PlainPipeline:
 
 
 class _Steps:
-    """Times the steps of the current iteration, and counts the activations that they hold."""
+    """Times the steps of the current iteration, and counts the microbatches whose activations are in memory."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -45,7 +45,7 @@ class _Steps:
         self.in_flight = Occupancy()
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run and record one of Megatron's forward steps. Each chunk processes its microbatches in order."""
+        """Run and record one of Megatron's forward steps. The steps of a chunk take its microbatches in order."""
         chunk = kwargs.get("vp_stage") or 0
         step = Pass(PassKind.F, self._forwards[chunk], chunk)
         self._forwards[chunk] += 1
@@ -56,7 +56,7 @@ class _Steps:
         return result
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run and record one of Megatron's backward steps, which is identified by the output of its forward step."""
+        """Run and record one of Megatron's backward steps. The output tensor identifies the matching forward step."""
         output = _output(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
         _, step = self._outputs.pop(id(output))
         with self._recorder.span(Run(step)):
@@ -70,7 +70,7 @@ def _output(output: Any) -> Any:
 
 
 _steps: _Steps | None = None
-"""Records the current iteration of Megatron's own schedule; None if it is not recorded."""
+"""The recording of the current iteration of Megatron's own schedule; None if the iteration is not recorded."""
 
 
 def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,13 +118,13 @@ PATCHES = (
         Patch(
             f"{_SCHEDULES}:forward_backward_{name}",
             _watched_schedule,
-            f"record the iterations of Megatron's own schedule {what}",
+            f"record the iterations of Megatron's own schedule ({what})",
             "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
             "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
             "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
         )
         for name, what in (
-            ("no_pipelining", "without a pipeline"),
+            ("no_pipelining", "no pipelining"),
             ("pipelining_without_interleaving", "1F1B"),
             ("pipelining_with_interleaving", "interleaved 1F1B"),
         )
@@ -144,5 +144,4 @@ PATCHES = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
-"""Applied if Megatron's own schedules run and should be recorded; our runtime records its own passes without patches.
-"""
+"""Applied if an iteration of Megatron's own schedules should be recorded. Our runtime needs no patches for this."""

@@ -1,9 +1,9 @@
-"""`--rank-report DIR`: reports each rank's memory and compute time, under plain Megatron's schedules as well as under
-ours.
+"""`--rank-report DIR`: reports each rank's memory and compute time, under Megatron's own schedules as well as ours.
 
-Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. Times cover the rank's own passes in the
-last KEPT iterations: device time between CUDA events, or CPU time of the computing thread, which does not include
-waiting for a core. The report also gives the time that the host spent on the same passes. Peaks cover the whole run.
+Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. The report contains the time of the
+rank's passes in the last KEPT iterations: the device time between CUDA events or, without a GPU, the CPU time of the
+computing thread, which does not include waiting for a core. It also contains the time that the host spent on the same
+passes, and the peaks of memory over the whole run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
 KEPT = 200
-"""The number of iterations whose times a report keeps, so that in a long run it stays small and quick to write."""
+"""The number of iterations whose times a report keeps, so that the report of a long run is small and quick to write."""
 
 
 class RankReport:
-    """Writes a summary of this rank's training iterations to the folder that the arguments name. `run`: entries that
-    describe the run, the same on all ranks.
+    """Writes a summary of this rank's training iterations to the folder that --rank-report names.
+
+    `run` contains entries that describe the run, and is the same on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
@@ -79,7 +80,7 @@ class RankReport:
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Record an iteration's peak numbers of microbatches whose activations, and whose logits, were held at once."""
+        """Record an iteration's peaks: how many microbatches had activations, and how many had logits, in memory."""
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
@@ -105,10 +106,10 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Count the bytes of weights and main gradients; add further counts of memory if known.
+        """Count the bytes of weights and main gradients, and add other counts of memory if they are known.
 
-        On a GPU or with shapes only, these counts are the bytes allocated before an iteration and at its peak. On a
-        GPU, they also include the memory that the allocator has reserved, and the memory in use outside of it.
+        A GPU or --shapes-only adds the bytes allocated before an iteration and the peak. A GPU also adds the memory
+        that PyTorch's allocator has reserved, and the memory in use outside of the allocator.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
@@ -125,9 +126,9 @@ def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def in_first_pipeline(job: SettledJob) -> bool:
-    """Whether this rank belongs to the pipeline that reports: the first tensor rank of the first data-parallel replica.
+    """Whether this rank belongs to the pipeline that writes reports: tensor rank 0 of the first data-parallel replica.
 
-    A rank that is replayed without peers always does, because no other rank would report.
+    A rank that is replayed without peers always writes reports, because no other rank exists.
     """
     if job.args.fake_process_group:
         return True
@@ -136,7 +137,7 @@ def in_first_pipeline(job: SettledJob) -> bool:
 
 
 def _run_name() -> str:
-    """A name that is the same on all ranks of this run and different in any other run."""
+    """Return a name that is the same on all ranks of this run and different from the name of any other run."""
     own, restarts = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"megatron_vp/report/{restarts}", distributed_c10d._get_default_store())
     return store.compare_set("run", "", own).decode()
@@ -146,7 +147,7 @@ _current: RankReport | None = None
 
 
 def rank_report(job: SettledJob) -> RankReport | None:
-    """The report of this process; None without --rank-report, and in all pipelines but the first."""
+    """Return the report of this process; None without --rank-report, and in all pipelines except the first."""
     global _current
     if job.args.rank_report is None or not in_first_pipeline(job):
         return None

@@ -1,6 +1,6 @@
 """Lets a run continue if its TensorBoard events can no longer be written.
 
-TensorBoard writes in a thread. If that fails, a later call raises the error in the middle of training.
+TensorBoard writes events in a separate thread. If a write fails, a later call raises the error during training.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *data)
         except OSError as error:
             self._megatron_vp_gave_up = True
-            warn_once(f"warning: cannot write TensorBoard's events: {error.strerror}; the run continues without them")
+            warn_once(f"warning: cannot write TensorBoard events: {error.strerror}; the run continues without them")
 
     return write
 
 
-_WHY = "a full disk under --tensorboard-dir would end training"
+_WHY = "continue training when the disk that holds --tensorboard-dir is full"
 PATCHES = (
     Patch("tensorboard.summary.writer.record_writer:RecordWriter.write", _forgiving, _WHY, "(self, data)"),
     Patch("tensorboard.summary.writer.record_writer:RecordWriter.flush", _forgiving, _WHY, "(self)"),

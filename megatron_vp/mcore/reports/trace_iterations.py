@@ -1,4 +1,4 @@
-"""Reads and checks `--pipeline-trace-iterations`. Does not import Megatron."""
+"""Reads and checks `--pipeline-trace-iterations`. This module does not import Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_vp.errors import UserError
 
 
 def iterations_in(text: str) -> range:
-    """Read a range of iterations, such as `3-5`, or `4` for one iteration. Raises UserError."""
+    """Parse a range of iterations such as `3-5`, or `4` for a single iteration. Raises UserError for other texts."""
     first, _, last = text.partition("-")
     try:
         iterations = range(int(first), int(last or first) + 1)
@@ -22,7 +22,7 @@ def iterations_in(text: str) -> range:
 
 
 def check_trace_iterations(args: argparse.Namespace) -> None:
-    """Raise UserError for invalid iterations, and for iterations that the run will not reach."""
+    """Raise UserError if the range of iterations is invalid or begins after the last iteration of the run."""
     iterations = iterations_in(args.pipeline_trace_iterations)
     if args.pipeline_trace is not None and args.train_iters is not None and iterations[0] > args.train_iters:
         raise UserError(

@@ -22,7 +22,7 @@ from megatron_vp.schedule.passes import Schedule
 
 @dataclass(frozen=True)
 class Watch:
-    """The recorder of one iteration, and the reports that use its times."""
+    """The recorder of one iteration, and the reports that use the recorded times."""
 
     recorder: Recorder
     report: RankReport | None
@@ -35,7 +35,8 @@ class Watch:
         Args:
             model: the chunks of this rank.
             schedule: the schedule that ran.
-            in_flight, logits: peaks of activations and logits, in microbatches of the whole rank.
+            in_flight, logits: the peak numbers of microbatches with activations or logits in memory, for the whole
+                rank.
         """
         if self.report or self.trace:
             self.recorder.finish()
@@ -49,11 +50,11 @@ class Watch:
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
-    """Return the watch for the next training iteration, or None if nothing is recorded; call it once before each
+    """Return the watch for the next training iteration, or None if nothing is recorded. Call this once before each
     iteration.
 
-    All ranks of a pipeline call it together. `pipeline` returns the group through which they communicate, and is called
-    only with --pipeline-trace.
+    All ranks of a pipeline must call this function together. `pipeline` returns the group through which the ranks
+    communicate; it is called only with --pipeline-trace.
     """
     report, trace, scalars = rank_report(job), pipeline_trace(job, pipeline), pipeline_scalars(job)
     if report is None and trace is None and scalars is None:

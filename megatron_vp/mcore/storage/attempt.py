@@ -1,4 +1,4 @@
-"""Tells the script that started the ranks how far this attempt of a job got.
+"""Tells the launch script whether this attempt of a job has saved a checkpoint, and whether it has finished.
 
 `slurm/pretrain.sbatch` creates two empty files in the folder that MEGATRON_VP_ATTEMPT names. Training removes `unsaved`
 when it has written a checkpoint, and `unfinished` when it has finished. Removing files works even on a full disk, and
@@ -26,7 +26,9 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Run training inside this context, which records the end of training unless it fails or a signal stops it."""
+    """Inside this context, run training. The context records that training has ended, unless it fails or a signal stops
+    it.
+    """
     try:
         yield
     except SystemExit as end:
@@ -52,7 +54,7 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def signals_received(self: Any) -> Any:
         global _told_to_stop
-        received = original(self)  # the signals of all ranks, which stop together
+        received = original(self)  # the signals that any rank has received, because all ranks stop together
         _told_to_stop = _told_to_stop or any(received)
         return received
 
@@ -63,7 +65,7 @@ PATCHES = (
     Patch(
         "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
         _remembering,
-        "Megatron exits with status 0 if a signal stops it, and the SLURM script must not mistake that for success",
+        "Megatron exits with status 0 if a signal stops it, which the SLURM script must not mistake for success",
         "(self)",
     ),
 )

@@ -1,7 +1,7 @@
 """Checks, before any process group exists, that the checkpoint to load exists, is complete and has a suitable format.
 
-If Megatron finds no checkpoint, it starts from random weights. If a file is damaged, only some ranks fail, at different
-times. A refusal at startup is better than either.
+Without these checks, Megatron starts from random weights if it finds no checkpoint; if a file is damaged, only some
+ranks fail, at different times.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"
-"""Megatron's folder for non-persistent checkpoints, inside the folder of the persistent ones."""
+"""Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
 
 _PARTS = ("metadata.json", ".metadata")
 
 
 def check_checkpoint(args: argparse.Namespace) -> str | None:
-    """Check the checkpoint that validated Megatron arguments ask for; reads its metadata only.
+    """Check the checkpoint that validated Megatron arguments name, without reading its tensors.
 
-    Returns its directory; None if the run starts from scratch, or if the checkpoint is not checked.
+    Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
 
-    Checkpoints on object storage, node-local checkpoints (`--non-persistent-ckpt-type local`), and formats other than
-    torch_dist are left to Megatron. An empty directory is accepted if the run also saves to it. Raises UserError for a
-    checkpoint that cannot be used, and if asynchronous saving needs a package that is not installed.
+    Checkpoints on object storage, node-local checkpoints (`--non-persistent-ckpt-type local`), and checkpoints in other
+    formats than torch_dist are not checked here. An empty directory is accepted if the run also saves to it. Raises
+    UserError if the checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
     """
     if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
         raise UserError(
@@ -54,7 +54,7 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
     if not any((folder / name).exists() for name in _PARTS):
         if any(folder.glob("mp_rank_*")):
             return _check_ranks_own_files(args, folder)
-        raise UserError(f"{folder} holds no checkpoint in Megatron's torch_dist format; {_others(folder)}")
+        raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
     damage = _damage(folder)
     if damage is not None:
         raise UserError(f"{damage}; {_others(folder)}")
@@ -70,12 +70,11 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
 
 
 def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
-    """Return the vocabulary rows and the layout (or pattern) of the run that wrote the checkpoint, if this run must use
-    the same.
+    """Return the vocabulary rows and the layout (or pattern) that this run must take over from the run that wrote the
+    checkpoint; None if this run may choose them.
 
-    This is necessary if the optimizer state has the distributed optimizer's default form, which can be loaded only with
-    the partition of the run that wrote it. Returns None if this run may choose any partition, and for a checkpoint that
-    cannot be read, which is refused later.
+    Optimizer state in the distributed optimizer's default format can be loaded only with the rows and the layout of the
+    run that wrote it. The result is also None for a checkpoint that cannot be read, which is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:
@@ -93,7 +92,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
-        return None  # this run cannot load the state, whatever its rows
+        return None  # this run cannot load the optimizer state with any choice of vocabulary rows
     if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
         return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
@@ -101,7 +100,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
 
 
 def _chunks_asked(args: argparse.Namespace) -> int | None:
-    """The number of chunks per rank that parsed arguments ask for; None if they do not set it."""
+    """Return the number of chunks per rank that parsed arguments request; None if the arguments do not set it."""
     layers = args.num_layers_per_virtual_pipeline_stage
     if layers is not None and args.num_layers is not None:
         return args.num_layers // (args.pipeline_model_parallel_size * layers)
@@ -114,10 +113,11 @@ def _placed_alike(here: str, there: str | None) -> bool:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
-    """The directory of the iteration that Megatron will load, and whether to finetune; None if it is not checked.
+    """Return the directory of the iteration that Megatron will load, and whether the run finetunes it; None if the run
+    starts from scratch or the checkpoint is not checked.
 
-    Megatron loads `--pretrained-checkpoint` if the `--load` folder names no last checkpoint. It prefers a
-    non-persistent checkpoint that is at least as new as the persistent one.
+    Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If both kinds of checkpoint
+    exist, Megatron loads the non-persistent one unless the persistent one is newer.
     """
     load, finetunes = args.load, args.finetune
     if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
@@ -139,7 +139,7 @@ def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
 
 
 def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | None:
-    """The directory of the iteration to load; None if the run starts from scratch."""
+    """Return the directory of the iteration to load; None if the run starts from scratch."""
     if args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file()):
         return load / f"iter_{args.ckpt_step:07d}"
     if (last := _last(load)) is not None:
@@ -147,15 +147,15 @@ def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | Non
     resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
     if resumes_later and option == "--load":
         return None
-    then = " (for a new run that is to resume from this directory later, set --save to it too)" * (option == "--load")
+    then = " (if a new run will later resume from this directory, set --save to it, too)" * (option == "--load")
     raise UserError(
-        f"{option} {load} holds no checkpoint (it has no {TRACKER}): use the directory that a run saved to, or leave "
+        f"{option} {load} contains no checkpoint (no file {TRACKER}): use the directory that a run saved to, or leave "
         f"{option} out{then}"
     )
 
 
 def _last(folder: Path) -> Path | None:
-    """The directory of the last iteration that was saved to a folder; None if the folder has no tracker file."""
+    """Return the directory of the last iteration that was saved to a folder; None if the folder has no tracker file."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
@@ -165,7 +165,7 @@ def _last(folder: Path) -> Path | None:
     if not (said.isdecimal() and len(said) < 20):
         begins = said[:80]
         raise UserError(
-            f"{tracker} is corrupt: it holds {begins!r} instead of an iteration number; {_others(folder / 'iter')}"
+            f"{tracker} is corrupt: it contains {begins!r} instead of an iteration number; {_others(folder / 'iter')}"
         )
     return folder / f"iter_{int(said):07d}"
 
@@ -175,20 +175,20 @@ def _number(folder: Path) -> int:
 
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse Megatron's older format, with one file per rank, if this run's ranks hold other parts of the model than in
-    plain Megatron.
+    """Refuse a checkpoint in Megatron's older format, which has one file per rank, if the ranks of this run have other
+    parts of the model than in plain Megatron.
     """
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
-            f"{folder} is in Megatron's older torch format, which only plain Megatron on the same ranks can load: "
-            f"convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR) "
-            f"and load the result"
+            f"{folder} is in Megatron's older torch format, which only plain Megatron with the same parallel sizes can "
+            f"load: convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist "
+            f"--ckpt-convert-save DIR) and load the result"
         )
 
 
 def _damage(folder: Path) -> str | None:
-    """Describe what is wrong with a checkpoint's files; None if the metadata is readable and no file is shorter than
-    the metadata says.
+    """Describe the first fault in a checkpoint's files; return None if the metadata is readable and no file is missing
+    or shorter than the metadata states.
     """
     missing = [name for name in _PARTS if not (folder / name).is_file()]
     if missing:
@@ -212,7 +212,10 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """Read what a checkpoint holds besides tensors: the arguments of the run that wrote it, and optimizer settings."""
+    """Read everything in a checkpoint except tensors: the arguments of the run that wrote it, and optimizer settings.
+
+    Raises UserError if the checkpoint is corrupt.
+    """
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -224,35 +227,38 @@ def _common_state(folder: Path) -> dict[str, Any]:
 
 
 def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse to load an untied checkpoint into a tied model. Megatron ignores weights that the model lacks, so the
-    output layer would silently be lost.
+    """Refuse to load a checkpoint with an untied output layer into a tied model. Megatron ignores weights that the
+    model lacks, so the output layer would be lost silently.
     """
     untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
     if untied and not args.untie_embeddings_and_output_weights:
         raise UserError(
-            f"the model in {folder} has an untied output layer, which this run would drop: add "
+            f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
             f"--untie-embeddings-and-output-weights"
         )
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint without the states of Megatron's random number tracker, because Megatron would exit with
-    status 0.
+    """Refuse a checkpoint that lacks the states of Megatron's random number tracker. If it tried to load them, Megatron
+    would exit with status 0.
     """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
-            f"{folder} was written with --inference-rng-tracker, so it holds no random state that Megatron can load: "
-            "add --no-load-rng"
+            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
+            "Megatron can load: add --no-load-rng"
         )
 
 
 def _others(folder: Path) -> str:
-    """Advice for a checkpoint that cannot be used, with the newest other complete iteration in its folder."""
+    """Advise what to do about a checkpoint that cannot be used: name the newest other complete iteration, if any."""
     steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
     for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
         if _damage(folder.parent / f"iter_{step:07d}") is None:
             return f"use --ckpt-step {step}, the newest other complete checkpoint"
-    return f"{folder.parent} holds no other complete checkpoint: check --load, or leave it out to start from scratch"
+    return (
+        f"{folder.parent} contains no other complete checkpoint: check --load, or leave --load out to start from "
+        "scratch"
+    )
 
 
 def _brief(error: Any) -> str:

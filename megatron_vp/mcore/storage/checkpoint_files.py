@@ -1,7 +1,7 @@
 """Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
-Megatron empties the file that names the last checkpoint before it writes a new number. If a rank dies in between, or if
-the disk is full, the last good checkpoint can no longer be found.
+Megatron empties the file that names the last checkpoint before it writes a new iteration number. If the rank dies
+before it has written the number, or if the disk is full, Megatron can no longer find the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
-    """Check that `folder` is writable or could be created; creates nothing. Raises UserError."""
+    """Raise UserError unless `folder` is writable or could be created. This function does not create the folder."""
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"{option} {folder} cannot be a directory: {existing} is a file; choose another directory")
@@ -32,7 +32,7 @@ def check_writable(option: str, folder: str | os.PathLike[str]) -> None:
 
 
 class _Files:
-    """Megatron's file access, with atomic replacement of the tracker."""
+    """Wraps the interface through which Megatron opens files, and replaces the tracker file atomically."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -41,7 +41,7 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file as the original `open` does, but replace the tracker atomically, as object storage does."""
+        """Open a file as the original `open` does, but replace the tracker file atomically."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
@@ -51,8 +51,8 @@ class _Files:
 
 @contextmanager
 def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
-    """Record that a checkpoint was saved once Megatron has written the tracker. By then, all ranks have written their
-    parts.
+    """Record that a checkpoint was saved, once Megatron has written the tracker file. Megatron writes this file only
+    after all ranks have written their parts of the checkpoint.
     """
     with tracker as file:
         yield file
@@ -72,7 +72,8 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     """Return the position of each parameter in a gradient buffer, not counting the padding at the ends of buckets.
 
-    The result is (start, end, bucket) by parameter, as in Megatron's `param_index_map`, which counts the padding.
+    The result is (start, end, bucket) by parameter, as in Megatron's `param_index_map`, whose positions do count the
+    padding.
     """
     ranges, before = {}, 0
     shifts = []
@@ -100,14 +101,14 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         _without_padding,
-        "with several gradient buckets, Megatron would save the optimizer's state from the wrong positions",
+        "with several gradient buckets, Megatron would look up the optimizer's state at the wrong positions",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron 0.20 itself leaves the padding out
+        {"0.20": None},  # Megatron 0.20 does not count the padding
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",
         _Files,
-        "Megatron empties the file that names the last checkpoint before writing to it, so a fault could lose the name",
+        "Megatron empties the file that names the last checkpoint before writing it, so a crash could lose that name",
         "value",
     ),
     *attempt.PATCHES,

@@ -1,7 +1,7 @@
 """Reads the `.metadata` file of a torch_dist checkpoint, which is a pickle, without running any function that it names.
 
-A pickle may name any function, and loading the pickle calls that function. A checkpoint from someone else is therefore
-a program, and a check, for example on a login node, must not run it.
+A pickle may name any function, and loading the pickle calls that function. A checkpoint from someone else can therefore
+contain malicious code, which a check of the checkpoint, for example on a login node, must not run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""The modules whose data classes and enumerations describe a checkpoint; other releases of torch may add classes."""
+"""The modules whose data classes and enumerations may occur in a checkpoint's metadata. All of them are accepted,
+because other releases of torch may add classes.
+"""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,
@@ -38,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OTHERS:
             return _OTHERS[module, name]
-        # A dotted name could reach what a module has imported, such as `os.system` through `filesystem`.
+        # A dotted name could refer to a function that the module imports, such as `os.system` in `filesystem`.
         if "." not in name:
             if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.memory_format):
                 return found
@@ -47,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
                 if _is_record(found) and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which does not belong in a checkpoint's metadata and was not executed"
+            f"the pickle names {module}.{name}, which does not belong in a checkpoint's metadata and was not executed"
         )
 
 
@@ -56,10 +58,10 @@ def _is_record(found: Any) -> bool:
 
 
 def read_metadata(folder: Path) -> Any:
-    """The `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`.
+    """Return the `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`.
 
-    Raises pickle.UnpicklingError if the file names something that does not belong in such metadata, and any other error
-    that a damaged pickle may cause.
+    Raises pickle.UnpicklingError if the file names a function or class that does not belong in checkpoint metadata, and
+    any other error that a damaged pickle may cause.
     """
     with (folder / ".metadata").open("rb") as file:
         return _Unpickler(file).load()

@@ -1,4 +1,4 @@
-"""Checks the JSON-lines files with conversations for --sft before a training run opens them."""
+"""Checks the JSON Lines files of conversations for --sft before a training run opens them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_vp.errors import UserError
 
 
 def check_conversations(path: str | os.PathLike[str]) -> None:
-    """Check that a file exists and that its first line is a conversation as Megatron's `SFTDataset` reads it.
+    """Check that a file exists and that its first line is a conversation that Megatron's `SFTDataset` can read.
 
     Raises a UserError that names the file, the fault and the remedy.
     """
@@ -20,7 +20,7 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
             line = file.readline()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"cannot read the conversations {path}: {reason}; check --data-path") from error
+        raise UserError(f"cannot read the conversations in {path}: {reason}; check --data-path") from error
     try:
         messages = json.loads(line)["messages"]
         complete = bool(messages) and all({"role", "content"} <= message.keys() for message in messages)
@@ -28,6 +28,6 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
         complete = False
     if not complete:
         raise UserError(
-            f"the first line of {path} is not a conversation, but --sft needs one on every line: write each line in "
-            f"the form {form}"
+            f"the first line of {path} is not a conversation, but --sft needs a conversation on every line: write each "
+            f"line in the form {form}"
         )

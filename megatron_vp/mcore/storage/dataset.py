@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# Called with the stage, the number of characters done, and their total number (None while it is unknown).
+# Called with the stage, the number of characters processed, and the total number of characters (None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
@@ -39,7 +39,7 @@ _BATCH_CHARACTERS = 4_000_000
 class Prepared:
     """The files that `prepare` wrote."""
 
-    dataset: Path  # the prefix of its .bin and .idx
+    dataset: Path  # the path of the .bin and .idx files, without the suffix
     tokenizer: Path
     vocab_size: int
     documents: int
@@ -68,14 +68,14 @@ def prepare(
 ) -> Prepared:
     """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
-    `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size` or `tokenizer`: with
-    `vocab_size`, the documents are read twice, and a tokenizer with exactly that many tokens is trained and saved in
-    `NAME_tokenizer`; `tokenizer` is the directory of an existing tokenizer. Token ids are stored as uint16 if there are
-    fewer than 65500 tokens, else as int32. Files get their final names only when they are complete, and the index gets
-    its name last, so an interrupted run leaves no dataset that looks complete. Existing files are replaced only with
-    `overwrite`, and only once the new ones are complete. `progress` is called for every document. Raises UserError if
-    there is no text, if the vocabulary size does not suit the text, if files exist already, or if they cannot be
-    written.
+    `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size` or `tokenizer`. With
+    `vocab_size`, the documents are read twice, and a tokenizer with exactly `vocab_size` tokens is trained and saved in
+    `NAME_tokenizer`. `tokenizer` is the directory of an existing tokenizer. Token ids are stored as uint16 if there are
+    fewer than 65500 tokens, otherwise as int32. Files get their final names only when they are complete, and the index
+    file gets its name last, so an interrupted run leaves no dataset that looks complete. Existing files are replaced
+    only with `overwrite`, and only once the new files are complete. `progress` is called for every document. Raises
+    UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or if a file
+    already exists or cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -119,8 +119,8 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if a file exists that may not be replaced, or a folder with files that do not belong to a
-    tokenizer.
+    """Raise UserError if a file already exists without `overwrite`, or if a folder to be replaced contains files that
+    are not part of a tokenizer.
     """
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
@@ -133,13 +133,15 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
             others = sorted({file.name for file in path.iterdir()} - TOKENIZER_FILES)
             if others:
                 raise UserError(
-                    f"{path} holds {others[0]}, which is not part of a tokenizer and would be lost: move it elsewhere, "
-                    f"or choose another --name"
+                    f"{path} contains {others[0]}, which is not part of a tokenizer and would be lost: move "
+                    f"{others[0]} to another folder, or choose another --name"
                 )
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Give complete files their final names, in this order. Old files are moved aside, and back after a failure."""
+    """Rename complete files to their final names, in the given order. Move old files to `aside` first, and move them
+    back if a step fails.
+    """
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -161,7 +163,7 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Turn disk errors into a UserError; readers and tokenizers convert their own errors."""
+    """Inside this context, convert errors of writing files to UserError."""
     try:
         yield
     except OSError as error:
@@ -171,7 +173,7 @@ def _storage_told(output: Path) -> Iterator[None]:
 
 
 class _Counter:
-    """Iterates over the non-empty texts of documents, and reports the number of characters done."""
+    """Iterates over the non-empty texts of documents, and reports how many characters have been processed."""
 
     def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
         self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
@@ -228,10 +230,10 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
 
 
 def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
-    """Check that `prefix`.{bin,idx} exist and match. Reads only the index, with Megatron's reader.
+    """Check that `prefix`.bin and `prefix`.idx exist and match. Reads only the index, with Megatron's reader.
 
-    Also checks that every part of `split` gets tokens; `split` is None if a run does not split the dataset. Prefixes on
-    object storage are left to Megatron. Raises a UserError that names the file, the fault and the remedy.
+    If `split` is not None, also checks that every part of the split contains tokens. Datasets on object storage are not
+    checked. Raises a UserError that names the file, the fault and the remedy.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -255,13 +257,13 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
     if len(lengths) == 0:
         raise UserError(f"the index {index} lists no documents; {remedy}")
     if ends.size == 0 or ends[0] != 0 or ends[-1] != len(lengths):
-        raise UserError(f"the index {index} is corrupt: its documents do not end at its last sequence; {remedy}")
+        raise UserError(f"the index {index} is corrupt: its last document does not end at its last sequence; {remedy}")
     expected = int(lengths.sum(dtype="int64")) * reader.dtype_size
     if reader.sequence_pointers[-1] + int(lengths[-1]) * reader.dtype_size != expected:
-        raise UserError(f"the index {index} is corrupt: its lengths and positions disagree; {remedy}")
+        raise UserError(f"the index {index} is corrupt: its sequence lengths and positions disagree; {remedy}")
     actual = os.path.getsize(data)
     if actual != expected:
-        raise UserError(f"{data} has {actual} bytes, but its index lists {expected}; {remedy}")
+        raise UserError(f"{data} has {actual} bytes, but its index describes {expected} bytes; {remedy}")
     if split is not None:
         check_parts(prefix, split, lengths)
 
@@ -269,7 +271,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
 def check_inputs(args: argparse.Namespace) -> None:
     """Check every dataset and the tokenizer that parsed Megatron arguments name, before Megatron opens any of them.
 
-    Raises UserError for the first one that cannot be used.
+    Raises UserError for the first dataset or tokenizer that cannot be used.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -277,8 +279,8 @@ def check_inputs(args: argparse.Namespace) -> None:
         for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
             if os.path.exists(path) and not os.path.isfile(path):
                 raise UserError(
-                    f"the list of datasets {path} is not a regular file, so not every rank can read it: save the list "
-                    "as a file"
+                    f"the list of datasets {path} is not a regular file, so not all ranks can read it: save the list "
+                    "as a regular file"
                 )
         try:
             blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -317,7 +319,7 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:
-    """Raise UserError if the padded vocabulary is smaller than the tokenizer's, which has `tokens` entries."""
+    """Raise UserError if `padded`, the padded vocabulary size, is smaller than `tokens`, the tokenizer's vocabulary."""
     if padded < tokens:
         raise UserError(
             f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least "
@@ -326,8 +328,8 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """Return the padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, for
-    example on a machine that only plans, the size follows from --vocab-size; None without that option.
+    """Return the padded vocabulary size that Megatron will use for this job. If this machine cannot read the tokenizer,
+    for example because it only plans the job, the size follows from --vocab-size; None without that option.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -341,22 +343,20 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def check_room_without_files(args: argparse.Namespace) -> None:
-    """Raise UserError if the tokenizer needs no files (its size is --vocab-size) and the padded vocabulary is too small
-    for it.
-    """
+    """Raise UserError if the padded vocabulary is smaller than --vocab-size, and the tokenizer needs no files."""
     if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
-    """The vocabulary size of the tokenizer that Megatron would build. Raises UserError if it cannot be built."""
+    """Return the vocabulary size of the tokenizer that Megatron would build. Raises UserError if building it fails."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # The library would mistake the path for a name on the Hugging Face Hub, and search there for minutes.
+        # Transformers would mistake the path for a name on the Hugging Face Hub, and search the Hub for minutes.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
-    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print
+    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print messages
     try:
         return build_tokenizer(asked).vocab_size
     except Exception as error:  # each library raises its own errors

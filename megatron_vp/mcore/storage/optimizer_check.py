@@ -1,4 +1,4 @@
-"""Checks, before any process group exists, that Megatron will find the optimizer state that a run loads."""
+"""Checks, before any process group exists, that Megatron can load the optimizer state of a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
-# The arguments that determine where a rank's parameters lie in the distributed optimizer's buffers, each with the value
-# to assume if a checkpoint does not record it.
+# The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers, and for each
+# argument the value to assume if a checkpoint does not record it.
 _LAYOUT: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "vocab_parallel": False,
@@ -34,7 +34,7 @@ def check_optimizer(
     written_by: the arguments of the run that wrote the checkpoint.
     common: everything in the checkpoint except tensors.
 
-    Raises UserError.
+    Raises UserError if it cannot.
     """
     if args.optimizer == "sgd":
         raise UserError(
@@ -47,8 +47,9 @@ def check_optimizer(
 
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the state has a form that this run can read. Megatron reads state only into the kind of optimizer that
-    wrote it. The distributed optimizer's default form stores raw buffers, which can be read only with the same layout.
+    """Check that the optimizer state has a format that this run can read. Megatron loads the state only into the kind
+    of optimizer that wrote it. The distributed optimizer's default format stores raw buffers, which can be read only
+    with the parallel layout of the run that wrote them.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
@@ -61,16 +62,16 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
         raise UserError(
             f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
             f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} that "
-            f"option: {'add it' if distributed else 'leave it out'}, or add --no-load-optim to start with a fresh "
-            f"optimizer"
+            f"option: {'add the option' if distributed else 'leave the option out'}, or add --no-load-optim to start "
+            f"with a fresh optimizer"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are distributed over ranks have a separate optimizer, whose state has other names.
+    # Only experts that are distributed over ranks have a separate optimizer, whose state has different names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
-            f"cannot read it with {here}: use 1 in both runs or more than 1 in both, or add --no-load-optim to start "
-            f"with a fresh optimizer"
+            f"cannot read it with {here}: use size 1 in both runs or a larger size in both, or add --no-load-optim to "
+            f"start with a fresh optimizer"
         )
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
@@ -79,24 +80,24 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     for name, there in written.items():
         if there != (here := asked[name]):
             raise UserError(
-                f"the optimizer state in {folder} has the distributed optimizer's default form (dp_reshardable), "
-                f"which can be read only with the same layout, but {name} was {there} in that run and is {here} in "
-                "this one: save the checkpoint with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to "
-                "start with a fresh optimizer"
+                f"the optimizer state in {folder} is in the distributed optimizer's default format (dp_reshardable), "
+                f"which only a run with the same layout can read, but {name} was {there} in the run that wrote it and "
+                f"is {here} in this run: save the checkpoint with --dist-ckpt-optim-fully-reshardable, or add "
+                "--no-load-optim to start with a fresh optimizer"
             )
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run uses one of Megatron's distributed optimizers. They split the state by elements or, for Muon and
-    similar optimizers, by whole weights.
+    """Whether a run uses one of Megatron's distributed optimizers. The usual one splits the state by elements. The
+    layer-wise one, for Muon and similar optimizers, assigns whole weights to ranks.
     """
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Check the options that give the vocabulary layers a separate learning rate. They create parameter groups, which
-    Megatron finds by their rates.
+    """Check the options that give the vocabulary layers a separate learning rate. These options create parameter
+    groups, and Megatron identifies a parameter group in a checkpoint by its learning rates.
     """
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
@@ -107,38 +108,38 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
             raise UserError(
                 f"the optimizer state in {folder} was written {'without' if there is None else 'with'} {option}, and "
                 f"Megatron cannot read it {'with' if there is None else 'without'} that option: "
-                f"{'leave it out' if there is None else f'add {option} {there}'}, or add --no-load-optim to start with "
-                f"a fresh optimizer"
+                f"{f'leave {option} out' if there is None else f'add {option} {there}'}, or add --no-load-optim to "
+                f"start with a fresh optimizer"
             )
         if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
             raise UserError(
-                f"{option} was {there} in the run that wrote {folder}, but is {here} in this one: add "
+                f"{option} was {there} in the run that wrote {folder}, but is {here} in this run: add "
                 "--override-opt-param-scheduler to continue with the new learning rate, or "
                 "--use-checkpoint-opt-param-scheduler to continue with the old one"
             )
 
 
 def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check the learning rate schedule. Unless an option says which schedule to use, Megatron continues only with the
-    one in the checkpoint.
+    """Check that the learning rate schedule of this run equals the schedule in the checkpoint, as Megatron requires
+    unless an option says which of the two to use.
     """
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if told or not (args.train_iters or args.train_samples):  # Megatron itself refuses a run without an end
+    if told or not (args.train_iters or args.train_samples):  # Megatron itself refuses a run without a length
         return
     written = common.get("opt_param_scheduler", {})
     for name, here in learning_course(args).items():
         if (there := written.get(name, here)) != here:
             raise UserError(
-                f"the schedule of learning rate and weight decay differs from that in {folder}: {name} was {there} and "
-                f"is now {here} (steps are counted in samples); add --override-opt-param-scheduler to continue with "
-                f"the new values, for example after a change of --train-iters or the batch size, or "
-                f"--use-checkpoint-opt-param-scheduler to continue with the old ones"
+                f"the schedule of learning rate and weight decay differs from the schedule in {folder}: {name} was "
+                f"{there} and is now {here} (steps are counted in samples); add --override-opt-param-scheduler to "
+                f"continue with the new values, for example after a change of --train-iters or the batch size, or "
+                f"--use-checkpoint-opt-param-scheduler to continue with the old values"
             )
 
 
 def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments with which Megatron creates its OptimizerParamScheduler (in `get_optimizer_param_scheduler`), by
-    name.
+    """Return the arguments, by name, with which Megatron creates its OptimizerParamScheduler for this run (in
+    `get_optimizer_param_scheduler`).
     """
     if args.train_iters:
         batch = args.global_batch_size
@@ -165,13 +166,13 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
     rows = getattr(args, "vocab_rows", None)
     layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
-    # The same layout string puts different layers on a rank if its chunks are placed differently.
+    # If chunks are placed differently, the same layout string puts different layers on a rank.
     layout["the placement of chunks"] = _placement(args, layout)
     return layout
 
 
 def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The virtual stage of each chunk, by rank. Our runs record the placement if it differs from Megatron's."""
+    """Return the virtual stages of each rank's chunks. Our runs record the placement if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:
         return tuple(map(tuple, recorded))

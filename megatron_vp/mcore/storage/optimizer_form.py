@@ -1,10 +1,11 @@
-"""Restricts the form in which training loops other than Megatron's save the distributed optimizer's state.
+"""Restricts the format in which training loops other than Megatron's save the distributed optimizer's state.
 
-Megatron's default form (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. Our
-buffers differ from plain Megatron's: every rank has rows of both vocabulary layers, and in a V shape it holds other
-layers. If a checkpoint moved between the two, it would load without an error, and training would continue with the
-moments of other parameters. If Megatron parses the arguments, `optimizer_check` compares the layouts at startup. A
-checkpoint of another training loop does not record its layout, so only a form that fits every layout is accepted.
+Megatron's default format (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. In runs
+with our schedules, these buffers differ from plain Megatron's: every rank has rows of both vocabulary layers and, with
+a V-shaped placement, different transformer layers. If a plain run loaded the checkpoint of such a run, or the other way
+round, there would be no error, and training would continue with the moments of other parameters. If Megatron parses the
+arguments, `optimizer_check` compares the layouts at startup. A checkpoint of another training loop does not record its
+layout, so only a format that fits every layout is accepted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""The forms that fit only one layout, and the suffixes in the names of Megatron's functions for them."""
+"""The formats that fit only one layout, each with the suffix in the name of the Megatron function that writes it."""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the function that replaces Megatron's for one of these forms; it raises UserError when called."""
+    """Make a replacement for Megatron's function that saves and loads one of these formats, which raises UserError."""
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -31,14 +32,14 @@ def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         ) -> Any:
             if is_loading:
                 raise UserError(
-                    f"the optimizer's state in this checkpoint is in the form {form}, which fits only the layout that "
-                    f"wrote it and does not record that layout: save it in the form {_TAKEN} (in Megatron-Bridge, set "
-                    f"checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh optimizer "
-                    f"(load_optim=False)"
+                    f"the optimizer state in this checkpoint has the format {form}, which fits only the layout of the "
+                    f"run that wrote it and does not record that layout: save the state in the format {_TAKEN} (in "
+                    f"Megatron-Bridge, set checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh "
+                    f"optimizer (load_optim=False)"
                 )
             raise UserError(
-                f"this loop saves the distributed optimizer's state in the form {form}, which a run with another "
-                f"layout would load into the wrong parameters: call the optimizer's sharded_state_dict with "
+                f"this training loop saves the distributed optimizer's state in the format {form}, which a run with "
+                f"another layout would load into the wrong parameters: call the optimizer's sharded_state_dict with "
                 f'metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
             )
 
@@ -65,7 +66,7 @@ PATCHES = tuple(
     Patch(
         f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
         _refusing(form),
-        "a run with another layout would load this form of the optimizer's state into the wrong parameters",
+        "a run with another layout would load optimizer state in this format into the wrong parameters",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
     )
     for form, function in _OF_ONE_LAYOUT.items()
@@ -76,8 +77,8 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.training.checkpointing:_build_sharded_state_dict_metadata",
         _always_reshardable,
-        "Bridge's default form of the optimizer's state is replaced by the form that fits every layout",
+        "save the optimizer state in a format that fits every layout, instead of Megatron-Bridge's default format",
         "(use_distributed_optimizer, cfg)",
     ),
 )
-"""Applied in the same scripts, if the process has imported Megatron-Bridge's training loop."""
+"""Applied in scripts that have imported Megatron-Bridge's training loop and use one of our schedules."""

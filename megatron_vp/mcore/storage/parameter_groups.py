@@ -1,4 +1,4 @@
-"""Lets a run load optimizer state that was saved with other learning rates.
+"""Lets a run load optimizer state that was saved with different learning rates.
 
 Megatron looks up a checkpoint's parameter groups by their settings, which include learning rates. The options
 `--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler`, which say which rates to use, take effect
@@ -17,7 +17,7 @@ from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
 _LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
-"""The settings that identify a parameter group, apart from its rates."""
+"""The settings that identify a parameter group, apart from its learning rates."""
 
 Group = dict[str, Any]
 
@@ -25,8 +25,9 @@ Group = dict[str, Any]
 def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_loaded: bool) -> None:
     """Give the loaded parameter groups and the optimizer's own groups the same rates, so that Megatron can match them.
 
-    Both get the rates of the checkpoint with `keeps_loaded`, and otherwise the rates of this run. Groups that differ
-    only in their rates, as with MuP, are paired in the order of the rates. Raises UserError if groups cannot be paired.
+    With `keeps_loaded`, both sets of groups get the rates of the checkpoint; otherwise, both get the rates of this run.
+    Groups that differ only in their rates, as with MuP, are sorted by rate and paired in this order. Raises UserError
+    if groups cannot be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
@@ -60,7 +61,7 @@ def _named(rates: tuple[float, ...], group: Group) -> Group:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """Load like the original, but also a checkpoint that was written with other learning rates."""
+        """Load a checkpoint as the original function does, even if it was written with different learning rates."""
         args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (
@@ -79,8 +80,9 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         _under_other_rates,
-        "after a change of learning rates, Megatron would not find the optimizer state in a checkpoint",
+        "if learning rates have changed, Megatron would not find the parameter groups in a checkpoint",
         "(self, state_dict)",
     ),
 )
-"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, in plain runs too."""
+"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, even under Megatron's schedules.
+"""

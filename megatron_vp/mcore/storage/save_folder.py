@@ -1,13 +1,13 @@
 """Lets only one run at a time save to a folder, because two runs would silently overwrite each other's checkpoints.
 
 Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger than the number of any other claim. The
-file is created exclusively, so only one of several runs succeeds, even on network file systems. This needs neither file
-locks nor synchronized clocks. During the run, a thread keeps renewing the file's modification time.
+file is created exclusively, so only one of several runs succeeds, even on network file systems. Claiming a folder needs
+neither file locks nor synchronized clocks. During the run, a thread keeps renewing the file's modification time.
 
-A claim is void if its run has certainly ended: if that run was an earlier attempt of the same SLURM job, or a process
-of this machine that no longer exists. Any other claim is watched. If it is not renewed for SILENCE_SECONDS, its run is
-considered dead, for example because its node failed. If that run continues after all, it notices at its next save that
-its claim is gone, and stops.
+A claim is void if the run that made it has certainly ended: if that run was an earlier attempt of the same SLURM job,
+or a process of this machine that no longer exists. Any other claim is watched. If the claim is not renewed for
+SILENCE_SECONDS, its run is considered dead, for example because a node failed. If the run is in fact still alive, it
+notices at its next save that its claim is gone, and stops.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder for checkpoints that this run wants to claim. Used only by rank 0.
+    """A folder for checkpoints that this run wants to claim. Only rank 0 uses this class.
 
     `option` is the command-line option that named the folder.
     """
@@ -53,13 +53,14 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """For each claim that may be void, its state when it was first seen, and the time then."""
+        """For each claim that may be void, the state in which this run first saw it, and the time of that observation.
+        """
         self._identity = _identity()
 
     def take(self) -> bool:
-        """Try to claim the folder. Returns False while another claim may still be valid; call it again after a moment.
+        """Try to claim the folder. Returns False if another claim may still be valid; in this case, wait and try again.
 
-        Raises UserError if another run uses the folder, or if it is not writable.
+        Raises UserError if another run uses the folder, or if the folder is not writable.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ class SaveFolder:
         return alive is False
 
     def _renewed(self, claim: Path, owner: dict[str, str], looks: Any) -> bool | None:
-        """Whether a claim is being renewed; None while that is unknown."""
+        """Whether the run that made a claim keeps renewing it; None if this is not known yet."""
         now = time.monotonic()
         if claim not in self._watched:
             self._watched[claim] = looks, now
@@ -135,7 +136,7 @@ class SaveFolder:
         return False if now - since >= SILENCE_SECONDS else None
 
     def _create(self, void: Sequence[Path]) -> bool:
-        """Create a claim in place of void ones; return False if another run was faster."""
+        """Create a claim that replaces void claims; return False if another run was faster."""
         path = self._folder / f"in_use_{_number(void[-1]) + 1 if void else 1}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # A claim that was made and removed in the meantime may have left its number to a third run.
+            # If another claim was made and removed in the meantime, a third run may have claimed with its number.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -171,7 +172,7 @@ class SaveFolder:
 
 
 def _identity() -> dict[str, str]:
-    """The description of this run that is written into its claim."""
+    """Describe this run for its claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),
@@ -186,9 +187,9 @@ def _identity() -> dict[str, str]:
 
 
 def _machine() -> str:
-    """A name shared by all processes that see the same process numbers as this process; empty if unknown.
+    """Return a name shared by all processes that see the same process numbers as this process; empty if unknown.
 
-    It is not the host name, because containers on one machine may have the same host name but other process numbers.
+    The host name cannot be used, because containers with the same host name may number processes differently.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -197,14 +198,18 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process started, in ticks after boot; None if it has ended. Raises OSError if /proc does not show it."""
+    """Return the start time of a process, in ticks after boot; None if the process has ended.
+
+    Raises OSError if /proc does not show the process.
+    """
     state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return None if state in "ZX" else rest[18]
 
 
 def _alive(owner: dict[str, str]) -> bool | None:
-    """Whether a process of this machine is alive, judged by its number and its start time, because numbers are reused.
-    None if this user may not see it.
+    """Whether a process of this machine is alive; None if this user may not see the process.
+
+    The process is identified by its number and its start time, because numbers are reused.
     """
     process = _whole(owner["process"])
     if process == os.getpid() or process == 0:
@@ -223,7 +228,7 @@ def _alive(owner: dict[str, str]) -> bool | None:
 
 def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
     """Read a claim: return its fields, and a value that changes when the claim is renewed; None if the file is gone. If
-    it cannot be read, all fields are empty.
+    the file cannot be read, all fields are empty.
     """
     try:
         # Opening a file makes a network file system fetch the file's current state.
@@ -257,14 +262,16 @@ def _whole(text: str) -> int:
 
 
 _claimed: SaveFolder | None = None
-"""The folder that rank 0 has claimed; None on other ranks and without a claim."""
+"""The folder that rank 0 has claimed; None on other ranks, and if no folder is claimed."""
 _guarded = False
 """Whether this run has claimed a folder; the same on all ranks."""
 
 
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
-    """The option that names the folder for a run's checkpoints, and that folder; None if the run writes none. In a
-    conversion, Megatron itself sets `--save` after loading the checkpoint.
+    """Return the option that names the folder for a run's checkpoints, and the folder; None if the run writes none.
+
+    In a conversion, Megatron itself sets `--save` after it has loaded the checkpoint, so the folder follows from
+    --ckpt-convert-save.
     """
     if args.ckpt_convert_format is not None:
         return "--ckpt-convert-save", os.path.join(args.ckpt_convert_save, args.ckpt_convert_format)
@@ -272,7 +279,7 @@ def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def claim(option: str, folder: str) -> None:
-    """Claim the folder that `option` names for this run, and return once it is claimed. Collective over all ranks.
+    """Claim the folder that `option` names for this run. All ranks call this, and wait until the folder is claimed.
 
     Object storage (`SCHEME://`) is not claimed. Raises UserError on every rank if another run uses the folder.
     """

@@ -1,7 +1,7 @@
-"""Checks that every part of a dataset under --split has tokens.
+"""Checks that every part into which --split divides a dataset has tokens.
 
-Megatron repeats each part of a dataset until it has enough tokens. For a part without tokens, the rank that reads the
-data would do so forever, while the other ranks wait.
+Megatron repeats each part of a dataset until it has enough tokens. If a part has no tokens, the rank that reads the
+data repeats it forever, and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def check_split(split: str) -> None:
 
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError if a part of `dataset` under `split` has no tokens. `lengths`: the lengths of its documents."""
+    """Raise UserError if a part into which `split` divides `dataset` has no tokens.
+
+    `lengths` contains the number of tokens of each document.
+    """
     places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
@@ -46,9 +49,9 @@ def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndar
 
 
 def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
-    """The range of documents (first, last + 1) for each of training, validation and test; None for a share of 0.
+    """Return the range of documents (first, last + 1) for training, validation and test data; None for a share of 0.
 
-    Computed as in Megatron's `BlendedMegatronDatasetBuilder`.
+    The ranges are computed as in Megatron's `BlendedMegatronDatasetBuilder`.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -60,8 +63,8 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """A split that gives every part of `split` at least one document; if there are too few documents, one that gives
-    all of them to training.
+    """Return a split that gives every part of `split` at least one document. If there are too few documents, the result
+    gives all of them to training.
     """
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
@@ -71,10 +74,12 @@ def split_with_documents(split: str, documents: int) -> str:
 
 
 def split_for(documents: int) -> str | None:
-    """A --split for a dataset with this many documents if Megatron's default leaves a part empty; otherwise None."""
+    """Return a --split for a dataset with this many documents if Megatron's default split leaves a part empty; None if
+    the default split suffices.
+    """
     suits = all(begin < end for begin, end in filter(None, split_documents(MEGATRONS_SPLIT, documents)))
     return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
 
 
 def _shares(split: str) -> list[float]:
-    return [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron reads it
+    return [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron parses --split

@@ -1,1 +1,1 @@
-"""Replaces Megatron's pipeline schedule: captures the user's `forward_step`, then runs the model's passes."""
+"""Replaces Megatron's pipeline schedule: captures the arguments of `forward_step`, then runs the model's passes."""

@@ -1,8 +1,8 @@
 """Records the arguments that a user's `forward_step` passes to the model, without running the model.
 
-The runtime calls `forward_step(data_iterator, probe)`. The probe records the arguments of the call and returns a
-placeholder, and `forward_step` returns the placeholder and the loss function. The runtime runs the microbatch's passes
-later, when the schedule reaches them. Megatron scripts therefore work without changes.
+The runtime calls `forward_step(data_iterator, probe)`. When `forward_step` calls the probe, the probe records the
+arguments and returns a placeholder, which `forward_step` returns together with the loss function. The runtime runs the
+microbatch's passes later, when the schedule reaches them. Megatron scripts therefore work without changes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ELSEWHERE = {
 
 
 class Placeholder(torch.Tensor):
-    """Stands for the model's output, which the schedule computes later; any computation with it fails."""
+    """Stands for the model's output, which is computed later. Any computation with a placeholder raises UserError."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise UserError for every use, because the output does not exist yet."""
+        """Raise UserError for every use of the placeholder, because the model's output does not exist yet."""
         raise UserError(
             "this forward_step computes with the model's output, which the schedule has not computed yet: move that "
             "computation to the loss function, which receives the token losses"
@@ -40,7 +40,7 @@ class Placeholder(torch.Tensor):
 
 
 class Probe:
-    """Replaces the model in one call of `forward_step`; attributes are read from the model itself."""
+    """Replaces the model in one call of `forward_step`. Attributes are read from the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class Probe:
 
 @dataclass
 class Capture:
-    """One microbatch as the user's `forward_step` prepared it on this rank."""
+    """The model's arguments and the loss function that `forward_step` provided for one microbatch on this rank."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -66,20 +66,20 @@ class Capture:
     signature: inspect.Signature
 
     def argument(self, name: str) -> Any:
-        """The value that was passed for the model's parameter `name`; None if it was omitted."""
+        """Return the value that was passed for the model's parameter `name`; None if the argument was omitted."""
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that the model would have received, by parameter name; omitted ones are absent."""
+        """Return the arguments that were passed to the model, by parameter name. Omitted arguments are absent."""
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
-        """Free all arguments but these, once the model has run."""
+        """Free all arguments except the named ones, once the model has run."""
         asked = self.arguments()
         self.args, self.kwargs = (), {name: asked[name] for name in names if asked.get(name) is not None}
 
     def given(self, **arguments: Any) -> Capture:
-        """Copy the microbatch with some of the model's arguments replaced."""
+        """Return a copy of this capture in which some of the model's arguments are replaced."""
         bound = self._bound()
         bound.arguments.update(arguments)
         return replace(self, args=bound.args[1:], kwargs=bound.kwargs)
@@ -91,9 +91,9 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data ends, and for scripts that our passes do not support. Like Megatron's own scripts,
-    `forward_step` must call the model exactly once and return its output unchanged. It must not pass arguments that our
-    passes would ignore.
+    Raises UserError if the data ends, or if our passes do not support the script. As in Megatron's own scripts,
+    `forward_step` must call the model exactly once and return the model's output unchanged. It must not pass arguments
+    that our passes would ignore.
     """
     probe = Probe(model)
     try:
@@ -101,15 +101,15 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     except StopIteration as end:
         raise UserError(
             "the data iterator that forward_step reads ended in the middle of an iteration: provide more data, lower "
-            "--train-iters (or --train-samples), or let the loader start over"
+            "--train-iters (or --train-samples), or make the data loader start over"
         ) from end
     except TypeError as error:
         if data_iterator is not None or "NoneType" not in str(error):
             raise
         raise UserError(
-            "this forward_step reads data on a middle stage, but the script built no dataset there: for packed "
+            "this forward_step reads data on a middle stage, but the script built no dataset on that stage: for packed "
             "sequences, make is_dataset_built_on_rank return True on every stage (NVIDIA's scripts do so only with "
-            "--sft, pretrain_gpt_vp.py also with --dataloader-inter-document-masking)"
+            "--sft, and pretrain_gpt_vp.py also with --dataloader-inter-document-masking)"
         ) from error
     if len(probe.calls) != 1:
         raise UserError(
@@ -118,18 +118,18 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         )
     if output is not probe.output:
         raise UserError(
-            "this forward_step does not return the model's output unchanged: return it unchanged, and move further "
-            "computation to the loss function"
+            "this forward_step does not return the model's output unchanged: return the output itself, and move any "
+            "computation with it to the loss function"
         )
-    # Like NVIDIA's own, a loss function may keep a reference to the model, which here is the probe. The probe must not
-    # keep an attention mask alive.
+    # A loss function may keep a reference to the model, as NVIDIA's does, and here the model is the probe. The probe
+    # must therefore not keep an attention mask alive.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()
     for name, what in _ELSEWHERE.items():
         if asked.get(name) is not None:
             raise UserError(
-                f"this forward_step calls the model with {name} ({what}), which is not supported: leave it out, or "
+                f"this forward_step calls the model with {name} ({what}), which is not supported: leave {name} out, or "
                 f"leave --vocab-parallel and --pipeline-schedule out"
             )
     return captured

@@ -1,10 +1,10 @@
 """Fixes Megatron's handling of skipped iterations and of several validation sets, on ranks with several chunks or
 without data.
 
-If a rank has virtual pipeline stages, Megatron gives it a list of data iterators, one per chunk. Two parts of its
-training loop do not expect that: `--iterations-to-skip` advances only a single iterator, and the evaluation of several
-validation sets mistakes the list of chunks for the list of sets. Neither of them handles a middle stage, which has no
-data.
+If a rank has virtual pipeline stages, Megatron gives the rank a list of data iterators, one per chunk. Two functions of
+Megatron's training loop do not expect a list: `--iterations-to-skip` advances only a single iterator, and the
+evaluation of several validation sets mistakes the list of chunks for the list of sets. Neither function handles a
+middle stage, which has no data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_vp.mcore.settled import current
 def _skipping(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def dummy_train_step(data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None) -> None:
-        """Advance the data of every chunk by one iteration's microbatches."""
+        """Advance the data iterator of every chunk by the microbatches of one iteration."""
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         rerun = get_rerun_state_machine()
         while rerun.should_run_forward_backward(data_iterator):
@@ -40,10 +40,10 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """Call the original, but keep the validation sets' lengths if the chunk has no data."""
+        """Call the original function, but keep the lengths of the validation sets if the chunk has no data."""
         nonlocal given
         args = current().args
-        if isinstance(args.eval_iters, list):  # written by the previous chunk
+        if isinstance(args.eval_iters, list):  # set by the call for the previous chunk
             counted, args.eval_iters = args.eval_iters, given
         else:
             counted, given = None, args.eval_iters
@@ -71,7 +71,7 @@ def _by_validation_set(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_and_print_results(
         prefix: str, forward_step_func: Any, data_iterator: Any, model: list[Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call the original with the iterators grouped by validation set instead of by chunk."""
+        """Call the original function with the data iterators grouped by validation set instead of by chunk."""
         by_chunk = isinstance(data_iterator, list) and len(data_iterator) == len(model) > 1
         if (
             current().args.multiple_validation_sets
@@ -88,7 +88,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:dummy_train_step",
         _skipping,
-        "a skipped iteration would crash a run whose ranks have several chunks, or stages without data",
+        "a skipped iteration would crash a run in which ranks have several chunks or some stages have no data",
         "(data_iterator)",
     ),
     Patch(
@@ -106,4 +106,4 @@ PATCHES = (
         "p2p_communicator=None)",
     ),
 )
-"""Applied with --iterations-to-skip or --multiple-validation-sets, in plain runs too."""
+"""Applied with --iterations-to-skip or --multiple-validation-sets, even under Megatron's schedules."""

@@ -1,7 +1,7 @@
 """Defers Megatron's checks of losses and gradients to the end of an iteration.
 
-A check asks the device whether a number is NaN, and the host waits for the answer. With Megatron's defaults this
-happens twice per microbatch on the rank that runs the loss function, which launches nothing while it waits.
+A check reads from the device whether a number is NaN, and the host waits until the device has computed the number. With
+Megatron's defaults, the rank that runs the loss function waits twice per microbatch, and launches no kernels meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _deferred: list[Callable[[], None]] | None = None
 def deferred_checks() -> Iterator[None]:
     """Inside this context, `validate_result` only records its calls. On exit, the checks run in order.
 
-    Faults are still found before the optimizer step, as in Megatron's own schedules. After an exception, no checks run.
+    The checks still run before the optimizer step, as in Megatron's own schedules. After an exception, no checks run.
     """
     global _deferred
     assert _deferred is None
@@ -34,7 +34,7 @@ def deferred_checks() -> Iterator[None]:
 
 
 def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Megatron's `RerunStateMachine.validate_result`, so that its checks are deferred inside `deferred_checks`."""
+    """Wrap Megatron's `RerunStateMachine.validate_result` so that its checks are deferred inside `deferred_checks`."""
 
     @wraps(validate_result)
     def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:

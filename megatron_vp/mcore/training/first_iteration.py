@@ -33,10 +33,10 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration with these sizes, unless that was done before; before training, also rehearse an
+    """Rehearse an iteration with these sizes unless the pipeline has already done so. Before training, also rehearse an
     evaluation.
 
-    An evaluation with other sizes is rehearsed when it begins. Collective over the pipeline.
+    An evaluation with different sizes is rehearsed when it begins. All ranks of the pipeline must call this function.
     """
     kinds = [(shapes, gradients)]
     if gradients:
@@ -59,7 +59,9 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """After an iteration in this context, log newly allocated host memory and activations that were not offloaded."""
+    """Run an iteration inside this context. On exit, log newly allocated host memory, and activations that were not
+    offloaded.
+    """
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:

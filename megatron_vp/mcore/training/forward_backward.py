@@ -55,14 +55,14 @@ def forward_backward(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one iteration under --pipeline-schedule; called like Megatron's `forward_backward_func`.
+    """Run one iteration under --pipeline-schedule. The arguments are those of Megatron's `forward_backward_func`.
 
     Returns:
-        On the last pipeline rank, what the user's loss function reports, one entry per microbatch; empty on other
-        ranks.
+        On the last pipeline rank, a list of the reports of the user's loss function, one per microbatch; on other
+        ranks, an empty list.
 
     Raises:
-        UserError: for arguments that our schedules do not support.
+        UserError: if our schedules do not support an argument.
     """
     _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
     job = _job(model, pg_collection)
@@ -95,7 +95,7 @@ def forward_backward(
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
-        create_cudagraphs()  # after the first iteration, in the order of its passes
+        create_cudagraphs()  # captures graphs only after the first iteration, in the order of its passes
     megatron.check_losses()
     if timers is not None:
         timers("forward-backward").stop()
@@ -109,7 +109,7 @@ def training_schedule(
     seq_length: int,
     micro_batch_size: int,
 ) -> tuple[Schedule, int]:
-    """The schedule of a training iteration, and the pipeline rank of this process."""
+    """Return the schedule of a training iteration, and the pipeline rank of this process."""
     job = _job(model, pg_collection)
     schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
     return schedule, job.pipeline.groups.rank
@@ -129,14 +129,15 @@ def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     """Raise UserError for a p2p_communicator that is not Megatron's own or does not connect the ranks of this pipeline.
 
-    Megatron's own communicator, which Megatron-Bridge always passes, is ignored, because ours replace it.
+    Megatron's own communicator, which Megatron-Bridge always passes, is ignored, because our schedules use our own
+    communicators.
     """
     if given is None:
         return
     if type(given) is not P2PCommunicator:
         raise UserError(
             f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
-            f"use: pass Megatron's P2PCommunicator or none, or {_LEAVE_OUT}"
+            f"use: pass Megatron's P2PCommunicator, pass None, or {_LEAVE_OUT}"
         )
     ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
     if ranks != ours:
@@ -161,15 +162,18 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings. Raises UserError for an unprepared model, and if `agreed` does."""
+    """Collect the model and its settings.
+
+    Raises UserError if our builders did not prepare the model, or if `agreed` refuses it.
+    """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
     if others:
         raise UserError(
             f"this script wraps its model in {type(others[0]).__name__}, but our passes write gradients to the "
-            "buffers of Megatron's DistributedDataParallel: wrap it in DistributedDataParallel, with a distributed "
-            "optimizer"
+            "buffers of Megatron's DistributedDataParallel: wrap the model in DistributedDataParallel, and use a "
+            "distributed optimizer"
         )
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
@@ -191,7 +195,7 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """The sizes of a microbatch. For a rank without peers, receive buffers are filled with random values."""
+    """Return the sizes of a microbatch. In a replay of a single rank, receive buffers are filled with random values."""
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
@@ -212,7 +216,7 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
-    """The job's schedule, and the programs of all ranks."""
+    """Return the job's schedule, and the programs of all pipeline ranks."""
     settled = job.settled
     family, method = settled.settings.family, settled.method
     shards = job.layer_shards.shards if job.layer_shards else None
@@ -233,7 +237,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program. In training, also record it for --rank-report and similar options."""
+    """Run the program. In training, also record its times for --rank-report and similar options."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(
@@ -250,7 +254,7 @@ def _run(
 
 
 def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bool | None) -> None:
-    """Let Megatron finish the gradients with its own reductions, as at the end of its schedules."""
+    """Let Megatron finalize the gradients with its own reductions, as at the end of its schedules."""
     config = job.config
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(

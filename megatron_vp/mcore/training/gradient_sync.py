@@ -10,11 +10,13 @@ import torch
 
 
 class GradientSynchronisation:
-    """Controls the gradient synchronisation of one chunk, wrapped in Megatron's DDP or not, in one iteration.
+    """Controls the gradient synchronisation of one chunk in one iteration, whether Megatron's DDP wraps the chunk or
+    not.
 
     Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
-    autograd's graph report through a hook. A weight whose gradient a pass T, IB or W accumulates is reported here,
-    exactly once and only after `start`. Before `start`, Megatron expects more microbatches and does not count reports.
+    autograd's graph report through a hook. If a pass T, IB or W accumulates the gradient of a weight, this class
+    reports the weight, exactly once and only after `start`. Before `start`, Megatron expects more microbatches and does
+    not count reports.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -24,27 +26,28 @@ class GradientSynchronisation:
         self._waiting: list[torch.nn.Parameter] = []
 
     def hold(self, no_sync: AbstractContextManager[Any]) -> None:
-        """Enter Megatron's `no_sync`, and leave it in `start` or `finish`."""
+        """Enter Megatron's context `no_sync`, which `start` or `finish` will leave."""
         self._held = no_sync
         self._held.__enter__()
 
     def start(self) -> None:
-        """Leave `no_sync`, so that reports count, and report the weights that are already complete."""
+        """Leave `no_sync`, so that Megatron counts reports, and report the weights whose gradients are complete."""
         self._held.__exit__(None, None, None)
         self._started = True
         for parameter in self._waiting:
             self._report(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
-        """Record that the gradient of a weight outside autograd is complete."""
+        """Record that the gradient of a weight is complete, if a pass other than autograd accumulates this gradient."""
         if self._started:
             self._report(parameter)
         else:
             self._waiting.append(parameter)
 
     def finish(self, synchronise: Callable[..., Any] | None) -> None:
-        """End the schedule: start the synchronisation if it has not started, through `synchronise` if Megatron aligns
-        its start between ranks.
+        """Start the gradient synchronisation at the end of the schedule, unless it has already started.
+
+        If Megatron aligns the start between ranks, `synchronise` starts the synchronisation.
         """
         if self._started:
             return

@@ -1,12 +1,12 @@
 """Supports CUDA graphs of layers (`--cuda-graph-impl transformer_engine` and `local`) under our schedules.
 
 Megatron lets Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
-forwards and backwards. Graphs share buffers according to that order: an F reuses the input buffer of a microbatch whose
-B came before. Megatron passes the order of its own 1F1B, so under another schedule an F would overwrite data that a
-later B reads. This module passes the order of the job's schedule instead.
+forwards and backwards. Graphs share buffers according to this order: an F reuses the input buffer of a microbatch whose
+B came earlier. Megatron always passes the order of 1F1B, so under another schedule an F would overwrite data that a
+later B reads. This module passes the order of the job's schedule.
 
-Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so they need no order
-from this module.
+Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration, so these graphs need no
+order from this module.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_vp.schedule.passes import PassKind, Schedule
 
 
 def graph_order(schedule: Schedule, rank: int) -> list[int]:
-    """The forwards and backwards of a rank in order: c + 1 stands for F of chunk c, and -(c + 1) for its backward.
+    """Return the order of a rank's forwards and backwards: c + 1 stands for F of chunk c, -(c + 1) for its backward.
 
-    The list does not name microbatches, so the microbatches of a chunk must come in ascending order, both in forwards
-    and in backwards. Raises UserError if they do not.
+    The list does not name microbatches, so both the forwards and the backwards of a chunk must process microbatches in
+    ascending order. Raises UserError for a different order.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     steps = [step for step in schedule.ranks[rank] if step.kind in signs]

@@ -1,7 +1,7 @@
 """Checks the losses of an iteration by microbatch, and finds the first pass that produced a NaN or an infinity.
 
-The checks run on the device. Their results are read once, at the end of the iteration, when Megatron waits for the
-device anyway.
+The checks run on the device. The host reads their results once, at the end of the iteration, when Megatron waits for
+the device anyway.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class LossCheck:
     ) -> None:
         """Check one microbatch, without waiting for the device.
 
-        A label outside the vocabulary has no logit, so its token loss is meaningless. That is an error if the loss
-        depends on it, but masked positions may hold any label. In evaluation there are no gradients, so it is unknown
-        which token losses matter; negative labels, the usual mark of ignored positions, are then accepted.
+        A label outside the vocabulary has no logit, so its token loss is meaningless. Such a label is an error if the
+        loss depends on it, but masked positions may have any label. In evaluation, there are no gradients that show
+        which token losses matter, so negative labels, which usually mark ignored positions, are accepted.
 
         Args:
             loss: [], the loss of the microbatch.
             labels_bs: int64 [b, s].
-            gradient_ks: the gradients of the loss with respect to the token losses, [b, s] for the next token, followed
-                by [b, s] for each further prediction; None in evaluation.
+            gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed
+                by [b, s] for each further predicted token; None in evaluation.
         """
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
@@ -47,9 +47,9 @@ class LossCheck:
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 
     def judge(self) -> None:
-        """Report losses that are not finite; Megatron decides what to do about them.
+        """Report losses that are NaN or infinite. Megatron itself decides whether the run continues.
 
-        Raises UserError for labels outside the vocabulary.
+        Raises UserError if a label is outside the vocabulary.
         """
         if not self._verdicts:
             return
@@ -62,13 +62,16 @@ class LossCheck:
             if outside:
                 raise UserError(
                     f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "
-                    "tokens: use the tokenizer that the data was made with, and exclude ignored positions in the loss "
-                    "mask"
+                    "tokens: use the tokenizer with which the data was encoded, and exclude ignored positions through "
+                    "the loss mask"
                 )
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report if a forward pass produced NaN or infinity from finite input (None for tokens). Waits for the device."""
+    """Report a forward pass that produced NaN or infinity from finite input. Waits for the device.
+
+    given, made: the input and the output of the pass; `given` is None if the input is tokens.
+    """
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
             f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} produced NaN or infinity from "

@@ -1,4 +1,4 @@
-"""Connects the runtime to Megatron: to a rank's chunks, and to the user's data and loss function."""
+"""Connects the runtime to the chunks that Megatron built on a rank, and to the user's data and loss function."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class MegatronModel:
             per chunk.
         microbatches: the number of microbatches m.
         shapes: expected sizes of a microbatch.
-        gradients: whether to compute gradients; False in evaluation.
+        gradients: whether gradients are computed; False in evaluation.
         is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
             Megatron aligns the synchronisation of ranks.
-        context_group: the ranks that hold the other parts of this rank's sequences.
-        split_backward: whether pass B leaves weight gradients to a pass W.
-        late_weights: the (chunk, microbatch) pairs with other passes between their B and W.
-        first_val_step: the argument that Megatron passes to a schedule in evaluation. False means that cached quantised
-            weights are still valid; otherwise they may have changed.
+        context_group: the context-parallel group, whose ranks share each sequence.
+        split_backward: whether weight gradients are computed in separate W passes instead of in B.
+        late_weights: the (chunk, microbatch) pairs for which other passes run between B and W.
+        first_val_step: the argument that Megatron passes to a schedule in evaluation. If it is False, quantised weights
+            that layers have cached are still valid.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class MegatronModel:
         first_val_step: bool | None = None,
     ) -> None:
         self._config = get_model_config(chunks[0])
-        # With aligned gradient synchronisation, only the first rank starts it inside the schedule, as in Megatron's
-        # 1F1B.
+        # If Megatron aligns gradient synchronisation between ranks, only the first rank starts the synchronisation
+        # inside the schedule, as in Megatron's 1F1B.
         inside = self._config.grad_sync_func is None or (is_first_rank and len(chunks) == 1)
         self._chunks = [
             _Chunk(chunk, iterator, microbatches, synchronises_in_schedule=inside)
@@ -75,13 +75,13 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # Megatron repeats an iteration after an unexpected loss. In the repetition, look for the pass that produced NaN
-        # or infinity.
+        # Megatron repeats an iteration after an unexpected loss. When repeating an iteration, look for the pass that
+        # produced NaN or infinity.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
-        """What the user's loss function reports, one entry per microbatch; only on the last pipeline rank."""
+        """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
         if gradients:
@@ -101,12 +101,12 @@ class MegatronModel:
         return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Run Megatron's embedding without the look-up: from [b, s, h] to [s, b, h]."""
+        """Run Megatron's embedding layer on words that were already looked up: from [b, s, h] to [s, b, h]."""
         position_ids = self._capture(self._chunks[0], microbatch).argument("position_ids")
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Store the embedding rows that multi-token prediction uses in the next forward of the last chunk."""
+        """Store the embedded tokens that multi-token prediction uses in the next forward of the last chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
         rows = self._chunks[-1].core.received_embedding.word_embeddings
         rows.ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
@@ -115,16 +115,19 @@ class MegatronModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the chunk: from [s, b, h] to [s, b, h] or, with a whole output layer, to token losses [b, s] in fp32."""
+        """Run the chunk on its input [s, b, h]. Return the output [s, b, h] or, if the chunk has the whole output
+        layer, token losses [b, s] in fp32.
+        """
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # Let fp8 layers quantise their weights again, because the optimizer has changed them. Evaluation needs this
-        # too.
+        # Let fp8 layers quantise their weights again, in training and in evaluation, because the optimizer has changed
+        # the weights.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # A graph's backward always writes its gradient to the same buffer, which a send may still be reading.
+        # The backward of a CUDA graph always writes the input's gradient to the same buffer, which a send may still be
+        # reading.
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
@@ -134,23 +137,23 @@ class MegatronModel:
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
             output = output.float().clone()
-        elif output is taken:  # a hybrid segment without layers, whose input must outlive its output
+        elif output is taken:  # the output of a hybrid segment without layers is its input, which must not be freed
             output = taken.clone()
-        elif self._keeps_outputs:  # Megatron's graphs return their own buffer, which must survive `release_output`
+        elif self._keeps_outputs:  # the output is a buffer of Megatron's graph, which `release_output` must not free
             output = _copied(output)
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
-        # The loss function, which runs later, needs these; the attention mask is no longer needed.
+        # The loss function, which runs later, needs these arguments, but the attention mask can be freed.
         captured.keep("labels", "loss_mask", "packed_seq_params")
         self._calculate_loss(part, output, None, is_last_stage=False)
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the data of an output that is kept elsewhere; its autograd graph remains."""
+        """Free the data of an output of which another copy exists, but keep the autograd graph of the output."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Run the backward of the chunk; the last one of the iteration lets Megatron synchronise gradients."""
+        """Run the backward of the chunk. The last backward of the iteration lets Megatron synchronise gradients."""
         part = self._chunks[chunk]
         part.before_backward()
         if self._split_backward:
@@ -163,14 +166,14 @@ class MegatronModel:
             schedules.backward_step(None, output, gradient, self._config)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Run pass W: accumulate the weight gradients that the backward left; after the last pass they are complete."""
+        """Run pass W: accumulate the weight gradients that pass B did not compute."""
         pending = self._pending_weights.pop((chunk, microbatch))
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
         parameters += trained_parameters(part.delaying)  # also the biases of frozen weights
         pending.reverse()
-        while pending:  # frees a layer's tensors before the next layer's product
+        while pending:  # free a layer's tensors before computing the next layer's product
             pending.pop().accumulate()
         part.after_weight_gradient(parameters)
 
@@ -199,17 +202,17 @@ class MegatronModel:
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report to Megatron's buckets that a weight's gradient is complete, as autograd's hooks do for others."""
+        """Report to Megatron that a weight's gradient is complete, as hooks do if autograd computes the gradient."""
         for chunk in self._chunks:
             if chunk.owns(parameter):
                 chunk.synchronisation.complete(parameter)
 
     def finish(self) -> None:
-        """End the schedule: start the gradient synchronisations that have not started yet."""
+        """Start the gradient synchronisations that have not started during the schedule."""
         for chunk in self._chunks:
-            # A loader's workers stop when the last reference to their iterator is dropped; with --exit-signal-handler,
-            # nothing else stops them. Therefore drop this reference now, instead of leaving it to the garbage
-            # collector.
+            # The workers of a data loader stop when the last reference to their iterator is dropped; with
+            # --exit-signal-handler, nothing else stops them. Therefore drop this reference now, without waiting for
+            # the garbage collector.
             chunk.data_iterator = None
         if not self._gradients:
             return
@@ -218,11 +221,13 @@ class MegatronModel:
             chunk.synchronisation.finish(synchronise)
 
     def check_losses(self) -> None:
-        """Check the losses of the iteration; see `LossCheck.judge`."""
+        """Check the losses of the iteration as described for `LossCheck.judge`."""
         self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
-        """Capture microbatches in order, and no earlier than needed, because attention masks can be large."""
+        """Capture all microbatches up to `microbatch`, in order. Captures are not made earlier, because attention masks
+        can be large.
+        """
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
             check_packed(captured, self._shapes, self._context_group.size())
@@ -249,9 +254,10 @@ class MegatronModel:
     def _calculate_loss(
         self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End a forward as Megatron's schedules do: compute loss and token count on the last stage, and stop the timer.
+        """Finish a forward as Megatron's schedules do: on the last stage, compute the loss and the token count, and on
+        every stage stop the timer.
 
-        On every stage, this also scales the gradients of losses that layers add themselves, such as a router's
+        On every stage, this function also scales the gradients of losses that layers themselves add, such as a router's
         load-balancing loss.
         """
         return schedules.forward_step_calc_loss(
@@ -273,7 +279,7 @@ class MegatronModel:
 
 
 class _KeptGradient(torch.autograd.Function):
-    """Returns a chunk's input [s, b, h] unchanged, and copies its gradient to separate memory."""
+    """Passes on a chunk's input [s, b, h] unchanged, and copies the input's gradient to separate memory."""
 
     @staticmethod
     def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
@@ -318,8 +324,8 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that microbatch 0 comes first: its fused products in Transformer Engine overwrite main_grad."""
-        assert self._weight_passes or not microbatch, "microbatch 0 must be the first to run pass W"
+        """Check that microbatch 0 runs W first, because its fused products in Transformer Engine set main_grad."""
+        assert self._weight_passes or not microbatch, "microbatch 0 must be the first microbatch that runs pass W"
         self._weight_passes += 1
 
     def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -330,5 +336,5 @@ class _Chunk:
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    """Make a list of functions, one per chunk: Megatron passes a list only for several chunks."""
+    """Return a list of functions, one per chunk. Megatron passes a list only if a rank has several chunks."""
     return value if isinstance(value, list) else [value] * count

@@ -1,7 +1,8 @@
-"""Checks packed sequences: documents laid end to end in one sequence, whose boundaries every attention layer needs.
+"""Checks packed sequences. A packed sequence (format THD) consists of several documents, and every attention layer must
+know where each document begins and ends.
 
-Megatron calls the format THD. Each rank reads the boundaries with its own data and passes them to its chunks, so the
-pipeline still transports only activations of one shape.
+Each rank reads these boundaries with its own data and passes them to its chunks. The pipeline therefore transports only
+activations, all of one shape.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def packs_sequences(args: argparse.Namespace) -> bool:
 
 
 def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
-    """Raise UserError for packed sequences that our passes cannot run; nothing is read from a device.
+    """Raise UserError for packed sequences that our passes cannot run, without reading tensors from a device.
 
     Args:
         captured: one microbatch of one chunk.
@@ -33,13 +34,13 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
     if getattr(packed, "qkv_format", None) != "thd" or ends is None:
         raise UserError(
             f"this forward_step passes packed sequences in the format {getattr(packed, 'qkv_format', None)} to the "
-            "model, but only thd with cu_seqlens_q is supported: use that, or leave --vocab-parallel and "
-            "--pipeline-schedule out"
+            "model, but only the format thd with cu_seqlens_q is supported: use this format, or leave --vocab-parallel "
+            "and --pipeline-schedule out"
         )
     if packed.local_cp_size is not None:
         raise UserError(
             "--hybrid-context-parallel, which gives packed sequences their own context-parallel groups, is not "
-            "supported, because every microbatch must have the same shape: leave it out"
+            "supported, because every microbatch must have the same shape: leave this option out"
         )
     padded = packed.cu_seqlens_q_padded
     if shapes.mtp_depth:
@@ -79,5 +80,5 @@ FURTHER_PREDICTIONS_IN_PIECES = (
 def _different_lengths(shapes: Shapes, found: str) -> UserError:
     return UserError(
         f"forward_step passed {found} to the model, but every packed sequence must have {shapes.sequence} tokens, "
-        "because receives are posted for one shape: pad every pack to --seq-length"
+        "because pipeline ranks receive tensors of one fixed shape: pad every packed sequence to --seq-length"
     )

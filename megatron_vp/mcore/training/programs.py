@@ -16,18 +16,21 @@ from megatron_vp.schedule.request import ScheduleRequest
 
 @lru_cache(maxsize=8)
 def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Schedule, tuple[Program, ...]]:
-    """The schedule of an iteration and the programs of all pipeline ranks; for `embeds_on_last_stage` see `lower`.
+    """Return the schedule of an iteration and the programs of all pipeline ranks.
 
-    The costs in the request decide the order of passes and where communication is placed between them.
+    The costs in the request decide the order of passes, and the positions of communication between the passes.
+    `embeds_on_last_stage` is explained in `lower`.
     """
     schedule = expand_interlaced(request.schedule())
     return schedule, lower(schedule, request.costs, embeds_on_last_stage)
 
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:
-    """Leave the gradients of frozen weights out of the costs that decide the order of passes. W takes only the trained
-    share of its time. IB takes no time if the embedding is frozen. If the output layer is frozen, T takes no time,
-    except with vocab-1: there it still computes one of its two products, dX, which takes half of its time.
+    """Leave the gradients of frozen weights out of the costs that decide the order of passes.
+
+    The time of W is scaled by the fraction of weights that are trained. IB takes no time if the embedding is frozen. If
+    the output layer is frozen, T takes half of its time with vocab-1, where T still computes dX (one of its two
+    products), and no time with other algorithms.
     """
     if trained.everything:
         return costs
@@ -42,7 +45,7 @@ def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """The (chunk, microbatch) pairs for which the rank runs another F or B between their B and W."""
+    """Return the (chunk, microbatch) pairs for which the rank runs another F or B between B and W."""
     started: dict[tuple[int, int], int] = {}
     late, passes = set(), 0
     for step in schedule.ranks[rank]:

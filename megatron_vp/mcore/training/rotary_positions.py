@@ -1,4 +1,6 @@
-"""Gives each microbatch its own rotary positions, which Megatron's CUDA graphs (`--cuda-graph-impl local`) need."""
+"""Gives each microbatch its own copy of the rotary positions, as Megatron's CUDA graphs (`--cuda-graph-impl local`)
+require.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import torch
 
 @contextmanager
 def own_positions(model: torch.nn.Module) -> Iterator[None]:
-    """Inside this context, the model copies its rotary positions for every forward, instead of sharing one tensor. If
-    forwards share a tensor, Megatron captures none of their backwards before the last of these forwards.
+    """Inside this context, the model copies its rotary positions for every forward.
+
+    If several forwards share one tensor of positions, Megatron captures their backwards only after the last forward.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
@@ -26,7 +29,7 @@ def own_positions(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _copies(positions: Any) -> Any:
-    """Copy a tensor, or the first tensor of a tuple."""
+    """Return a copy of a tensor, or a tuple whose first tensor is copied."""
     if isinstance(positions, tuple):
         return _copies(positions[0]), *positions[1:]
     return positions.clone()

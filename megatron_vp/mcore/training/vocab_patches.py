@@ -46,21 +46,21 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import print_rank_0
 
         print_rank_0(
-            "theoretical memory footprints are not printed, because Megatron's formula assumes whole vocabulary "
-            "layers on the first and last pipeline rank"
+            "theoretical memory footprints are not printed, because Megatron's formula assumes that the first and the "
+            "last pipeline rank hold whole vocabulary layers"
         )
 
     return report_theoretical_memory
 
 
 SCHEDULE_PATCHES: tuple[Patch, ...] = (
-    # The functions are patched, not the getter that looks them up by name, because training loops have already imported
-    # the getter.
+    # The functions themselves are patched, not `get_forward_backward_func`, which looks them up by name, because
+    # training loops have already imported it.
     *(
         Patch(
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
             _schedule,
-            "run the schedule of --pipeline-schedule, with or without vocabulary passes, in training and in evaluation",
+            "run the schedule that --pipeline-schedule names, in training and in evaluation",
             "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
             "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
             "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
@@ -70,19 +70,19 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.models.gpt:GPTModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelGPTBuilder",
-        "place or shard the vocabulary layers of models from Megatron's GPT builder",
+        "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
         "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelHybridBuilder",
-        "place or shard the vocabulary layers of models from Megatron's hybrid builder",
+        "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
         "value",
     ),
     Patch(
         "megatron.training.training:get_model",
         _get_model,
-        "place or shard the vocabulary layers of models from a script's own model_provider",
+        "place or shard the vocabulary layers of models that a script's model_provider makes",
         "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
         "pg_collection=None)",
     ),
@@ -96,23 +96,23 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
         _graph_inputs,
-        "capture CUDA graphs of layers in the order of passes of --pipeline-schedule, because they share buffers",
+        "capture the CUDA graphs of layers in the order of the schedule's passes, because these graphs share buffers",
         "(self)",
     ),
 )
-"""Applied with --vocab-parallel, and with a --pipeline-schedule other than 1f1b."""
+"""Applied with --vocab-parallel or a --pipeline-schedule other than 1f1b."""
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
         lambda original: lambda self: False,
-        "no rank holds a copy of the whole word embedding that Megatron would have to synchronise at startup",
+        "skip Megatron's synchronization of word embeddings at startup, because no rank has the whole embedding",
         "(self)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
         _counting_argmax,
-        "count the accepted predictions of MTP heads from softmax statistics, because no rank holds their whole logits",
+        "count the accepted predictions of MTP heads from softmax statistics, because no rank has all logits",
         "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
 )
@@ -122,7 +122,7 @@ ESTIMATE_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training:report_theoretical_memory",
         _theoretical_memory,
-        "Megatron's estimate assumes whole vocabulary layers on single ranks",
+        "skip Megatron's memory estimate, which assumes that single ranks hold whole vocabulary layers",
         "(args, num_microbatches=None, verbose=False)",
     ),
 )
