@@ -94,9 +94,9 @@ class Shapes:
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
-        """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. Here e
-        = s + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions that follow
-        it. Positions beyond the end of the sequence hold token 0, as in Megatron.
+        """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. The
+        length e is s + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions
+        that follow the chunk. Positions beyond the end of the sequence hold token 0, as in Megatron.
         """
         following = self.cp_chunks * self.mtp_depth
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
@@ -160,8 +160,8 @@ class Model(Protocol):
         evaluation.
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
-        unsharded. With multi-token prediction, all three tensors are [predictions b, s]. Called only on the last
-        pipeline rank, in microbatch order.
+        unsharded. With multi-token prediction, all three tensors have the shape [predictions b, s]. Called only on the
+        last pipeline rank, in microbatch order.
         """
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:

@@ -3,8 +3,8 @@
 During F, every saved tensor is packed into a handle. After F, every storage to which only saved tensors refer is copied
 to the host in full. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
 device, and pass R allocates a new storage. The copy back fills the new storage, and the backward unpacks views of it.
-Device memory is allocated and freed only on the compute stream, so the order of the passes determines how much is in
-use (PipeOffload, arXiv 2503.01328, appendix C).
+Device memory is allocated and freed only on the compute stream, so the order of the passes determines how much device
+memory is in use (PipeOffload, arXiv 2503.01328, appendix C).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
 
 SMALLEST = LEAST_OFFLOADED
-"""Size in bytes of the smallest storage that leaves the device."""
+"""Size in bytes of the smallest storage that is moved to the host."""
 
 PLAIN = (torch.Tensor, FakeTensor)
 """Tensor types that own their storage. Other tensor types wrap several tensors, which are saved one by one."""

@@ -58,7 +58,7 @@ class RehearsalModel:
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Return ids that make each rank exchange many rows in one microbatch and few rows in another.
 
-        Many and few rows need different kernels, and both must be loaded.
+        Exchanges of many rows and of few rows use different kernels, and a rehearsal must load all of these kernels.
         """
         ids_be = self._shapes.token_ids()
         often = self._first_tokens if microbatch == 0 else [self._first_tokens[0 if microbatch == 1 else -1]]
@@ -72,7 +72,7 @@ class RehearsalModel:
         return (words_bsh.transpose(0, 1).chunk(self._shapes.sp_size)[self._shapes.sp_rank] * 0).contiguous()
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Keep the rows for the next forward, whose backward gives them a gradient."""
+        """Keep the rows for the next forward, so that the backward computes a gradient of the rows."""
         self._words_ahead = words_rh
 
     def forward(
@@ -96,7 +96,7 @@ class RehearsalModel:
         """Do nothing: the output is not worth freeing."""
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Compute the gradients of the inputs, which are zero."""
+        """Compute the gradients of the inputs; all gradients are zero."""
         output.backward(gradient)
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:

@@ -156,7 +156,7 @@ class Occupancy:
 class Store:
     """Holds an iteration's values, keyed by slot and microbatch.
 
-    No value may be overwritten or left behind, because a later microbatch or iteration would then use a wrong one.
+    No value may be overwritten or left behind, because a later microbatch or iteration would then use a wrong value.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class CudaMark:
 class CudaIterations:
     """Counts the iterations that the compute stream has finished; the device writes the count into pinned host memory.
 
-    Any thread may read the count without calling CUDA, and the host never waits for it.
+    Any thread may read the count without calling CUDA or waiting for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,13 +86,13 @@ class CudaIterations:
         self._on_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     def add(self) -> None:
-        """Enqueue the next count behind the compute work issued so far."""
+        """Enqueue an increment of the count behind the compute work issued so far."""
         with torch.no_grad():
             self._on_device.add_(1)
             self._on_host.copy_(self._on_device, non_blocking=True)
 
     def count(self) -> int:
-        """The count that the device wrote last."""
+        """Return the count that the device wrote last."""
         return int(self._on_host.item())
 
 

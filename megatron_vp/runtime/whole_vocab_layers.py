@@ -44,7 +44,7 @@ class WholeVocabLayers:
                 self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch), at=self._last)
 
     def first_input(self, microbatch: int) -> tuple[None, None]:
-        """Return None twice: the chunk embeds its tokens itself."""
+        """Return neither a leaf nor an input, because the chunk embeds its tokens itself."""
         return None, None
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels for S after its GEMM (they compute statistics, targets and E) and for the fold of C1's statistics.
+"""Triton kernels for the part of S after the GEMM (statistics, targets and E) and for folding C1's statistics.
 
 A fast GPU moves the four bytes per logit in about the time that it needs to issue 20 instructions per logit, so both
 numbers matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64
@@ -64,7 +64,8 @@ class Launch:
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
     """Choose the launch for rows of a given width; up to 16,384 columns, a multiprocessor can then run 64 warps.
 
-    In a piece, every thread handles one vector. 32 registers hold two pieces in any dtype, and three in 16-bit dtypes.
+    In a piece, every thread handles one vector. Two pieces fit in 32 registers in any dtype, and three pieces in 16-bit
+    dtypes.
 
     The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16, if
     much of two or three pieces would be idle, the launch uses half the warps and four or five pieces. Four or five
