@@ -35,7 +35,7 @@ class VocabLayers(Protocol):
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return its labels, int64 [b, s], or None if this rank reads them."""
+        """Prepare the last stage's forward; return labels, int64 [b, s], if another rank sent them, else None."""
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Receive the last stage's output, detached from the autograd graph."""

@@ -67,7 +67,7 @@ def align(groups: Pipeline) -> Alignment:
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
         groups.pipeline.all_gather(tokens, token)
-        tokens.tolist()  # the host waits here on a GPU
+        tokens.tolist()  # on a GPU, the host waits for the all-gather
         leave.append(time.perf_counter_ns())
     host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else groups.rank
     own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=device)

@@ -98,7 +98,7 @@ class PipelineGroups:
         joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
         mine = None
 
-        def collective(ranks: Sequence[int]) -> Any:  # a placeholder on ranks outside the group
+        def collective(ranks: Sequence[int]) -> Any:  # returns a placeholder on ranks outside the group
             return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, CTAS))
 
         for replica in map(tuple, replicas):

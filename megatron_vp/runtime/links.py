@@ -26,8 +26,8 @@ class Links:
         """Start sending a contiguous tensor."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
-        assert work is not None  # never None, because this rank is a member
-        if not self._groups.alone:  # a send without a receiver would never complete
+        assert work is not None  # Never None, because this rank is a member.
+        if not self._groups.alone:  # A send without a receiver would never complete.
             self._sending.append((work, tensor))
 
     def receive(self, message: Message, buffer: torch.Tensor) -> None:

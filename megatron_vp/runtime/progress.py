@@ -167,7 +167,7 @@ class Progress:
                     behind = f", behind {self._named(collective)}"
                 return f"waited for {self._named(awaited)}{behind}"
             case Run(action):
-                return f"was in {action.kind} of microbatch {action.microbatch}"
+                return f"was in pass {action.kind} of microbatch {action.microbatch}"
             case Loss(microbatch):
                 return f"was in the loss function of microbatch {microbatch}"
             case Load(microbatch):

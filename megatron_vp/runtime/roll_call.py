@@ -50,7 +50,7 @@ class RollCall:
         place = store = None
         while True:
             time.sleep(min(limit / 20, _LONGEST_LOOK_SECONDS))
-            with suppress(Exception):  # the process with the store may be gone
+            with suppress(Exception):  # the process that hosts the store may have exited
                 before, place = place, self._progress.place()
                 if place == before:
                     store = store or _store(_STORE_SECONDS)

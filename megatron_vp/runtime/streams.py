@@ -111,7 +111,7 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            event = torch.cuda.Event(blocking=True)  # a host thread that waits for the event sleeps
+            event = torch.cuda.Event(blocking=True)  # lets a waiting host thread sleep
             event.record(self._stream)
         return CudaEvent(event, function)
 

@@ -27,8 +27,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum number of seconds for other ranks to answer: three times the longest interval at which they look for a roll
-call.
+"""Minimum number of seconds for other ranks to answer: three times the longest interval at which a rank looks for a
+roll call.
 """
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank stays alive after collecting all answers, so that its peers can collect them, too."""

@@ -74,7 +74,7 @@ class RowExchange:
         Raises:
             UserError: a token id is outside the vocabulary, so that no shard owns it.
         """
-        if isinstance(self._counts, FakeTensor):  # token ids are unknown: assume tokens in proportion to rows
+        if isinstance(self._counts, FakeTensor):  # token ids are unknown: assume an even spread over all rows
             shards = self.shards
             ends = [len(self.tokens_n) * shards.start(index) // shards.vocab_size for index in range(shards.count + 1)]
             owned = [end - start for start, end in pairwise(ends)]

@@ -18,7 +18,9 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
-"""Number of tokens whose logits are widened to fp32 at once. Temporary memory is at most 4 ROWS_PER_BLOCK V/p bytes."""
+"""Number of tokens whose logits are widened to fp32 at once. Temporary memory is at most 4 * ROWS_PER_BLOCK * V/p
+bytes.
+"""
 
 
 class Operations(Protocol):
@@ -53,7 +55,7 @@ class Operations(Protocol):
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-        """Fold the packed statistics [shards, 3, n] of several shards, in their order, into their joint statistics.
+        """Fold the packed statistics [shards, 3, n] of several shards, in shard order, into joint statistics.
 
         An empty shard (a = -inf, l = 0, t z = 0) changes nothing; several empty shards fold into an empty shard.
         """
@@ -67,8 +69,8 @@ class Operations(Protocol):
     ) -> None:
         """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
 
-        With label smoothing, `weight_sum_h` is the sum of W's rows times `SMOOTHING_ENTRY`, and u times the sum is
-        subtracted.
+        With label smoothing, `weight_sum_h` is the sum of W's rows times `SMOOTHING_ENTRY`, and u times the sum of W's
+        rows is subtracted from every row.
         """
 
     def enter_targets_(

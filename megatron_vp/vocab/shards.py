@@ -19,10 +19,10 @@ class VocabShards:
     `rows_per_shard`, except the last shards, which are shorter or empty. The padded size is the same as in plain
     Megatron, because padding rows take part in the softmax, and different padding would change the loss.
 
-    The tensor ranks of a stage always hold equally many rows. Megatron's distributed optimizer divides one long buffer
-    among ranks, and adds up gradients over tensor ranks part by part, so each parameter must be at the same offset on
-    all tensor ranks. Different stages may hold different numbers of rows, because the buffers of a stage are shared
-    only with the same stage of other replicas.
+    The tensor ranks of a stage always hold the same number of rows. Megatron's distributed optimizer divides one long
+    buffer among ranks, and adds up gradients over tensor ranks part by part, so each parameter must be at the same
+    offset on all tensor ranks. Different stages may hold different numbers of rows, because the buffers of a stage are
+    shared only with the same stage of other replicas.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
@@ -67,7 +67,7 @@ class VocabShards:
 
     @property
     def alike(self) -> bool:
-        """Whether all shards have equally many rows."""
+        """Whether all shards have the same number of rows."""
         return len({self.rows(index) for index in range(self.count)}) == 1
 
     def start(self, index: int) -> int:

@@ -108,7 +108,7 @@ def test_a_defect_keeps_its_traceback_and_ends_all_ranks():
     ends = run_ranks_to_their_end(3, train_with_fault, few_steps(**THREE), Fault(fail, 1, "F"))
     assert [status for status, _ in ends] == [1, 1, 1]
     said = ends[1][1]
-    assert "Traceback" in said and re.search(r"RuntimeError: a defect\n.*rank 1 was in F of microbatch 2", said)
+    assert "Traceback" in said and re.search(r"RuntimeError: a defect\n.*rank 1 was in pass F of microbatch 2", said)
 
 
 @pytest.mark.parametrize(

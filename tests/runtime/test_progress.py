@@ -84,7 +84,7 @@ def test_the_first_wait_that_the_device_has_not_passed_is_the_place_of_a_host_th
     ("stalled", "said"),
     [
         (Load(3), "was reading the data of microbatch 3"),
-        (Run(Pass(PassKind.B, 3)), "was in B of microbatch 3"),
+        (Run(Pass(PassKind.B, 3)), "was in pass B of microbatch 3"),
         (Loss(3), "was in the loss function of microbatch 3"),
     ],
     ids=["data", "pass", "loss function"],

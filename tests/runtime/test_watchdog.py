@@ -203,6 +203,6 @@ def test_its_children_end_with_it(tmp_path, stderr):
 
 
 def test_printable_text_stays_as_it_is():
-    line = "rank 3 was in F of microbatch 5 (日本語, é)"
+    line = "rank 3 was in pass F of microbatch 5 (日本語, é)"
     assert printable(line) == line
     assert len(printable("ab " * 1000)) <= 300

@@ -379,7 +379,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed statistics of several shards, in their order, into their joint statistics; see `Operations`.
+    """Fold the packed statistics of several shards, in shard order, into joint statistics; see `Operations`.
 
     Args:
         total_3n: fp32 [3, n], contiguous. Overwritten.
