@@ -102,8 +102,11 @@ def sbatch(
     from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job, ranks_of_one_replica
 
     files, flags = files_and_flags(job, overlays)
-    if not all(option.strip("-") for option in slurm or ()):
-        raise UserError("--slurm is empty: give an option of SLURM's sbatch, such as --slurm partition=long")
+    empty = [option for option in slurm or () if not option.strip("-")]
+    if empty:
+        raise UserError(
+            f"--slurm {empty[0]!r} names no option: give an option of SLURM's sbatch, such as --slurm partition=long"
+        )
     own = script is not None
     if not files and not own:
         raise UserError(
@@ -113,7 +116,10 @@ def sbatch(
     if script is not None and not Path(script).is_file():
         raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
     if container_mounts is not None and container_image is None:
-        raise UserError("--container-mounts has no effect without --container-image: add --container-image IMAGE")
+        raise UserError(
+            f"--container-mounts {container_mounts} has no effect without --container-image: add --container-image "
+            "IMAGE"
+        )
     _refuse_options_of_slurm(flags)
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)

@@ -151,7 +151,7 @@ OF_ARGUMENTS = [
     ("check LLAMA --ranks 8", "the dataset data/corpus_text_document has no file"),
     ("sbatch", "the job has no configuration file"),
     ("sbatch MOCK --dry-run --nodes four", "Invalid value for '--nodes'"),
-    ("sbatch MOCK --dry-run --slurm ''", "--slurm is empty"),
+    ("sbatch MOCK --dry-run --slurm ''", "--slurm '' names no option"),
     ("sbatch MOCK --dry-run --vocab-paralel", "the nearest known option is --vocab-parallel"),
     ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "world size (21) is not divisible"),
     ("sbatch MOCK --dry-run --padded-vocab-size 1000", "smaller than the tokenizer's vocabulary of 128256"),

@@ -146,7 +146,8 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "--num-layers 5 cannot be divided evenly for --pipeline-model-parallel-size 2 with 2 chunks per rank",
+        "--num-layers 5 cannot be divided evenly among the 4 stages of --pipeline-model-parallel-size 2 "
+        "with 2 chunks per rank",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
@@ -285,7 +286,7 @@ def test_a_start_without_a_launcher_says_how_to_launch():
     ((code, text),) = run_ranks(1, start, tiny_model(), {"RANK": ""})
     assert (
         code == 2
-        and text.startswith("error: RANK not set")
+        and text.startswith("error: the environment does not set RANK: ")
         and "torchrun --nproc-per-node" in text
         and text.count("\n") == 1
     )

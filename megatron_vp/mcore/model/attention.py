@@ -3,7 +3,7 @@
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
 backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax. With context parallelism,
 every rank gathers the keys and values of all ranks. `--core-attention sdpa` selects this attention for local layers;
-Transformer Engine's layers keep their own.
+Transformer Engine's layers keep their own attention.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ScaledDotProductAttention(MegatronModule):
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
         # A replay that counts memory for Transformer Engine does not gather: Transformer Engine passes keys and values
-        # around a ring, and each rank keeps only its own part.
+        # around a ring, and each rank keeps only its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -97,7 +97,8 @@ class ScaledDotProductAttention(MegatronModule):
         Args:
             query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
                 where dv is d except in latent attention. All three have the same dtype.
-            attention_mask: bool, [b or 1, 1, s, s], True for pairs that must not attend; unused in a causal layer.
+            attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key; unused in a causal
+                layer.
             attn_mask_type: replaces the layer's own type if given.
             packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
                 dimension b.
@@ -160,7 +161,7 @@ class ScaledDotProductAttention(MegatronModule):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
             # Fused kernels recognise this mask object, in which the last query attends to every key, and need no mask
-            # matrix. Fake tensors do not support it.
+            # matrix. Fake tensors do not support this object.
             fake = isinstance(piece_bnsd, FakeTensor)
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
@@ -169,7 +170,8 @@ class ScaledDotProductAttention(MegatronModule):
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
     """Whether saving `value` for the backward would keep the whole joint projection of queries, keys and values alive.
-    That is so if the rotary embedding has copied queries and keys, and only `value` still refers to the projection.
+    This is the case if the rotary embedding has copied queries and keys, so that only `value` still refers to the
+    projection.
     """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata
@@ -200,4 +202,4 @@ PATCHES = (
         "(self)",
     ),
 )
-"""Applied with --core-attention sdpa."""
+"""Patches that are applied with --core-attention sdpa."""

@@ -4,7 +4,8 @@ segment of a hybrid pattern.
 Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: chunk c of rank r is virtual stage c p
 + r. Some of our schedules place chunks differently: in a V, the second chunks run backwards over the ranks, so that
 rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning: it lists segments in stage
-order. Checkpoints and logs record it unchanged. The same holds for the segments of `--hybrid-layer-pattern`.
+order. Checkpoints and logs record the string unchanged. The segments of `--hybrid-layer-pattern` are placed in the same
+way.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
-        assert self.virtual_pipeline_model_parallel_size == placement.chunks, "layout and placement differ in chunks"
-        # Exporters copy a configuration attribute by attribute. That fails for frozen classes such as the placement, so
-        # only its table is kept.
+        assert self.virtual_pipeline_model_parallel_size == placement.chunks, (
+            "layout and placement have different numbers of chunks"
+        )
+        # Exporters copy a configuration attribute by attribute. Copying a frozen class such as the placement fails in
+        # this way, so only the placement's table is kept.
         self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
         self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]
@@ -69,7 +72,7 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
     def select_pipeline_segment(
         main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **options: object
     ) -> tuple[list[str], int]:
-        """Return the layer types of the chunk's segment, and the number of layers before it."""
+        """Return the layer types of the chunk's segment, and the number of layers before this segment."""
         settings = current().settings
         if not settings.places_chunks:
             return original(main_pattern, pp_group, vp_stage, **options)
@@ -95,4 +98,4 @@ PATCHES = (
         "dp_cp_group=None)",
     ),
 )
-"""Applied with a --pipeline-schedule that places chunks differently from Megatron."""
+"""Patches that are applied with a --pipeline-schedule that places chunks differently from Megatron."""

@@ -1,9 +1,9 @@
-"""Split backward for Transformer Engine's layers, through their own delayed weight gradients.
+"""Splits the backward of Transformer Engine's layers, by means of Transformer Engine's delayed weight gradients.
 
-With `delay_wgrad_compute`, the backward of such a layer puts the operands of its weight gradient into the layer's
-queue. Megatron empties the queues within the same microbatch, through `backward_dw` and hooks of its data parallelism.
-Under our schedules, W may come several microbatches later. Pass B therefore takes the operands out of the queues and
-keeps them for W. As for local layers, our code then accumulates the gradients and reports them to Megatron.
+With `delay_wgrad_compute`, the backward of a Transformer Engine layer puts the operands of its weight gradient into the
+layer's queue. Megatron empties these queues within the same microbatch, through `backward_dw` and the hooks of its DDP
+wrapper. Under our schedules, pass W may run several microbatches later. Pass B therefore takes the operands out of the
+queues and keeps them for W. As for local layers, our code then accumulates the gradients and reports them to Megatron.
 
 Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled extension; not
 yet tested on a GPU.
@@ -77,7 +77,9 @@ class DelayedWeightGradient:
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers never do."""
+    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers have no such
+    queue.
+    """
     return tuple(
         module
         for module in chunk.modules()
@@ -92,10 +94,10 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
-    """Keep Megatron's data parallelism from registering autograd hooks on weights and biases of delaying layers.
+    """Keep Megatron's DDP wrapper from registering autograd hooks on the weights and biases of delaying layers.
 
-    The layers mark their parameters themselves, but the marks are lost if Megatron initialises on the CPU, because CPU
-    initialisation replaces the biases.
+    Transformer Engine's layers mark their parameters for this purpose, but the biases lose their marks if Megatron
+    initialises on the CPU, because CPU initialisation replaces the biases.
     """
     for layer in delaying_layers(chunk):
         if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):
@@ -113,7 +115,8 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
     Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is None, or a dummy
     if the product writes to `main_grad` itself. For grouped experts, the `grad` of a weight is an uninitialised buffer
-    that the product would fill later. It is as large as the weight and is freed here, because pass W allocates its own.
+    that the product would fill later. The buffer is as large as the weight and is freed here, because pass W allocates
+    another one.
 
     The row-wise copies of quantised operands are freed, because only the input gradient needed them. If an input was
     gathered over the tensor ranks and `w_is_late`, only this rank's part is kept, and W gathers the input again.
@@ -141,14 +144,16 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach one input or a list, whose autograd graph would keep the chunk's input and its gradient until W."""
+    """Detach an input or a list of inputs, because the autograd graph would keep the chunk's input and its gradient
+    until W.
+    """
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
 
 
 def _free_rows(operand: Any) -> None:
-    """Free the row-wise copy of a quantised operand, or of each in a list. W reads only the column-wise copy."""
+    """Free the row-wise copies of one quantised operand or of a list. Pass W reads only the column-wise copies."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -157,7 +162,7 @@ def _free_rows(operand: Any) -> None:
 def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGroup | None:
     """The tensor ranks over which a layer gathered its input, if the input is a plain tensor; else None.
 
-    Quantised inputs stay whole: they take only one byte per element, and each part is quantised separately.
+    Quantised inputs stay gathered: they take only one byte per element, and each part is quantised separately.
     """
     gathered = layer.sequence_parallel and layer.parallel_mode == "column" and not _is_group(layer)
     return layer.tp_group if gathered and isinstance(layer_input, torch.Tensor) else None
@@ -183,7 +188,7 @@ def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, 
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Set `delay_wgrad_compute` after Megatron's own checks, because they accept it only together with overlapped
+    """Set `delay_wgrad_compute` after Megatron's own checks, which accept this setting only together with overlapped
     expert-parallel communication.
     """
 
@@ -198,9 +203,9 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def delaying(config: Any) -> Iterator[None]:
-    """Set `delay_wgrad_compute` in a configuration while layers or DDP wrappers are built from it. It is restored
-    afterwards, because Megatron-Bridge saves the configuration in checkpoints and could not read them with this
-    setting.
+    """Set `delay_wgrad_compute` in a configuration while layers or DDP wrappers are built from it. The old value is
+    restored afterwards, because Megatron-Bridge saves the configuration in checkpoints and could not load a checkpoint
+    with this setting.
     """
     before, config.delay_wgrad_compute = config.delay_wgrad_compute, True
     try:
@@ -232,4 +237,6 @@ PATCHES = (
         "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )
-"""Applied with a --pipeline-schedule whose backward is split and --transformer-impl transformer_engine."""
+"""Patches that are applied with a --pipeline-schedule whose backward is split and --transformer-impl
+transformer_engine.
+"""

@@ -1,7 +1,7 @@
 """Supports heterogeneous layers (`--heterogeneous-layers-config-path`) on ranks with several chunks.
 
-Megatron's builder knows which chunk it builds, but does not pass this on to the function that lists the layers of a
-heterogeneous model.
+Megatron's builder knows which chunk it builds, but does not pass the chunk's index to the function that lists the
+layers of a heterogeneous model.
 """
 
 from __future__ import annotations
@@ -37,4 +37,6 @@ PATCHES = (
         "(config, vp_stage)",
     ),
 )
-"""Applied with --heterogeneous-layers-config-path (or its JSON) and virtual pipeline stages, in plain runs too."""
+"""Patches that are applied with --heterogeneous-layers-config-path (or its JSON) and virtual pipeline stages, also in
+plain runs.
+"""

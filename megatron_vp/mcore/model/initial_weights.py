@@ -1,14 +1,14 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
-builds its stage: embedding, layers in order, output layer. In a V, for example, a rank holds other layers than in plain
-Megatron, and would therefore give them different weights.
+builds its stage: embedding, layers in order, output layer. In a V-shaped schedule, for example, a rank does not hold
+the same layers as in plain Megatron, so every layer would get different initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on it, with Megatron's own code and
-generators. Our chunks are built afterwards and copy these values by global name. Values from another rank arrive by
-broadcast. This works for every layer that draws its weights in its constructor. The cost arises once, at startup: each
-rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds the
-whole model.
+generators. Our chunks are built afterwards and copy these values by global name. Values that another rank holds are
+broadcast. The method works for every layer that draws its weights in its constructor. Its cost is paid only at startup:
+each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds
+the whole model.
 
 Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
 run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank, and
@@ -105,7 +105,7 @@ BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
 
 
 class PlainStart:
-    """Holds the chunks that this rank would have in plain Megatron, until our chunks have copied their weights.
+    """Holds the chunks that this rank would have in plain Megatron, until our chunks have copied the weights.
 
     Args:
         job: the job with its final settings.
@@ -199,7 +199,7 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
 
 
 def moves_layers(job: SettledJob) -> bool:
-    """Whether some layers are on other ranks than in plain Megatron."""
+    """Whether some layers are on different ranks than in plain Megatron."""
     layout, pattern = job.args.pipeline_model_parallel_layout, job.args.hybrid_layer_pattern
     places_chunks = job.settings.places_chunks
     if pattern is not None and "|" in pattern and not places_chunks:
@@ -224,7 +224,7 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
-    """Inside this context, Megatron's arguments and state have the values of a job with this layout."""
+    """Set Megatron's arguments and state, inside this context, as in a job with this layout."""
     settings = layout.settings(args.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     ours = {name: getattr(args, name) for name in settings}
@@ -256,7 +256,7 @@ def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # forget the maximum of the replaced values
+        largest.zero_()  # discard the amax of the values that are replaced
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 

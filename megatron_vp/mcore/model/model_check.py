@@ -1,7 +1,7 @@
 """Checks whether our schedules would run a script's own model as its author intended.
 
-A chunk whose vocabulary layers are cut keeps its decoder and embedding, but passes S and T replace Megatron's output
-layer and loss. A model that overrides one of the replaced methods is refused, because its additions would silently be
+With --vocab-parallel, Megatron's decoder and embedding modules still run, but passes S and T replace its output layer
+and loss. A model that overrides one of the replaced methods is refused, because its additions would silently be
 skipped.
 """
 
@@ -27,15 +27,18 @@ _UNREAD = (
     "num_microbatches_with_partial_activation_checkpoints",
     "defer_embedding_wgrad_compute",
 )
-"""Fields of a model configuration that only Megatron's own schedules read. No flag sets them, but a script may."""
+"""Fields of a model configuration that only Megatron's own schedules read. No flag sets these fields, but a script may.
+"""
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""fp8 fields of a model configuration that were not tested under our schedules. No flag sets them, but a script may."""
+"""fp8 fields of a model configuration that were not tested under our schedules. No flag sets these fields, but a script
+may.
+"""
 
 
 _SOFTCAP = "final_logit_softcapping"
-"""The field of Megatron-Bridge's Gemma configuration that holds k of the softcap k tanh(logit / k)."""
+"""The field of Megatron-Bridge's Gemma configuration that sets k in the logit softcap k tanh(logit / k)."""
 
 
 _CAPPED = (
@@ -80,7 +83,7 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
     if chunk.post_process:
         _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
         if softcap_of(chunk.config) and type(chunk.output_layer) is ColumnParallelLinear:
-            _refuse(f"its configuration sets {_SOFTCAP}, but its output layer does not apply it", "GPTModel")
+            _refuse(f"the configuration sets {_SOFTCAP}, but the model's output layer does not apply it", "GPTModel")
 
 
 def softcap_of(config: Any) -> float:

@@ -1,8 +1,9 @@
 """Multi-token prediction: runs a block of k layers on the last stage, which predict the k tokens after the next one.
 
 Megatron's block follows the decoder and returns the hidden states of all 1 + k predictions, concatenated. Passes S and
-T treat them as 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so the last stage also
-receives the embedding rows of each microbatch, as the first stage does. Evaluation predicts only the next token.
+T process this result as a batch of 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so
+the last stage also receives the embedding rows of each microbatch, as the first stage does. Evaluation predicts only
+the next token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 _SHARED = ("attention_mask", "padding_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 _SHARED += ("packed_seq_params", "sequence_len_offset")
-"""The arguments that both the decoder and the block take."""
+"""The arguments that both the decoder and the MTP block accept."""
 
 
 class PrefetchedEmbedding(nn.Module):
@@ -45,7 +46,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
     embedding.
 
     In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
-    embedding. Setting `mtp_process` to False prevents that.
+    embedding. Setting `mtp_process` to False prevents this.
     """
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
@@ -167,7 +168,7 @@ def with_further_predictions(
 
 
 def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace Megatron's count of accepted predictions by one that needs `target_is_argmax` instead of whole logits."""
+    """Replace Megatron's count of accepted predictions by one that needs only `target_is_argmax` instead of logits."""
 
     def acceptance_counts(
         mtp_logits: torch.Tensor,

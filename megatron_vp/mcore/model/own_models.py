@@ -39,7 +39,7 @@ class _OwnModel:
         self.clear()
 
     def clear(self) -> None:
-        """Return to the state in which no model is being built."""
+        """Reset all attributes to their values before the first model is built."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
@@ -113,7 +113,9 @@ def _construct(
     # finalize_model_grads_func.
     chunk.config = given["config"]
     model.first = model.first if index else chunk
-    if model.hooks_follow or hasattr(config, "provide_distributed_model"):  # a provider of Megatron-Bridge
+    if model.hooks_follow or hasattr(
+        config, "provide_distributed_model"
+    ):  # the configuration is a model provider of Megatron-Bridge
         model.uncut = groups
         if model.start is not None:
             model.start.fill(chunk, index, job.placement)
@@ -246,7 +248,7 @@ PATCHES = (
         for module in ("gpt", "hybrid")
     ),
 )
-"""Applied by `megatron_vp.enable`."""
+"""Patches that `megatron_vp.enable` applies."""
 
 BRIDGE_PATCHES = (
     Patch(
@@ -258,8 +260,8 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
         _by_stage,
-        "apply Gemma's softcap to the output layer, which is on the first rank in a V",
+        "apply Gemma's softcap to the output layer, which V-shaped schedules place on the first rank",
         "(pp_group)",
     ),
 )
-"""Applied when a model is built in a process that has imported Megatron-Bridge's models."""
+"""Patches that are applied when a model is built in a process that has imported Megatron-Bridge's models."""

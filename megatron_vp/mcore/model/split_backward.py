@@ -50,7 +50,7 @@ class PendingWeightGradient:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter]:
-        """Only the weight, because pass B has already computed the gradient of the bias."""
+        """Return only the weight, because pass B has already computed the gradient of the bias."""
         return (self.weight,)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ def backward_without_weights(
 ) -> list[PendingGradient]:
     """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
     `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run before W. If so,
-    only this rank's part of a gathered input is kept; see `take_delayed`.
+    each rank keeps only its own part of an input that was gathered; see `take_delayed`.
     """
     global _collected
     assert _collected is None, "backward_without_weights cannot be nested"
@@ -86,10 +86,11 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism, as Megatron passes them to the function that computes Y.
+    """A linear layer's weight and tensor parallelism, as Megatron passes them to the function that computes Y = X W^T +
+    b.
 
-    The ranks of `sum_group` sum their dX. With `sequence_group`, X and dX are this rank's part of the sequence, and Y
-    is whole.
+    The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
+    and Y covers all of it.
     """
 
     weight: torch.nn.Parameter
@@ -133,7 +134,7 @@ class _InputGradientLinear(torch.autograd.Function):
 def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def linear(
-        input: torch.Tensor,  # Megatron calls it by this name
+        input: torch.Tensor,  # Megatron passes this argument by this name
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         gradient_accumulation_fusion: bool,
@@ -171,4 +172,4 @@ PATCHES = (
         },
     ),
 )
-"""Applied with a --pipeline-schedule whose backward is split."""
+"""Patches that are applied with a --pipeline-schedule whose backward is split."""

@@ -214,8 +214,8 @@ def prepare_chunk(
     """Prepare a freshly built chunk of this rank for our schedules; `first` is the rank's first chunk.
 
     The chunk takes its weights from `start`, if given. After the last chunk, the rank creates its communicators and
-    attaches them to the first chunk. Collective over all ranks; each rank prepares its chunks in order. Raises
-    UserError for a model that --vocab-parallel cannot cut.
+    attaches them to the first chunk. The call is collective over all ranks; each rank prepares its chunks in order.
+    Raises UserError for a model that --vocab-parallel cannot cut.
     """
     vocab_parallel, placement = job.settings.vocab_parallel, job.placement
     check_model(chunk)
@@ -305,8 +305,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
-    # The watchdog should report before the backend does, because it knows the current instruction. The backend's own
-    # limit counts from the launch of an operation, which may be several microbatches ahead of the device.
+    # The watchdog should report before the backend does, because the watchdog knows the current instruction. The
+    # backend's own limit counts from the launch of an operation, which may be several microbatches ahead of the device.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -339,7 +339,7 @@ def _shard(
 ) -> nn.Parameter:
     """Distribute the rows of a weight [V, h] from the tensor ranks of pipeline rank `owner` to all ranks.
 
-    Returns this rank's shard with Megatron's attributes. The shard is frozen if the whole weight is.
+    Returns this rank's shard with Megatron's attributes. The shard is frozen if the whole weight is frozen.
     """
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}

@@ -3,8 +3,8 @@ weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is cut has frozen shards on all ranks (see `surgery`). Code that freezes
-layers afterwards, such as a hook or lines of a script, runs separately on every rank, and finds a shard under
-Megatron's name on each rank that holds rows.
+layers afterwards, in a hook or in the user's script, runs separately on every rank. On each rank that holds vocabulary
+rows, it finds a shard under the name of Megatron's layer.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
 
 def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
     parts = tuple(map(_trained_part, chunks))
-    if alone:  # the state of its peers is unknown
+    if alone:  # a replay does not know the state of other ranks
         return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
     group = getattr(chunks[0], GROUP_ATTRIBUTE)
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
@@ -165,7 +165,9 @@ def _trained_part(chunk: nn.Module) -> float:
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
-    """Whether the ranks of a model train a vocabulary layer. Raises UserError if they differ, and for an adapter."""
+    """Whether the ranks of a model train a vocabulary layer. Raises UserError if the ranks differ, or if a layer has an
+    adapter.
+    """
     adapters = [held.adapter for held in ranks if held.adapter is not None]
     if adapters:
         raise UserError(adapters[0])

@@ -42,7 +42,7 @@ class WholeLayers:
     """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes that describe
     them.
 
-    Create it before the chunk is cut, and call `release` after the cut.
+    Create an instance before the chunk is cut, and call `release` after the cut.
 
     Args:
         chunk: the chunk that will be cut.
@@ -68,7 +68,7 @@ class WholeLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside this context, the chunk has its whole layers instead of shards."""
+        """Put the chunk's whole layers in place of its shards, inside this context."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -104,7 +104,7 @@ def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGrou
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     cut = _cut_in(model)
-    if not cut or cut[0].shown:  # whole anyway, or already inside another view
+    if not cut or cut[0].shown:  # the layers are whole anyway, or another view is open
         yield
         return
     chunks = [layers.chunk for layers in cut]
@@ -128,7 +128,7 @@ def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
 
 
 def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
-    """The rows [V/p, h] of this rank's shard of a layer; None if it has none."""
+    """The rows [V/p, h] of this rank's shard of a layer; None if the rank holds no shard."""
     for chunk in chunks:
         layer: Any = chunk
         for name in path.split("."):
@@ -139,11 +139,11 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Gather a weight that is cut over all ranks, and fill a rank's `layers` with the rows of its tensor rank; skip
-    None.
+    """Gather a sharded weight from all ranks, and fill this rank's `layers` with the rows of its tensor rank. Entries
+    that are None are skipped.
 
-    Uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would open connections
-    between pairs of ranks, which would stay open as long as the job runs.
+    The function uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would
+    open connections between pairs of ranks, which would stay open as long as the job runs.
     """
     shards, group = cut.shards, cut.group
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -179,8 +179,8 @@ def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are whole while it
-    runs.
+    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are whole while the
+    method runs.
     """
     model_in = _model_in(original)
 
@@ -193,8 +193,8 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are whole until it has
-    finished.
+    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are whole until the method
+    has finished.
     """
     model_in = _model_in(original)
 
@@ -207,7 +207,7 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to let Megatron-Bridge load Hugging Face weights into a cut model: they would not reach the shards."""
+    """Refuse to let Megatron-Bridge load Hugging Face weights into a cut model, whose shards would not get them."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -277,8 +277,8 @@ BRIDGE_PATCHES = (
     Patch(
         f"{_BRIDGE}._broadcast_shared_embeddings",
         _tying_by_stage,
-        "load tied weights in a V, whose output layer is on the first rank",
+        "load tied weights under V-shaped schedules, which place the output layer on the first rank",
         "(self, megatron_model)",
     ),
 )
-"""Applied when a model is built in a process that has imported Megatron-Bridge's models."""
+"""Patches that are applied when a model is built in a process that has imported Megatron-Bridge's models."""

@@ -1,4 +1,6 @@
-"""Chooses the number of chunks for `--offload-chunks auto`, and checks that a node has enough host memory for them."""
+"""Chooses the number of chunks for `--offload-chunks auto`, and checks that a node has enough host memory for the
+offloaded activations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from megatron_vp.schedule.request import AUTO
 
 def chosen_offload(args: argparse.Namespace) -> str:
     """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if the
-    job does not fit with any number of chunks, or if the cost model does not cover it.
+    job does not fit with any number of chunks, or if the cost model does not cover the job.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -35,8 +37,8 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     """Raise UserError if --offload-chunks needs more host memory than a node has; the message gives the largest number
     of chunks that fits.
 
-    Jobs that the cost model does not cover, schedule files, and replays are not checked. If such a job needs too much
-    memory, it fails when it allocates the memory.
+    Replays, jobs with a schedule file, and jobs that the cost model does not cover are not checked. An unchecked job
+    that needs too much memory fails when it allocates the memory.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return

@@ -68,13 +68,13 @@ IGNORED = (
         "--defer-embedding-wgrad-compute",
         # `settle` has switched the option off in the arguments, so look for it on the command line.
         lambda a: run_settings(a).replaces_schedule and "defer_embedding_wgrad_compute" in words().options,
-        "the schedule decides when weight gradients are computed; with --vocab-parallel, pass T computes those of the "
-        "output layer in otherwise idle time",
+        "the schedule decides when weight gradients are computed; with --vocab-parallel, pass T computes the output "
+        "layer's weight gradient in otherwise idle time",
     ),
     Ignored(
         "--save-activations-interval or --save-dgrads-interval for the output layer",
         lambda a: a.vocab_parallel and (a.save_activations_interval or a.save_dgrads_interval),
-        "Megatron saves these tensors with hooks on its own layers, which vocabulary shards replace",
+        "Megatron saves activations and gradients through hooks on its own output layer, which shards replace",
     ),
     Ignored(
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",

@@ -20,7 +20,7 @@ from megatron_vp.schedule.flex import shaped
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
     """Return the costs of passes for the layers and rows in `args`, which need not be validated yet.
 
-    An order depends only on the ratios between costs, so options that the cost model does not count are ignored.
+    An order depends only on the ratios between costs, so options that the cost model does not cover are ignored.
     Returns None if there is nothing to order, or if the cost model refuses the sizes; in the latter case, all ranks
     order passes by `PassCosts()`.
     """
@@ -31,14 +31,14 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
-    except UserError:  # if it matters, `choose_rows` or Megatron's own checks report it
+    except UserError:  # `choose_rows` or Megatron's own checks report an error that matters
         return None
 
 
 def predicted_plan(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
 ) -> PredictedJob:
-    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError like `Prediction.job`."""
+    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError as `Prediction.job` does."""
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
     layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
@@ -69,8 +69,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Return the number of layers of each virtual stage, divided as in Megatron, if options give the first or last rank
-    a different number of layers, or one layer fewer because it holds a vocabulary layer. None without such options.
+    """Return the number of layers of each virtual stage, divided as in Megatron. Return None unless options give the
+    first or last rank a different number of layers, or one layer fewer because this rank holds a vocabulary layer.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

@@ -41,7 +41,7 @@ class PredictedJob(NamedTuple):
 class Prediction:
     """Turns a job's arguments into the cost model's inputs. The arguments are parsed, but need not be validated yet.
 
-    `typed`: the words from which the arguments were parsed; by default, the words of this process.
+    `typed`: the command line from which the arguments were parsed; by default, the command line of this process.
     """
 
     def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
@@ -63,7 +63,7 @@ class Prediction:
         config = self._config()
         unknown = uncounted(config)
         if unknown and not in_proportion:
-            raise UserError(f"the cost model does not count {', '.join(unknown)}")
+            raise UserError(f"the cost model does not account for {', '.join(unknown)}")
         job = replace(job_of(config.values, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 

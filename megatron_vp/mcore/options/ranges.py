@@ -1,7 +1,7 @@
 """Checks the ranges of Megatron's sizes, intervals and rates.
 
-Megatron does not check them. A zero or a negative number either goes unnoticed, or later causes a division by zero, an
-empty tensor or a PyTorch error on every rank.
+Megatron does not check these ranges. A zero or a negative number either goes unnoticed, or later causes a division by
+zero, an empty tensor or a PyTorch error on every rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_ranges(args: argparse.Namespace) -> None:
     ):
         for name in names:
             value = getattr(args, name, None)
-            if isinstance(value, int | float) and not fits(value):  # None is left to Megatron
+            if isinstance(value, int | float) and not fits(value):  # Megatron handles None
                 refused.append(f"--{name.replace('_', '-')} {value} is out of range: use {allowed}")
     if refused:
         raise Refused(refused)

@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination of arguments that cannot work. `applies` tests for it, and `message` says what cannot work, why,
-    and what to do instead.
+    """A combination of arguments that cannot work. `applies` tests for the combination, and `message` says what cannot
+    work, why, and what to do instead.
     """
 
     applies: Callable[[argparse.Namespace], Any]

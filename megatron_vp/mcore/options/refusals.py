@@ -62,7 +62,9 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")
-"""Optimizers that update every weight element by element. All others come from the package emerging-optimizers."""
+"""Optimizers that update every weight element by element. Megatron takes all other optimizers from the package
+emerging-optimizers.
+"""
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
 """Optimizers with which Megatron updates the vocabulary layers element by element (with Adam, SGD or Lion), so that a
 shard is updated exactly like the same rows of a whole layer. Adaptive Muon is not listed, because it fails in its first
@@ -233,9 +235,9 @@ REFUSALS = (
             and _evenly_cut(a)
             and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
         ),
-        "--num-layers {num_layers} cannot be divided evenly for --pipeline-model-parallel-size "
-        "{pipeline_model_parallel_size} with {virtual_pipeline_model_parallel_size} chunks per rank: use a multiple of "
-        "their product, or assign the layers to stages with --pipeline-model-parallel-layout",
+        "--num-layers {num_layers} cannot be divided evenly among the {stages} stages of "
+        "--pipeline-model-parallel-size {pipeline_model_parallel_size} with {chunks_per_rank} per rank: use a multiple "
+        "of {stages}, or assign the layers to stages with --pipeline-model-parallel-layout",
     ),
     Refusal(
         lambda a: run_settings(a).places_chunks and _shifts_layers(a),
@@ -483,12 +485,15 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise one UserError that lists every combination in REFUSALS that the validated arguments contain."""
     reasons = Reasons()
     asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
+    chunks = args.virtual_pipeline_model_parallel_size or 1
     for refusal in REFUSALS:
         with reasons.collected():
             if refusal.applies(args):
                 found = {
                     "transformer_engine_version": get_te_version(),
                     "our_schedule": asked,
+                    "chunks_per_rank": "one chunk" if chunks == 1 else f"{chunks} chunks",
+                    "stages": chunks * args.pipeline_model_parallel_size,
                     "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
                     **file_words(args),
                     **vars(args),

@@ -25,7 +25,7 @@ def _microbatches(a: argparse.Namespace) -> int:
 
 
 def _starts_late(schedule: Schedule) -> bool:
-    """Whether some chunk computes a weight gradient of another microbatch before that of microbatch 0."""
+    """Whether, in some chunk, the first weight gradient to be computed belongs to a microbatch other than 0."""
     gives = {PassKind.W} if schedule.split_backward else {PassKind.B}
     for order in schedule.ranks:
         seen: set[int] = set()

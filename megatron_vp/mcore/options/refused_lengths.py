@@ -1,6 +1,6 @@
-"""Refusals for a run's length and for iterations with special treatment.
+"""Refusals that concern a run's length, its learning rate and loss scale, and options that name single iterations.
 
-Megatron checks most of these with assertions, on every rank and only after the model is built.
+Megatron checks most of these conditions with assertions, on every rank and only after the model is built.
 """
 
 from __future__ import annotations

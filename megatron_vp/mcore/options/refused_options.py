@@ -15,7 +15,7 @@ class RefusedOption:
     """A refused option, and the parts of its error message.
 
     name: the option's name in the message, with {names} filled from the arguments. given: whether the arguments contain
-        it. why: the reason. instead: the remedy, apart from using Megatron's own schedule.
+        the option. why: the reason. instead: the remedy, apart from using Megatron's own schedule.
     """
 
     name: str
@@ -24,7 +24,7 @@ class RefusedOption:
     instead: str = "leave that option out"
 
 
-# In the order in which they are checked.
+# The options are checked in this order.
 REFUSED_OPTIONS = (
     RefusedOption(
         "FSDP",
@@ -69,7 +69,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--overlap-moe-expert-parallel-comm",
         lambda a: a.overlap_moe_expert_parallel_comm,
-        "both replace the pipeline schedule",
+        "Megatron overlaps expert communication only in its own schedules",
     ),
     RefusedOption(
         "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
@@ -80,7 +80,9 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--hybrid-context-parallel", lambda a: a.hybrid_context_parallel, "every microbatch must have the same shape"
     ),
-    RefusedOption("--perform-rl-step", lambda a: a.perform_rl_step, "our schedules are for pretraining"),
+    RefusedOption(
+        "--perform-rl-step", lambda a: a.perform_rl_step, "our schedules do not support reinforcement learning"
+    ),
     RefusedOption(
         "--logits-save-dir or --logits-load-dir",
         lambda a: a.logits_save_dir or a.logits_load_dir,
@@ -94,8 +96,8 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--mtp-hsm",
-        lambda a: getattr(a, "mtp_hsm", False),  # not in megatron-core 0.19 either
-        "it mixes hidden states at random, and we have not tested it against Megatron's own schedule",
+        lambda a: getattr(a, "mtp_hsm", False),  # megatron-core 0.19 does not have this option
+        "this option mixes hidden states at random, which has not been tested under our schedules",
     ),
     RefusedOption(
         "--fp32-residual-connection",
@@ -111,13 +113,13 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
         lambda a: a.gtp_weight_remat_size * a.expert_gtp_weight_remat_size > 1,
-        "the weights are gathered for every use, which works only in the pass order of Megatron's own schedules",
+        "weight shards are gathered before each use, which works only in the pass order of Megatron's own schedules",
         "leave them out",
     ),
     RefusedOption(
         "--moe-use-upcycling",
         lambda a: a.moe_use_upcycling,
-        "it builds a second model to convert the checkpoint of a dense model",
+        "upcycling builds a second model to convert the checkpoint of a dense model",
         "convert the checkpoint in a plain run and load the result",
     ),
     RefusedOption(
@@ -126,19 +128,19 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--log-straggler",
         lambda a: a.log_straggler,
-        "it times forward_step, but here forward_step does not run the model",
+        "this option times forward_step, which does not run the model under our schedules",
         "use --rank-report or --pipeline-trace for each rank's pass times",
     ),
     RefusedOption(
         "--inprocess-restart",
         lambda a: a.inprocess_restart,
         "this plug-in's communicators are not rebuilt in a restart",
-        "leave it out and let the launcher start the ranks again",
+        "leave the option out, and let the launcher restart the ranks",
     ),
     RefusedOption(
         "--fine-grained-activation-offloading",
         lambda a: a.fine_grained_activation_offloading,
-        "it relies on the order of passes in Megatron's own schedules",
+        "Megatron's offloading relies on the order of passes in Megatron's own schedules",
         "use --offload-chunks",
     ),
 )

@@ -26,7 +26,7 @@ REFUSED_PACKING = (
         f"{PACKING}, --context-parallel-size and --mtp-num-layers",
         lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
         "prediction heads need the tokens after a position, which may be on another context-parallel rank",
-        "leave one of them out",
+        "leave one of these options out",
     ),
     RefusedOption(
         f"{PACKING} and --cuda-graph-impl {{cuda_graph_impl}}",
@@ -35,7 +35,7 @@ REFUSED_PACKING = (
         "leave attn out of --cuda-graph-modules, use --cuda-graph-impl none",
     ),
 )
-"""Refused only with our schedules."""
+"""Combinations that are refused only with our schedules."""
 
 PACKING_REFUSALS = (
     Refusal(
@@ -84,4 +84,4 @@ PACKING_REFUSALS = (
         "--context-parallel-size 1, or --sft",
     ),
 )
-"""Refused in every run, even with Megatron's own schedules."""
+"""Combinations that are refused in every run, even with Megatron's own schedules."""

@@ -30,10 +30,13 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     if a.fp4:
         # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
         return (
-            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: stochastic rounding makes "
-            f"losses differ between schedules, as dropout does; all else tested on CPU, kernels not run"
+            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested only on CPU, without "
+            "the fp4 kernels; losses differ between schedules, because gradients are rounded stochastically"
         )
-    return f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested on CPU, kernels not run"
+    return (
+        f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested only on CPU, without the fp8 "
+        "kernels"
+    )
 
 
 def cannot_resume(a: argparse.Namespace) -> bool:
@@ -87,7 +90,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "the file may select formats for single layers that we refuse for the whole model",
+        "the file may select, for single layers, formats that our schedules do not support",
         "choose one format for all layers with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(

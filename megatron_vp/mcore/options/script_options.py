@@ -14,7 +14,7 @@ SCRIPT_OPTIONS = (
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise one UserError that names all such options in `args`."""
+    """Raise one UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
     asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
     if args.dataloader_type == "external":
         asked.append("--dataloader-type external")

@@ -41,10 +41,10 @@ def settled_job(
 
     Args:
         megatron: Megatron's `validate_args`.
-        args: parsed arguments. The function writes the layout, the rows and our other choices that Megatron must know
-            into them.
+        args: parsed arguments, into which the function writes the layout, the rows and our other choices that Megatron
+            must know.
         defaults: the script's defaults for Megatron's arguments.
-        files: whether to run `check_files` too, which finds the checkpoint to load. Otherwise no file is opened.
+        files: whether to run `check_files` too, which finds the checkpoint to load. If False, no file is opened.
 
     Raises:
         UserError: for arguments that cannot work; the message lists every reason found.
@@ -91,7 +91,7 @@ def settled_job(
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
-    """Write our choices into the arguments: Megatron builds its stages from them, and checkpoints record them."""
+    """Write our choices into the arguments, from which Megatron builds its stages, and which checkpoints record."""
     args.vocab_rows = shards.rows
     if shards.layout is not None and pattern_in(vars(args)) is None:
         args.pipeline_model_parallel_layout = shards.layout
@@ -160,7 +160,7 @@ def _condition(error: Exception) -> str:
 
 
 def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
-    """Raise UserError for options that set the number of chunks if the schedule already does."""
+    """Raise UserError for options that set the number of chunks if the schedule already sets this number."""
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = settings.family.chunks or 1
     if chunks > 1 and any(value is not None for value in chosen):
@@ -171,7 +171,7 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """Unless the user has given a layout, divide the layers evenly among the schedule's chunks, with a layout string
+    """If the user has not given a layout, divide the layers evenly among the schedule's chunks, with a layout string
     or, for a hybrid model, with bars in its pattern.
     """
     from megatron_vp.mcore.model.chunk_layout import even_layout

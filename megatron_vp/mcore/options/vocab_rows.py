@@ -25,7 +25,7 @@ from megatron_vp.trace.partition import Partition
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
     """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly a layout.
 
-    A layout is chosen only if the arguments name none. The choice depends only on the arguments and the name of the
+    A layout is chosen only if the arguments contain none. The choice depends only on the arguments and the name of the
     GPU, so all ranks make the same choice. Call this before Megatron validates the arguments. Raises UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
@@ -65,8 +65,8 @@ def describe_rows(job: SettledJob) -> str | None:
 
 
 def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
-    """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If it cannot
-    predict the job, shards stay equal.
+    """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If the cost
+    model cannot predict the job, the shards stay equal.
     """
     kept = partition_to_keep(args)
     if kept is not None:
@@ -77,12 +77,16 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
         job, plan, hardware = prediction.job()
         found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=is_laid_out(args))
     except UserError as error:
-        return ChosenRows(reason=f"equal, because --vocab-shards balanced cannot predict this job: {error}")
+        return ChosenRows(
+            reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
+        )
     return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal rows on {hardware.name}")
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if it ran another job."""
+    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if that run was of a different
+    job.
+    """
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
@@ -97,7 +101,9 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
     job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers, option)
     chosen = next_rows(folder, job, room)
     return _chosen(
-        args, chosen, f"from the pass times in {folder}: the busiest rank becomes {chosen.gain:.3f} times as fast"
+        args,
+        chosen,
+        f"chosen from the pass times in {folder}: the busiest rank becomes {chosen.gain:.3f} times as fast",
     )
 
 

@@ -1,1 +1,3 @@
-"""Adapts Megatron to the machine: sets the flags that it needs there, and replaces packages that are missing."""
+"""Adapts Megatron to the machine: sets the flags that Megatron needs on this machine, and replaces packages that are
+missing.
+"""

@@ -1,7 +1,8 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-Applied if no CUDA device is used. We tested for each patch that Megatron fails without it. `torch.cuda.is_available` is
-overridden only while Megatron initializes, because Megatron's checkpointing and torch's compiler need its true value.
+They are applied if no CUDA device is used. We tested for each patch that Megatron fails without it.
+`torch.cuda.is_available` is overridden only while Megatron initializes, because Megatron's checkpointing and torch's
+compiler need its true value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """Replaces a CUDA event; it has always completed."""
+    """Replaces a CUDA event; always reports that the event has completed."""
 
     record = wait = _Stream._nothing
 
@@ -69,7 +70,7 @@ def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         if args or kwargs:
             return original(self, *args, **kwargs)
         name = original(self)
-        # Some of Transformer Engine's fp8 tensors report CUDA themselves.
+        # Some of Transformer Engine's fp8 tensors already report a `torch.cuda` type.
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return type_
@@ -206,17 +207,22 @@ PATCHES = (
     Patch(
         "torch:Tensor.cuda",
         _always(lambda self, *_args, **_kwargs: self),
-        "Megatron moves batches and parameters to the device with this method",
+        "Megatron moves batches and parameters to the device with Tensor.cuda",
         "builtin",
     ),
     Patch("torch:Tensor.type", _type_as_cuda, "Megatron's optimizers check types by 'torch.cuda.*' names", "builtin"),
     Patch(
         "torch.cuda:current_device",
         _always(lambda: _CPU),
-        "Megatron passes its result to many functions as a device",
+        "Megatron passes the result of torch.cuda.current_device to many functions as their device",
         "()",
     ),
-    Patch("torch.cuda:set_device", _always(lambda device: None), "there is no device to select", "(device)"),
+    Patch(
+        "torch.cuda:set_device",
+        _always(lambda device: None),
+        "Megatron selects a device, but a CPU run has none",
+        "(device)",
+    ),
     Patch(
         "torch.cuda:synchronize",
         _always(lambda device=None: None),
@@ -238,13 +244,13 @@ PATCHES = (
     Patch(
         "torch.cuda:current_stream",
         _always(lambda device=None: _Stream()),
-        "side streams wait for the current one",
+        "side streams wait for the current stream",
         "(device=None)",
     ),
     Patch(
         "torch.cuda:default_stream",
         _always(lambda device=None: _Stream()),
-        "side streams wait for the default one",
+        "side streams wait for the default stream",
         "(device=None)",
     ),
     Patch(
@@ -256,13 +262,13 @@ PATCHES = (
     Patch(
         "torch.cuda:get_rng_state",
         _always(lambda device="cuda": torch.default_generator.get_state()),
-        "checkpoints store the state of the device's generator, which here is the CPU's",
+        "checkpoints store the state of the device's generator; in a CPU run, the CPU's generator replaces it",
         "(device='cuda')",
     ),
     Patch(
         "torch.cuda:set_rng_state",
         _always(lambda new_state, device="cuda": torch.default_generator.set_state(new_state)),
-        "checkpoints restore the state of the device's generator, which here is the CPU's",
+        "checkpoints restore the state of the device's generator; in a CPU run, the CPU's generator replaces it",
         "(new_state, device='cuda')",
     ),
     Patch(
@@ -287,7 +293,7 @@ PATCHES = (
         Patch(
             f"torch.utils.data.dataloader:{method}",
             _on_the_host,
-            "loaders draw from the host's generator and dropout from the device's, which on a CPU would be the same",
+            "data loaders draw from the host's generator, and dropout from the device's; on a CPU, both are the same",
             "(self)",
         )
         for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")
@@ -295,7 +301,7 @@ PATCHES = (
     Patch(
         "megatron.training.arguments:get_device_arch_version",
         _always(lambda: 0),
-        "tensor parallelism asks for the generation of the GPU",
+        "with tensor parallelism, Megatron asks for the architecture of the GPU",
         "()",
     ),
     *(
@@ -330,13 +336,13 @@ PATCHES = (
     Patch(
         "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         _bytes_apart,
-        "torch merges all-gathers of several buffers, and over gloo this turns 16-bit weights next to fp8 into bytes",
+        "torch coalesces all-gathers, and over gloo it reads 16-bit weights as bytes if fp8 weights are among them",
         "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(
         "torch.distributed:all_gather",
         _parts_of_any_size,
-        "gloo gathers only parts of equal size, but with a layer-wise optimizer each replica updates different weights",
+        "gloo gathers only parts of equal size, but with a layer-wise optimizer, replicas update different weights",
         "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(

@@ -47,7 +47,8 @@ def who_computes() -> dict[str, str]:
     """Return the implementations that a bf16 job on this machine would use, for layers, norms, softmax, accumulation
     and the optimizer step.
 
-    The job has no other flags, uses LayerNorm, and does not split backward passes. Raises UserError if it cannot start.
+    The assumed job has no other flags, uses LayerNorm, and does not split backward passes. Raises UserError if such a
+    job cannot start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)
@@ -107,7 +108,7 @@ def _slurm() -> str | None:
 
 
 def _index_builder() -> str | None:
-    core = importlib.util.find_spec("megatron.core")  # not imported, because that takes seconds
+    core = importlib.util.find_spec("megatron.core")  # found without an import, which would take seconds
     compiled = [
         file for folder in core.submodule_search_locations for file in Path(folder).glob("datasets/helpers_cpp*")
     ]
@@ -128,18 +129,19 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "Transformer Engine",
         _engine,
-        "Megatron's local layers are used (--transformer-impl local), without fp8 and without fused layer norm; unless "
-        "--core-attention sdpa is given, their attention writes all scores to memory and lacks context parallelism",
+        "Megatron's local layers are used (--transformer-impl local), without fp8 and without fused layer norm; "
+        "unless --core-attention sdpa is given, their attention writes all scores to memory and does not support "
+        "context parallelism",
     ),
     (
         "Apex: norms, optimizer",
         _apex,
-        "local layers use PyTorch's norms, and without Transformer Engine the optimizer is PyTorch's",
+        "local layers use PyTorch's norms; without Transformer Engine, Megatron also uses PyTorch's optimizer",
     ),
     (
         "Apex: accumulation",
         lambda: "fused_weight_gradient_mlp_cuda" if here().apex_accumulation else None,
-        "megatron_vp's own kernel accumulates into main_grad; before PyTorch 2.10 it rounds products to 16 bits first",
+        "megatron_vp's own kernel accumulates into main_grad; before PyTorch 2.10, it rounds products to 16 bits first",
     ),
     (
         "Apex: softmax",

@@ -1,6 +1,6 @@
 """Patches with which `--moe-token-dispatcher-type alltoall` runs without CUDA, over gloo.
 
-They are part of the patches for the CPU platform.
+`cpu.py` includes them in its patches.
 """
 
 from __future__ import annotations
@@ -57,14 +57,16 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         _sizes_as_numbers,
-        "the experts' all-to-all needs sizes as numbers, but Megatron converts only sizes that are on a device",
+        "the experts' all-to-all needs its sizes as Python numbers, but Megatron converts only sizes that are on a "
+        "device",
         "(tensor, as_numpy=False, record_stream=False)",
     ),
     *(
         Patch(
             f"megatron.core.tensor_parallel.mappings:{name}",
             replacement,
-            "gloo gathers and scatters only equal parts, but ranks have different numbers of tokens for an expert",
+            "gloo gathers and scatters only parts of equal size, but ranks have different numbers of tokens for an "
+            "expert",
             f"(input_, group, {sizes}=None, use_global_buffer=False)",
         )
         for name, replacement, sizes in (

@@ -45,13 +45,14 @@ class _Choice:
 _CHOICES = (
     _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
     _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
-    # Megatron's local attention uses Apex's kernel for this; Transformer Engine's layers have their own kernel.
+    # Megatron's local attention uses Apex's kernel for the fused softmax; Transformer Engine's layers have their own
+    # kernel.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
     # PyTorch would need minutes to compile these fused functions.
     _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
-    # Both kinds of layers use Transformer Engine's kernel for this.
+    # Local layers, too, use Transformer Engine's kernel for fused rotary embeddings.
     _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
     # On a GPU without Apex, our own kernel replaces Apex's (`without_apex.py`).
     _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
@@ -60,17 +61,17 @@ _CHOICES = (
 
 
 def uses_cpu(arguments: list[str]) -> bool:
-    """Whether this run uses no CUDA device, because of `--cpu` or MEGATRON_VP_CPU=1, or because there is none."""
+    """Whether this run uses no CUDA device, because of `--cpu` or MEGATRON_VP_CPU=1, or because none is available."""
     return asks_for_cpu(arguments) or not torch.cuda.is_available()
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: the log already says so
-    once, in a line of ours.
+    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: this package logs once
+    what is missing.
 
     Child processes inherit these filters, because the writers of an asynchronous save import the script again.
     """
-    # This logger warns if a CUDA toolkit is installed but there is no device.
+    # This logger warns if a CUDA toolkit is installed but the machine has no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for start in _FALLBACK_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
@@ -82,12 +83,12 @@ def quiet_fallback_warnings() -> None:
 def prepare_environment(cpu: bool) -> None:
     """Set variables and a logger's level before Megatron is imported; variables set by the user are kept."""
     if cpu:
-        # Megatron requires this for tensor parallelism, even without a device.
+        # Megatron requires this value for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Hide the devices of this machine, if any, from code that asks torch.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Megatron warns when the CPU's generator was used; without a device, that is expected.
+        # Megatron warns if the CPU's generator was used, which is expected without a device.
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -95,9 +96,9 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
     """Return the Megatron flags that this platform needs and that `given` (the flags of the user and of configuration
     files) does not set.
 
-    They depend on the layers that will be built and on the machine's packages: a fused operation is switched off if no
-    installed package implements it. Raises UserError if a given flag cannot work here, or if the job uses Transformer
-    Engine's layers but Transformer Engine cannot be imported.
+    These flags depend on the layers that will be built and on the machine's packages: a fused operation is switched off
+    if no installed package implements it. Raises UserError if a given flag cannot work here, or if the job uses
+    Transformer Engine's layers but Transformer Engine cannot be imported.
     """
     machine = installed()
     layers = flag_value(given, "--transformer-impl")

@@ -1,7 +1,8 @@
-"""Checks for Megatron's compiled helpers for dataset indices. A wheel contains them, and a checkout compiles them on
-first use.
+"""Checks that Megatron's helpers for dataset indices are compiled, or can be compiled. Megatron's wheel contains the
+compiled helpers; a checkout compiles them on first use.
 
-Rank 0 compiles them while the other ranks wait. Before that, every rank checks that the necessary tools are installed.
+Rank 0 compiles the helpers while the other ranks wait. Before the compilation, every rank checks that the necessary
+tools are installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def check_index_helpers() -> None:
     compiler = os.environ.get("CXX", "g++")
     missing = [tool for tool in ("make", compiler, "python3", "python3-config") if shutil.which(tool) is None]
     if not missing and not _has_pybind11():
-        missing = ["pybind11 (for the python3 that is found first)"]
+        missing = ["pybind11 (for the first python3 in PATH)"]
     if missing:
         raise UserError(
             f"Megatron in {folder} compiles its index helpers with {missing[0]}, which is not installed: "
@@ -69,8 +70,9 @@ PATCHES = (
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
         _compile_only_if_missing,
-        "the wheel contains the compiled index helpers but no Makefile, so compiling them again would end the job",
+        "the wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and end "
+        "the job",
         "()",
     ),
 )
-"""Always applied, because a job with the unpatched wheel cannot start."""
+"""These patches are always applied, because a job with the unpatched wheel cannot start."""

@@ -38,7 +38,9 @@ class Installed:
     engine: str | None = None
     """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
     engine_fault: str | None = None
-    """The reason why the installed Transformer Engine cannot be imported; None if it can, or if it is not installed."""
+    """The reason why the installed Transformer Engine cannot be imported; None if it can be imported, or if it is not
+    installed.
+    """
     apex_accumulation: bool = False
     """Whether Apex's kernel that accumulates into `main_grad` is installed."""
     apex_softmax: bool = False
@@ -71,7 +73,7 @@ def installed() -> Installed:
 
 
 def here() -> Installed:
-    """The packages of this machine. Imports Transformer Engine, as Megatron does too."""
+    """The packages of this machine. The check imports Transformer Engine, as Megatron does anyway."""
     engine, engine_fault = _engine()
     apex_fault = _hidden.get(_APEX) or _apex_fault()
     return Installed(
@@ -108,7 +110,7 @@ def hide_what_needs_a_gpu() -> None:
     CPU.
     """
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
-        _hide(package, "its kernels need a GPU")
+        _hide(package, "the package's kernels need a GPU")
 
 
 def _hide(package: str, reason: str) -> None:
@@ -122,7 +124,7 @@ def from_text(text: str) -> Installed:
     """Parse the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, where PACKAGE is a
     name in `_PACKAGES`.
 
-    For anything left out, the nodes are like this machine. Raises UserError.
+    What the text leaves out is assumed to be the same as on this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
     if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
@@ -170,7 +172,7 @@ def _engine() -> tuple[str | None, str | None]:
     try:
         importlib.import_module(f"{_ENGINE}.pytorch")
         return importlib.import_module(_ENGINE).__version__, None
-    except Exception as error:  # its loader may raise any kind of error
+    except Exception as error:  # Transformer Engine's loader may raise any exception
         return None, _first_sentence(error)
 
 
@@ -186,7 +188,8 @@ def _apex_fault() -> str | None:
     if not missing:
         return None
     return (
-        f"it lacks {' and '.join(missing)}, so it is not NVIDIA's, or was built without APEX_CPP_EXT and APEX_CUDA_EXT"
+        f"{' and '.join(missing)} cannot be found, so this is not NVIDIA's Apex, or it was built without APEX_CPP_EXT "
+        "and APEX_CUDA_EXT"
     )
 
 

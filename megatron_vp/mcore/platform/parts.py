@@ -36,7 +36,7 @@ def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) 
 
 
 def describe(parts: dict[str, str]) -> str:
-    """Describe the parts in one line."""
+    """Describe in one line what implements each part."""
     return "; ".join(f"{part}: {TITLES[who]}" for part, who in parts.items())
 
 

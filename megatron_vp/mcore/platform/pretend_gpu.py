@@ -1,7 +1,7 @@
-"""Lets a job for GPUs be checked on a machine without any, such as a login node.
+"""Lets a machine without GPUs, such as a login node, check a job that will run on GPUs.
 
 While Megatron validates arguments, it reads the compute capability of the device and the version of Transformer Engine.
-This module gives it the values of a typical GPU node. Nothing can be computed on the device.
+This module gives Megatron the values of a typical GPU node. Nothing can be computed on the pretended device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def assumed_nodes(asks_for_engine: bool) -> Installed:
 
 
 def assumptions(nodes: Installed) -> str:
-    """Describe the assumptions about the nodes of a job."""
+    """Describe what is assumed about the nodes of a job."""
     engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
     capability = f"compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine} assumed"

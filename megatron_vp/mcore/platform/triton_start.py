@@ -1,7 +1,7 @@
 """Checks what Triton needs when it first runs: a C compiler, Python's headers, and a folder for its cache.
 
-Triton compiles a small C library when it first uses a device, and each kernel when the kernel is first launched. It
-keeps both in one folder, which all ranks of a node read and write.
+Triton compiles a small C library when it first uses a device, and each kernel when the kernel is first launched. Triton
+keeps the library and the kernels in one cache folder, which all ranks of a node read and write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "
 
 
 def c_compiler() -> str | None:
-    """The compiler that Triton would use, or None. Raises OSError if it cannot compile a library for Python."""
+    """The compiler that Triton would use, or None. Raises OSError if CC names no command, or if Python's headers are
+    missing.
+    """
     chosen = os.environ.get("CC")
     found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
     if chosen and found is None:
@@ -41,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system on which a folder is, or would be created; None if unknown."""
+    """The type of the file system that contains a folder, or would contain it; None if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -60,7 +62,7 @@ def is_network(kind: str | None) -> bool:
 
 
 def cache() -> str:
-    """Describe Triton's cache and its file system. Raises OSError if that is a network file system."""
+    """Describe Triton's cache and its file system. Raises OSError if the cache is on a network file system."""
     folder = cache_folder()
     kind = file_system(folder)
     if is_network(kind):

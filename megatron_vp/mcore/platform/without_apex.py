@@ -1,9 +1,9 @@
 """Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without it, Megatron builds these layers only if this accumulation is switched off. But the
-same switch turns off accumulation in Transformer Engine's layers, which do not need Apex. With our replacement, all of
-these layers accumulate into `main_grad`.
+accumulate weight gradients. Without this extension, Megatron builds these layers only if fused accumulation is switched
+off. The same switch would turn off accumulation in Transformer Engine's layers, which do not need Apex. With our
+replacement, all of these layers accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, 
     """Compute main_grad += output_gradient^T rows. The factors may have any leading dimensions.
 
     With PyTorch 2.10 or newer, a GPU adds the product of 16-bit factors to an fp32 `main_grad` in one GEMM. Older
-    versions round the product first.
+    versions of PyTorch round the product first.
     """
     rows_ni, output_gradient_no = rows_ni.flatten(0, -2), output_gradient_no.flatten(0, -2)
     operations_for(rows_ni).add_product_(main_grad_oi, output_gradient_no, rows_ni)

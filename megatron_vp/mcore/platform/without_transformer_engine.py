@@ -1,8 +1,8 @@
 """Patches for machines without Transformer Engine, with or without GPUs: norms, Adam's state in checkpoints, warm-up.
 
 We tested for each patch that Megatron fails without it. The exception is the patch for the final norm with Apex, whose
-need we know from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, with or
-without Transformer Engine.
+necessity we know only from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has
+RMSNorm, with or without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ NORM_PATCHES = (
         "normalization='LayerNorm')",
     ),
 )
-"""Always applied, because local layers use torch's norms even if Transformer Engine is installed."""
+"""These patches are always applied, because local layers use torch's norms even if Transformer Engine is installed."""
 
 PATCHES = (
     Patch(
@@ -130,19 +130,20 @@ PATCHES = (
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _torch_norm,
-        "Megatron takes a hybrid model's final norm from Transformer Engine, whatever its layers are",
+        "Megatron takes a hybrid model's final norm from Transformer Engine, even if its layers are local",
         "(config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict",
         _with_adam_state,
-        "loading reads the step from Adam's state, which a fresh torch Adam does not have yet",
+        "loading reads the step from Adam's state, which a newly created torch Adam does not have yet",
         "(self, model_sharded_state_dict={}, is_loading=False, sharding_type=None, metadata=None)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "Megatron expects a step for every parameter, although the group stores it, and writes into leaf tensors",
+        "loading expects a step for each parameter, although checkpoints store one for each group, and writes into "
+        "leaf tensors",
         "(self, model_param, tensors)",
     ),
     Patch(
@@ -164,7 +165,8 @@ WARM_UP_PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
         _no_warm_up,
-        "on a GPU it compiles fused kernels for minutes, none of which is used without Transformer Engine",
+        "on a GPU, Megatron's warm-up compiles fused kernels for minutes, none of which is used without Transformer "
+        "Engine",
         "(tp_size=None)",
     ),
 )

@@ -1,8 +1,9 @@
 """Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
-It applies the same patches as flags would. If the script lets Megatron parse arguments, the settings of the call are
-inserted before the command line, and work like flags. Otherwise the job is set up when the first model is built: the
-model's configuration and the sizes of Megatron's process groups replace Megatron's arguments, and the same checks run.
+`enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
+of the call are inserted before the command line, and work like flags. Otherwise the job is set up when the first model
+is built: the model's configuration and the sizes of Megatron's process groups replace Megatron's arguments, and the
+same checks run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Applied now, before a model exists, so that no training loop silently uses Megatron's own schedule.
+        # These patches are applied now, before a model exists, so that no training loop silently uses Megatron's own
+        # schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
     except UserError:
         handle.disable()
@@ -112,7 +114,7 @@ to `enable` override these values.
 
 
 class _OwnLoop:
-    """The `settled.OwnLoop` of a call of `enable`. It sets up the job when the script builds its first model."""
+    """The `settled.OwnLoop` of one call of `enable`. It sets up the job when the script builds its first model."""
 
     def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
         self.words = words
@@ -164,7 +166,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
 def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Copy a model's configuration and the sizes of Megatron's process groups to Megatron's arguments. Raises UserError
-    if they contradict each other.
+    if the configuration and the groups contradict each other.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -199,17 +201,17 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # Four fields are not copied: a layout, which is refused below; how Megatron's own schedule overlaps communication,
-    # which our schedules do not use; the kernel for a loss over whole logits, for which Bridge's recipes name one that
-    # Megatron's arguments do not accept; and the implementation of layers, which is Transformer Engine by default,
-    # whatever layers the model has.
+    # Four fields are not copied: the layout, which is refused below; the overlap of communication in Megatron's own
+    # schedule, which our schedules do not use; the cross-entropy kernel, for which Megatron-Bridge's recipes use a name
+    # that Megatron's arguments do not accept; and the implementation of layers, which defaults to Transformer Engine
+    # even if the model has local layers.
     for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():
         # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
-    # By default, shards are balanced, which may move layers. This script places its layers itself.
+    # Balanced shards, which are the default, may move layers, but this script places its layers itself.
     unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
     for name, value in unsaid.items():
         if name not in settings:

@@ -1,8 +1,8 @@
 """Prints why a job refuses to start, in one line at the end of its log, after all other output of its ranks.
 
-Ranks that refuse to start communicate through the launcher's store, or through one that rank 0 serves. Each rank first
-flushes its own output. Then one of them prints the line for all ranks. All exit together, because launchers stop every
-rank as soon as one has exited.
+Ranks that refuse to start communicate through the launcher's store, or through a store that rank 0 serves. Each rank
+first flushes its own output. Then one rank prints the line for all ranks. All ranks exit together, because launchers
+stop every rank as soon as one has exited.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class _ToldToEnd(Exception):
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print `error: REASON` on one of the refusing ranks, with the ranks that gave each reason if reasons differ.
+    """Print the error in one line on one of the refusing ranks; if reasons differ, name the ranks that gave each
+    reason.
 
     `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
-    another one has printed the line.
+    another rank has printed the line.
     """
     at_last(lambda: None)  # flush this rank's output so that it precedes the line
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # the store cannot be reached, perhaps because its address is the bad input
+    with suppress(Exception):  # the store may be out of reach, perhaps because its address is the bad input
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():
@@ -71,7 +72,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
             reasons.setdefault(store.get(f"reason {each}").decode(), []).append(each)
         _print(reason if len(reasons) == 1 and together else {told: _ranks(who) for told, who in reasons.items()})
         store.set("said", json.dumps(list(reasons)))
-        # This rank may serve the store, and a launcher stops all others when this one exits.
+        # This rank may serve the store, and a launcher stops all other ranks when this rank exits.
         _until(lambda: store.add("heard", 0) >= len(known) - 1, seconds)
         return True
     store.wait(["said"], limit)
@@ -81,7 +82,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
 
 
 def _listen() -> None:
-    """Make SIGTERM from now on end the waiting instead of the process."""
+    """From now on, let SIGTERM end the wait for other ranks instead of the process."""
 
     def told(*_: object) -> None:
         raise _ToldToEnd
@@ -107,7 +108,7 @@ def _print(reasons: str | dict[str, str]) -> None:
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it would cut off the line; this process exits soon anyway
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM would cut off the line; this process exits soon anyway
     at_last(lambda: say(line))
     _tell_torchrun(line)
 

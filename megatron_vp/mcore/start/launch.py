@@ -58,7 +58,7 @@ def one_line_errors() -> Iterator[None]:
 
 def refuse(said: str, status: int) -> NoReturn:
     """Print one line for the whole job and exit. If ranks are connected, the other ranks refuse at the same time or
-    wait for this one, so it waits for them only briefly.
+    wait for this rank, so this rank waits for them only briefly.
     """
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
@@ -72,7 +72,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process in the same way outside `one_line_errors`, for example while a script imports
+    """Let Ctrl-C end this process with one line outside `one_line_errors` too, for example while a script imports
     Megatron.
     """
     before = sys.excepthook
@@ -159,7 +159,7 @@ def _who() -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost function on the traceback that belongs neither to torch nor to Python's standard library."""
+    """The innermost function in the traceback that belongs neither to torch nor to Python's standard library."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not _foreign(frame.filename)]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
@@ -203,7 +203,7 @@ def _require_launcher(command: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and not asks_for_help(sys.argv):
         raise UserError(
-            f"{', '.join(missing)} not set in the environment: start one process per rank, for example with "
+            f"the environment does not set {', '.join(missing)}: start one process per rank, for example with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
         )
     if not missing:
@@ -232,11 +232,11 @@ def _whole(name: str, least: int, most: int) -> int:
 
 
 def patch_megatron(argv: list[str], together: bool = False) -> None:
-    """Check the patches that this run needs against the installed Megatron, and apply those of the first stage.
+    """Check the patches that this run needs against the installed Megatron, and apply the patches of the first stage.
 
-    Also reads the schedule file that the run names; if all ranks call this `together`, they use rank 0's text. Removes
-    `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage does not fit or a schedule
-    file cannot be used.
+    Also reads the schedule file that the run names; if all ranks call this function `together`, they use rank 0's text.
+    Removes `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage does not fit or a
+    schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

@@ -1,6 +1,7 @@
 """Lets ranks compare values before Megatron creates process groups, through the store that they connect to anyway.
 
-Otherwise, ranks with different sizes or backends would create different groups and wait for each other until a timeout.
+Without this comparison, ranks with different sizes or backends would create different groups and wait for each other
+until a timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the others; Megatron's default timeout."""
+"""How long a rank waits for the other ranks: Megatron's default timeout."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
 """The size of one value in bytes; the store accepts at most 8 MiB."""
@@ -32,8 +33,8 @@ def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name` on every rank, because other nodes may hold a different file or
     none.
 
-    A rank whose file has the same text does not fetch it. If rank 0 was given another name, a rank uses its own file,
-    and `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
+    A rank whose file has the same text does not fetch the text. If rank 0 was given a different name, a rank uses its
+    own file, and `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
     """
     rank, ranks = _place()
     if ranks == 1:
@@ -65,7 +66,8 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare the values of all ranks. Returns if all are equal, and otherwise raises UserError on every rank.
+    """Compare the values of all ranks. Returns if the values of all ranks are equal, and otherwise raises UserError on
+    every rank.
 
     Args:
         own: JSON values by name.
@@ -83,7 +85,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     first = _get(store, "facts", patience)
     if first != own:
         _set(store, f"other {store.add('others', 1)}", {"rank": rank, "facts": own})
-    if store.add("compared", 1) == ranks:  # the last rank sees the values of all
+    if store.add("compared", 1) == ranks:  # the last rank to arrive compares the values of all ranks
         found = [_get(store, f"other {number + 1}", patience) for number in range(store.add("others", 0))]
         others = {each["rank"]: each["facts"] for each in found}
         store.set("verdict", verdict([others.get(each, first) for each in range(ranks)]) if others else "")
@@ -101,8 +103,8 @@ def _store() -> Store:
 
 
 def meeting_point(patience: timedelta = PATIENCE) -> Store:
-    """Return the launcher's store, or one that rank 0 serves. This module keeps a reference to it, because rank 0's
-    server would stop with the last store object in its process.
+    """Return the launcher's store, or a store that rank 0 serves. This module keeps a reference to the store, because
+    rank 0's server would stop with the last store object in its process.
     """
     global _met
     if distributed_c10d.is_initialized():
@@ -137,7 +139,7 @@ def _text(store: Store, pieces: int) -> str:
 
 
 def _end_together(store: Store, line: str) -> NoReturn:
-    """Raise UserError with `line`. Rank 0 may serve the store, so it first gives the others time to read the line."""
+    """Raise UserError with `line`. Rank 0 may serve the store, so it first lets the other ranks read the line."""
     rank, ranks = _place()
     heard, deadline = store.add("heard", 1), time.monotonic() + _LEAVE_WITHIN_SECONDS
     while rank == 0 and heard < ranks and time.monotonic() < deadline:

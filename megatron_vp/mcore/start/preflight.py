@@ -41,11 +41,11 @@ def check_job(
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
     The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
-    with the layers and backend of a CPU run if it has no CUDA device. They are checked for GPU nodes if `nodes`
-    describes such nodes ("te=2.17.1,apex=no"). A machine without GPUs also checks for GPU nodes if the job asks for
-    NCCL or Transformer Engine's layers, or if Transformer Engine is installed, unless the job runs `here`. With
+    with the layers and backend of a CPU run if this machine has no CUDA device. They are checked for GPU nodes if
+    `nodes` describes such nodes ("te=2.17.1,apex=no"). A machine without GPUs also checks for GPU nodes if the job asks
+    for NCCL or Transformer Engine's layers, or if Transformer Engine is installed, unless the job runs `here`. With
     `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may have
-    its own options. Raises UserError for anything that the job would refuse at startup, such as unknown or
+    options of its own. Raises UserError for anything that the job would refuse at startup, such as unknown or
     contradictory arguments, or an unsupported version of Megatron.
     """
     with (
@@ -80,7 +80,7 @@ def own_options(arguments: list[str]) -> list[str]:
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
     """The reason why a job's `ranks` processes would refuse its arguments; None if they would start.
 
-    Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a current node. The
+    Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a typical GPU node. The
     environment variable that Megatron requires with tensor or context parallelism counts as set, because it is not part
     of the arguments.
     """
@@ -102,7 +102,7 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
-    """Import the modules that a check needs, in a process that only checks."""
+    """Import the modules that a check needs, in a process that only checks jobs."""
     warnings.simplefilter("ignore")  # such as warnings about packages that are not installed on this machine
     installed.hide_what_is_broken()
     with without_compilers():
@@ -113,7 +113,8 @@ def load_megatron() -> None:
 def without_compilers() -> Iterator[None]:
     """Leave Megatron's fused functions uncompiled inside this context, for a process that only checks jobs.
 
-    For these functions, `torch.compile` would import PyTorch's compilers, which takes as long as importing Megatron.
+    To compile these functions, `torch.compile` would import PyTorch's compilers, which takes as long as importing
+    Megatron.
     """
     with mock.patch.object(torch, "compile", _uncompiled):
         yield
@@ -142,7 +143,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The layers and the backend that a job's command line or configuration asks for; None for what it does not set."""
+    """The layers and the backend that a job's command line or configuration asks for; None for each that is not set."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -161,7 +162,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 def check_files(args: argparse.Namespace) -> None:
     """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
     from megatron_vp.mcore.options.settle import (
-        check_files as check,  # imports Megatron, so only after its warnings are silenced
+        check_files as check,  # imports Megatron, so not before its warnings are silenced
     )
 
     with one_line_for_paths():
@@ -185,8 +186,8 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
         raise UserError(
-            f"{node}: {ranks_per_node} ranks are to run on this node, but {devices} GPUs are visible: start one task "
-            f"for each GPU of a node (sbatch --gpus-per-node), and do not bind GPUs to tasks"
+            f"{node}: {ranks_per_node} ranks are to run on this node, but the number of visible GPUs is {devices}: "
+            "start one task for each GPU of a node (sbatch --gpus-per-node), and do not bind GPUs to tasks"
         )
     interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not _names_an_interface(interfaces, [name for _, name in socket.if_nameindex()]):
@@ -263,8 +264,8 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Patch Megatron inside this context, and yield the arguments that it parses. `own`: the names of the script's own
-    options.
+    """Patch Megatron inside this context, and yield the arguments that Megatron parses. `own`: the names of the
+    script's own options.
     """
 
     def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -308,8 +309,8 @@ def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
 
 
 def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME permits one of `interfaces`. The variable lists prefixes (after `=` exact names, after
-    `^` exclusions); an empty value permits all interfaces.
+    """Whether NCCL_SOCKET_IFNAME permits one of `interfaces`. The variable lists prefixes (exact names after `=`,
+    exclusions after `^`); an empty value permits all interfaces.
 
     See NCCL's documentation of the variable.
     """

@@ -30,10 +30,10 @@ from megatron_vp.mcore.start.meeting import compare
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 
 OF_A_RANK = {
-    "rank": "each process has its own",
-    "local_rank": "each process has its own",
-    "node_rank": "each machine has its own",
-    "config": "the options in the files are compared instead",
+    "rank": "each process has its own rank",
+    "local_rank": "each process has its own local rank",
+    "node_rank": "each machine has its own node rank",
+    "config": "the options in the configuration files are compared instead of the files' names",
 }
 """Arguments that are not compared between ranks, and the reasons."""
 
@@ -104,7 +104,7 @@ def facts(
 
 
 def _place(value: Any) -> str:
-    """Return the text that stands for the value of an argument in PLACES when ranks compare it."""
+    """Return the text that ranks compare instead of the value of an argument in PLACES."""
     if value is None:
         return "not given"
     return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
@@ -185,7 +185,9 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
         if arguments.rank == 0:
-            from megatron_vp.mcore.start.banner import print_banner  # imports the cost model, which others do not need
+            from megatron_vp.mcore.start.banner import (
+                print_banner,
+            )  # imports the cost model, which other ranks do not need
 
             print_banner(current())
         return None
