@@ -81,7 +81,7 @@ class TextFiles:
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
             raise UserError(
-                f"{where}: no text under the key '{self.json_key}' (found: {keys}); give the key with --json-key"
+                f"{where}: no text under the key '{self.json_key}' (found: {keys}); name the right key with --json-key"
             )
         try:
             text.encode()

@@ -111,10 +111,10 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
             return
         raise UserError(
             f"there is no tokenizer directory {path} (and no model of that name in the Hugging Face cache); "
-            "make one with 'megatron-vp data'"
+            "create one with 'megatron-vp data'"
         )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise UserError(f"{path} contains no tokenizer (no tokenizer.json); make one with 'megatron-vp data'")
+        raise UserError(f"{path} contains no tokenizer (no tokenizer.json); create one with 'megatron-vp data'")
     if not any((path / name).is_file() for name in ("tokenizer_config.json", "config.json")):
         raise UserError(f"{path} contains no tokenizer_config.json, which names the tokenizer class to load")
     _config(path)

@@ -28,11 +28,11 @@ class Unobserved:
     _NOTHING = contextlib.nullcontext()
 
     def watch(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing."""
         return self._NOTHING
 
     def communicating(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing."""
         return self._NOTHING
 
 

@@ -2,7 +2,7 @@
 channel.
 
 Each communicator carries one kind of traffic, in a fixed order. Therefore no send can match the wrong receive, and no
-message waits behind an unrelated one.
+message waits behind an unrelated message.
 
 With tensor parallelism, a model replica consists of t parallel pipelines of p ranks each, and the vocabulary is split
 into p x t shards. Data that every rank needs in full (tokens, X, g) is sent within each pipeline. The t ranks of a

@@ -94,7 +94,7 @@ class OutputLayer(nn.Module):
             loss: the parameters of the token loss.
 
         Returns:
-            The state that T needs, with the packed statistics [3, n] for barrier C1.
+            The state that T needs, including the packed statistics [3, n] for barrier C1.
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (

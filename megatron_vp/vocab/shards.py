@@ -37,7 +37,7 @@ class VocabShards:
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or self.count < 1:
             raise UserError(
-                f"cannot cut a vocabulary of {self.vocab_size} rows into {self.count} shards: both numbers must be "
+                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards: both numbers must be "
                 "positive"
             )
         if self.count % self.tensor or self.vocab_size % self.tensor:

@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 
 LARGEST_ROW = 32768
-"""The longest row that one program holds in registers. A longer row is read twice: once for the maximum, and once, from
-L2, for the exponentials and their sum.
+"""The longest row that one program holds in registers. A row longer than LARGEST_ROW is read twice: once for the
+maximum, and once, from L2, for the exponentials and their sum.
 """
 
 LONG_ROW_BLOCK = 4096
 """Number of logits that a program handles at a time in rows longer than `LARGEST_ROW`."""
 
 FULLY_OCCUPYING_ROW = 16384
-"""The longest row whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
+"""Length of the longest rows whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""Number of pieces that a program can hold in 32 registers; in fp16, three would spill at compute capability 10.0."""
+"""Number of pieces that fit in 32 registers per thread; in fp16, three pieces would spill at compute capability 10.0.
+"""
 
 VECTOR = 8
 """Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of VECTOR are passed to

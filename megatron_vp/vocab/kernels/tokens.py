@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 MOST_TOKENS = 16384
-"""Largest number of tokens in a microbatch; beyond it, the comparisons take longer than the launches they save.
+"""Largest microbatch, in tokens, that the kernel sorts. With more tokens, the comparisons would take longer than the
+launches that they save.
 """
 
 QUERIES = 16
