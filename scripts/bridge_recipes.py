@@ -235,7 +235,7 @@ def main() -> int:
         return 0
     from megatron.bridge.package_info import __version__
 
-    written = nvidia_jobs.tables(f"Megatron-Bridge {__version__}", answers)
+    written = nvidia_jobs.tables(f"Results for Megatron-Bridge {__version__}", answers)
     if given.write:
         nvidia_jobs.write("recipes", written)
     else:

@@ -236,7 +236,7 @@ def main() -> int:
             answers[job] = job.answers()
             if given.list:
                 print(job.group, job.name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
-    written = tables(f"Megatron-LM at `{commit}` ({date})", answers)
+    written = tables(f"Results for Megatron-LM at `{commit}` ({date})", answers)
     if given.write:
         write("judged", written)
     else:
