@@ -1,4 +1,5 @@
-"""A layer stack for hybrid models without Transformer Engine: attention (`*`), MLP (`-`), and MTP layers made of them.
+"""A layer stack for hybrid models without Transformer Engine. Its layers are attention layers (`*`), MLP layers (`-`),
+and multi-token prediction layers that consist of both kinds.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 

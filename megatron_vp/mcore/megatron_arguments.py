@@ -15,7 +15,7 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """The arguments that a package reads. `use` says why, as the end of the sentence "megatron_vp reads it ..."."""
+    """The arguments that a package reads. `use` completes the sentence "megatron_vp reads it ...", which says why."""
 
     use: str
     names: tuple[str, ...]
@@ -99,7 +99,7 @@ READ = {
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("wandb_project", "window_size", "world_size", "yaml_cfg"),
-            # Arguments that set the length of a run, or iterations that Megatron treats differently.
+            # Arguments that set the length of a run, or select iterations for special treatment, such as evaluation.
             *("check_weight_hash_across_dp_replicas_interval", "dataloader_type", "end_weight_decay"),
             *("eval_global_batch_size", "exit_duration_in_mins", "gpu_sniff_test_interval", "group_query_attention"),
             *("hysteresis", "initial_loss_scale", "iterations_to_skip", "log_memory_interval", "loss_scale_window"),

@@ -22,7 +22,7 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """The point in startup at which a group is applied. All groups that a run needs are checked before the first."""
+    """The point in startup at which a group is applied. All groups that a run needs are checked before any is used."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
     AFTER_VALIDATION = "after Megatron has validated the arguments"
@@ -33,8 +33,8 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments; before Megatron parses them, the ones that `options.early_arguments` found. Conditions may
-    read only arguments that `early_arguments` knows.
+    """Megatron's arguments; before Megatron parses them, the arguments that `options.early_arguments` found. Conditions
+    may read only arguments that `early_arguments` knows.
     """
     machine: Installed
     """The packages installed where the job runs."""
@@ -98,7 +98,10 @@ class PatchGroup:
     package: str | None = None
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
-        """Return the patches for a release series. This imports the module that declares them and parts of Megatron."""
+        """Return the patches for a release series.
+
+        The call imports the module that declares the patches, and with it parts of Megatron.
+        """
         module, _, attribute = self.patches.partition(":")
         declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
         return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
@@ -297,8 +300,8 @@ GROUPS = (
         "megatron_vp.mcore.model.own_models:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
         Stage.AFTER_VALIDATION,
-        "models built without Megatron's builders would keep whole vocabulary layers, and our schedules would "
-        "refuse them",
+        "models built without Megatron's builders would keep whole vocabulary layers, so our schedules would refuse "
+        "these models",
     ),
     PatchGroup(
         "models of Megatron-Bridge",
@@ -308,7 +311,7 @@ GROUPS = (
             _with_bridges_models,
         ),
         Stage.AFTER_VALIDATION,
-        "Megatron-Bridge's models would keep whole vocabulary layers, and our schedules would refuse them",
+        "Megatron-Bridge's models would keep whole vocabulary layers, so our schedules would refuse these models",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -356,7 +359,7 @@ GROUPS = (
         "delayed weight gradients",
         "megatron_vp.mcore.model.delayed_weights:PATCHES",
         Condition(
-            "only with a --pipeline-schedule that has W passes and Transformer Engine's layers",
+            "only with Transformer Engine's layers and a --pipeline-schedule that has W passes",
             lambda run: (
                 run.settings.splits_backward
                 and run.args.transformer_impl == "transformer_engine"
@@ -424,7 +427,7 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
 
 
 def require_fit(run: Run) -> None:
-    """Check the groups of all stages that a run needs. Raises UserError if an essential group does not fit."""
+    """Check every group that a run needs, for all stages. Raises UserError if an essential group does not fit."""
     _fitting(selected(run))
 
 
@@ -441,7 +444,7 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply those of the named groups that the run needs, before their stage. If a patch does not fit, apply none and
+    """Apply the named groups that the run needs, earlier than at their stage. If a patch does not fit, apply none and
     raise UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])

@@ -2,7 +2,7 @@
 
 A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
 that the original is expected to have. A set of patches is applied completely or not at all, and can be undone. Patches
-that are already applied are not applied again. If a target has changed, an error names it. No patch is skipped
+that are already applied are not applied again. If a target has changed, an error names the target. No patch is skipped
 silently. `patch_table.py` declares which patches exist and when they are applied.
 """
 
@@ -23,14 +23,14 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2", "0.20 development line at d98e8a64")
 RELEASE = "0.19.2"
 """The newest tested release on PyPI."""
 INSTALL = f"pip install --no-deps megatron-core=={RELEASE}"
-"""The command that installs this release and nothing else, for environments such as NVIDIA's container."""
+"""The command that installs RELEASE without its dependencies, for environments such as NVIDIA's container."""
 
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a patch differs in one release series of megatron-core."""
+    """The differences of a patch in one release series of megatron-core."""
 
     signature: str
     """The target's signature in the release series."""
@@ -99,8 +99,8 @@ _applied: dict[str, _Applied] = {}
 
 
 def signature_of(value: Any) -> str:
-    """Return the parameters of a callable as `(a, b=1, *, c)`, `builtin` if Python does not know them, or `value` for
-    something that is not callable.
+    """Return the parameters of a callable as `(a, b=1, *, c)`, `builtin` if Python cannot tell the parameters, or
+    `value` for an object that is not callable.
 
     Annotations are left out, because a changed annotation does not affect callers.
     """
@@ -128,7 +128,7 @@ def installed_version() -> str:
     its release series is not supported.
     """
     require_supported(_distribution().version)
-    # Python may import another copy of megatron-core than the metadata describes, such as a checkout on PYTHONPATH.
+    # Python may import a copy of megatron-core that the metadata does not describe, such as a checkout on PYTHONPATH.
     module = present_version()
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
@@ -205,7 +205,7 @@ def undo(patches: Iterable[Patch]) -> None:
 
 @contextmanager
 def patched(patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply patches inside this context. Patches that were applied before remain applied afterwards."""
+    """Apply patches inside this context. Patches that were already applied remain applied on exit."""
     new = apply(patches)
     try:
         yield

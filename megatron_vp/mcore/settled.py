@@ -7,8 +7,8 @@ A job's startup takes these steps, in this order:
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
 4. Once process groups exist, `start/same_job.py` sends the costs by which rank 0 orders passes to all ranks.
 
-Those of our functions that Megatron calls get the job from `current()` and pass it to others. This module does not
-import Megatron.
+If Megatron calls one of our functions, this function gets the job from `current()` and passes it to other functions.
+This module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline schedule. If not, Megatron runs its own (1F1B or interleaved)."""
+        """Whether the plug-in runs the pipeline schedule. If not, Megatron runs 1F1B or interleaved 1F1B."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property
@@ -156,7 +156,7 @@ class SettledJob:
     """The implementation used for layers, norms and other operations; see `platform.parts`."""
     words: Words
     nodes: Installed | None
-    """The packages installed on the nodes if the job was checked for other nodes than this machine; otherwise None."""
+    """The packages installed on the nodes if the job was checked for nodes other than this machine; otherwise None."""
     checkpoint_to_load: str | None = None
     """The directory of the checkpoint to load; None if the run starts from scratch or does not check the checkpoint."""
 
@@ -176,10 +176,10 @@ class OwnLoop(Protocol):
     """The interface through which `megatron_vp.enable` sets up the job of a script with its own training loop."""
 
     words: tuple[str, ...]
-    """The settings in the call of `megatron_vp.enable`, as words of a command line."""
+    """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether Megatron has parsed the job's arguments. If so, Megatron's builders prepare the model."""
+        """Whether Megatron has parsed the job's arguments, in which case Megatron's builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
         """Make the job from the arguments of a model's constructor, given by name. Later models use the same job."""

@@ -1,1 +1,1 @@
-"""Runs one rank of a large job without the others."""
+"""Runs one rank of a large job without the other ranks."""

@@ -70,9 +70,9 @@ class Replayed:
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]
-    """Bytes by name. `parameters` and `gradients` are always given. A GPU or --shapes-only adds `allocated` (before an
-    iteration) and `peak` (during an iteration). A GPU also adds `reserved` (by PyTorch's allocator) and `outside` (in
-    use outside of the allocator).
+    """Bytes by name. `parameters` and `gradients` are always given. `allocated` (before an iteration) and `peak`
+    (during an iteration) are given on a GPU and with --shapes-only. `reserved` (by PyTorch's allocator) and `outside`
+    (in use outside of the allocator) are given only on a GPU.
     """
     played: int | None = None
     """With --shapes-only, the number of microbatches that ran, which is enough to reach the memory peak."""

@@ -1,8 +1,8 @@
 """Replays a rank without computing: tensors have shapes but no contents, so that any rank of any job fits on a laptop.
 
 All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
-program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. This
-figure does not include allocator overhead (rounding, fragmentation), library workspaces, or communicators.
+program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. The
+result does not include allocator overhead (rounding, fragmentation), library workspaces, or communicators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Describes how this job splits its model. A later job uses this description in reports to choose vocabulary shards."""
+"""Describes how this job splits its model. Reports contain the description, so that a later job can choose its
+vocabulary shards from measured times.
+"""
 
 from __future__ import annotations
 

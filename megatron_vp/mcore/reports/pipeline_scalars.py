@@ -1,8 +1,8 @@
 """`--log-pipeline-interval N`: logs to TensorBoard and W&B how busy the pipeline was in every N-th iteration.
 
-No rank waits for these figures during training. When its device has finished an iteration, each rank reads the timings
-and puts its figures into the launcher's store. Before the rank that writes TensorBoard's files logs an iteration, it
-fetches the figures of earlier iterations from the store.
+No rank waits for the pipeline figures during training. When the device of a rank has finished an iteration, the rank
+reads the timings and puts its figures into the launcher's store. Before the rank that writes TensorBoard's files logs
+an iteration, it fetches the figures of earlier iterations from the store.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PipelineScalars:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of every iteration for which all ranks have published theirs.
+        """Write the figures of every iteration for which all ranks have published figures.
 
         With `at_last`, wait for missing figures.
         """

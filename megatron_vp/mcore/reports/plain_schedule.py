@@ -45,7 +45,7 @@ class _Steps:
         self.in_flight = Occupancy()
 
     def forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run and record one of Megatron's forward steps. The steps of a chunk take its microbatches in order."""
+        """Run and record one of Megatron's forward steps. Each chunk's forward steps process microbatches in order."""
         chunk = kwargs.get("vp_stage") or 0
         step = Pass(PassKind.F, self._forwards[chunk], chunk)
         self._forwards[chunk] += 1
@@ -144,4 +144,5 @@ PATCHES = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
-"""Applied if an iteration of Megatron's own schedules should be recorded. Our runtime needs no patches for this."""
+"""Applied if iterations of Megatron's own schedules should be recorded. Our runtime records iterations without patches.
+"""

@@ -2,8 +2,8 @@
 
 Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. The report contains the time of the
 rank's passes in the last KEPT iterations: the device time between CUDA events or, without a GPU, the CPU time of the
-computing thread, which does not include waiting for a core. It also contains the time that the host spent on the same
-passes, and the peaks of memory over the whole run.
+computing thread, which does not include waiting for a core. The report also contains the time that the host spent on
+the same passes, and the peaks of memory over the whole run.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class RankReport:
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Count the bytes of weights and main gradients, and add other counts of memory if they are known.
 
-        A GPU or --shapes-only adds the bytes allocated before an iteration and the peak. A GPU also adds the memory
-        that PyTorch's allocator has reserved, and the memory in use outside of the allocator.
+        On a GPU or with --shapes-only, the other counts are the bytes allocated before an iteration and at its peak. On
+        a GPU, the other counts also include the memory that PyTorch's allocator has reserved, and the memory in use
+        outside of the allocator.
         """
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {

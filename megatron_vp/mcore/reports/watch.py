@@ -50,8 +50,8 @@ class Watch:
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
-    """Return the watch for the next training iteration, or None if nothing is recorded. Call this once before each
-    iteration.
+    """Return the watch for the next training iteration, or None if nothing is recorded. Call this function once before
+    each iteration.
 
     All ranks of a pipeline must call this function together. `pipeline` returns the group through which the ranks
     communicate; it is called only with --pipeline-trace.

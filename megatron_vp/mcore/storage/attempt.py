@@ -26,8 +26,8 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Inside this context, run training. The context records that training has ended, unless it fails or a signal stops
-    it.
+    """Run training inside this context, which records that training has ended, unless training fails or a signal stops
+    the run.
     """
     try:
         yield

@@ -32,8 +32,8 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
 
     Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
 
-    Checkpoints on object storage, node-local checkpoints (`--non-persistent-ckpt-type local`), and checkpoints in other
-    formats than torch_dist are not checked here. An empty directory is accepted if the run also saves to it. Raises
+    Checkpoints on object storage, node-local checkpoints (`--non-persistent-ckpt-type local`), and checkpoints in
+    formats other than torch_dist are not checked. An empty directory is accepted if the run also saves to it. Raises
     UserError if the checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
     """
     if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
@@ -113,8 +113,8 @@ def _placed_alike(here: str, there: str | None) -> bool:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
-    """Return the directory of the iteration that Megatron will load, and whether the run finetunes it; None if the run
-    starts from scratch or the checkpoint is not checked.
+    """Return the directory of the iteration that Megatron will load, and whether the run finetunes from this iteration;
+    None if the run starts from scratch or the checkpoint is not checked.
 
     Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If both kinds of checkpoint
     exist, Megatron loads the non-persistent one unless the persistent one is newer.
@@ -159,7 +159,7 @@ def _last(folder: Path) -> Path | None:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
-    said = read_text(tracker, "the name of the last checkpoint", MIB, errors="replace").strip()
+    said = read_text(tracker, "the tracker file", MIB, errors="replace").strip()
     if said == "release":
         return folder / said
     if not (said.isdecimal() and len(said) < 20):
@@ -175,8 +175,8 @@ def _number(folder: Path) -> int:
 
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint in Megatron's older format, which has one file per rank, if the ranks of this run have other
-    parts of the model than in plain Megatron.
+    """Refuse a checkpoint in Megatron's older format, which has one file per rank, unless the ranks of this run hold
+    the same parts of the model as in plain Megatron.
     """
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
@@ -239,8 +239,8 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint that lacks the states of Megatron's random number tracker. If it tried to load them, Megatron
-    would exit with status 0.
+    """Refuse a checkpoint that lacks the states of Megatron's random number tracker. Megatron would report no failure:
+    it would exit with status 0.
     """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(

@@ -19,7 +19,7 @@ def check_conversations(path: str | os.PathLike[str]) -> None:
         with open(path, encoding="utf-8") as file:
             line = file.readline()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
         raise UserError(f"cannot read the conversations in {path}: {reason}; check --data-path") from error
     try:
         messages = json.loads(line)["messages"]

@@ -119,8 +119,8 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if a file already exists without `overwrite`, or if a folder to be replaced contains files that
-    are not part of a tokenizer.
+    """Raise UserError if a file already exists and `overwrite` is False, or if a folder to be replaced contains files
+    that are not part of a tokenizer.
     """
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
@@ -343,18 +343,21 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def check_room_without_files(args: argparse.Namespace) -> None:
-    """Raise UserError if the padded vocabulary is smaller than --vocab-size, and the tokenizer needs no files."""
+    """Raise UserError if the tokenizer needs no files and the padded vocabulary is smaller than --vocab-size."""
     if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
-    """Return the vocabulary size of the tokenizer that Megatron would build. Raises UserError if building it fails."""
+    """Return the vocabulary size of the tokenizer that Megatron would build.
+
+    Raises UserError if the tokenizer cannot be built.
+    """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # Transformers would mistake the path for a name on the Hugging Face Hub, and search the Hub for minutes.
+        # The transformers library would mistake the path for a name on the Hugging Face Hub, and search for minutes.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print messages
     try:

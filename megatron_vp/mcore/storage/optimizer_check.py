@@ -34,7 +34,7 @@ def check_optimizer(
     written_by: the arguments of the run that wrote the checkpoint.
     common: everything in the checkpoint except tensors.
 
-    Raises UserError if it cannot.
+    Raises UserError if the run cannot load the state.
     """
     if args.optimizer == "sgd":
         raise UserError(
@@ -66,7 +66,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             f"with a fresh optimizer"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are distributed over ranks have a separate optimizer, whose state has different names.
+    # Only experts that are distributed over ranks have a separate optimizer, which stores its state under other names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
@@ -88,8 +88,8 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run uses one of Megatron's distributed optimizers. The usual one splits the state by elements. The
-    layer-wise one, for Muon and similar optimizers, assigns whole weights to ranks.
+    """Whether a run uses one of Megatron's distributed optimizers: either `use_distributed_optimizer`, which splits the
+    state by elements, or the layer-wise optimizer for Muon, which assigns whole weights to ranks.
     """
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)

@@ -146,7 +146,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # If another claim was made and removed in the meantime, a third run may have claimed with its number.
+            # If another claim was made and removed in the meantime, a third run may have made one with the next number.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -268,7 +268,7 @@ _guarded = False
 
 
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Return the option that names the folder for a run's checkpoints, and the folder; None if the run writes none.
+    """Return the option that names the folder for a run's checkpoints, and the folder; None if the run saves nothing.
 
     In a conversion, Megatron itself sets `--save` after it has loaded the checkpoint, so the folder follows from
     --ckpt-convert-save.
@@ -279,7 +279,8 @@ def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def claim(option: str, folder: str) -> None:
-    """Claim the folder that `option` names for this run. All ranks call this, and wait until the folder is claimed.
+    """Claim the folder that `option` names for this run. All ranks must call this function, which returns once the
+    folder is claimed.
 
     Object storage (`SCHEME://`) is not claimed. Raises UserError on every rank if another run uses the folder.
     """

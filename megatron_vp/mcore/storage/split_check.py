@@ -1,7 +1,7 @@
 """Checks that every part into which --split divides a dataset has tokens.
 
-Megatron repeats each part of a dataset until it has enough tokens. If a part has no tokens, the rank that reads the
-data repeats it forever, and the other ranks wait.
+Megatron repeats each part of a dataset until the part has enough tokens. If a part has no tokens, the rank that reads
+the data repeats the part forever, and the other ranks wait.
 """
 
 from __future__ import annotations

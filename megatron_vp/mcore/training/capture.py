@@ -92,8 +92,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     """Run the user's `forward_step` with a probe in place of the model.
 
     Raises UserError if the data ends, or if our passes do not support the script. As in Megatron's own scripts,
-    `forward_step` must call the model exactly once and return the model's output unchanged. It must not pass arguments
-    that our passes would ignore.
+    `forward_step` must call the model exactly once and return the model's output unchanged. Arguments that our passes
+    would ignore are refused.
     """
     probe = Probe(model)
     try:
@@ -121,8 +121,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step does not return the model's output unchanged: return the output itself, and move any "
             "computation with it to the loss function"
         )
-    # A loss function may keep a reference to the model, as NVIDIA's does, and here the model is the probe. The probe
-    # must therefore not keep an attention mask alive.
+    # A loss function may keep a reference to the model, as NVIDIA's does. Because the probe takes the model's place, it
+    # must not keep an attention mask alive.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

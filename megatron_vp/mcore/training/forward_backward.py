@@ -143,7 +143,7 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     if ranks != ours:
         raise UserError(
             f"this script's p2p_communicator connects ranks {ranks}, but the pipeline of its model has ranks {ours}: "
-            f"create it with the pipeline group of the model, or {_LEAVE_OUT}"
+            f"create the communicator with the pipeline group of the model, or {_LEAVE_OUT}"
         )
 
 
@@ -237,7 +237,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program. In training, also record its times for --rank-report and similar options."""
+    """Run the program and, in training, record its times for --rank-report and similar options."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(

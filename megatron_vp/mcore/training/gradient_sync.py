@@ -1,4 +1,6 @@
-"""Tells Megatron's data parallelism when a chunk's gradients are final, including gradients outside autograd."""
+"""Tells Megatron's DistributedDataParallel when the gradients of a chunk are complete, including the gradients that
+passes accumulate outside of autograd.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class GradientSynchronisation:
             self._report(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
-        """Record that the gradient of a weight is complete, if a pass other than autograd accumulates this gradient."""
+        """Record that the gradient of a weight, which a pass T, IB or W accumulates, is complete."""
         if self._started:
             self._report(parameter)
         else:

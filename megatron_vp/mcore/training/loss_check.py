@@ -1,7 +1,7 @@
 """Checks the losses of an iteration by microbatch, and finds the first pass that produced a NaN or an infinity.
 
-The checks run on the device. The host reads their results once, at the end of the iteration, when Megatron waits for
-the device anyway.
+The checks run on the device. The host reads the results of all checks once, at the end of the iteration, when Megatron
+waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LossCheck:
         which token losses matter, so negative labels, which usually mark ignored positions, are accepted.
 
         Args:
-            loss: [], the loss of the microbatch.
+            loss: the loss of the microbatch, [].
             labels_bs: int64 [b, s].
             gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed
                 by [b, s] for each further predicted token; None in evaluation.

@@ -101,7 +101,7 @@ class MegatronModel:
         return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Run Megatron's embedding layer on words that were already looked up: from [b, s, h] to [s, b, h]."""
+        """Run Megatron's embedding layer on rows that were already looked up: from [b, s, h] to [s, b, h]."""
         position_ids = self._capture(self._chunks[0], microbatch).argument("position_ids")
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
@@ -149,7 +149,7 @@ class MegatronModel:
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the data of an output of which another copy exists, but keep the autograd graph of the output."""
+        """Free the data of an output of which another copy exists, but keep the output's autograd graph."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ class MegatronModel:
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
-        parameters += trained_parameters(part.delaying)  # also the biases of frozen weights
+        parameters += trained_parameters(part.delaying)  # includes the biases of frozen weights
         pending.reverse()
         while pending:  # free a layer's tensors before computing the next layer's product
             pending.pop().accumulate()
@@ -324,7 +324,7 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that microbatch 0 runs W first, because its fused products in Transformer Engine set main_grad."""
+        """Check that microbatch 0 runs W first, because Transformer Engine's products for it overwrite main_grad."""
         assert self._weight_passes or not microbatch, "microbatch 0 must be the first microbatch that runs pass W"
         self._weight_passes += 1
 

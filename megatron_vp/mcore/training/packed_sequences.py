@@ -1,8 +1,8 @@
 """Checks packed sequences. A packed sequence (format THD) consists of several documents, and every attention layer must
 know where each document begins and ends.
 
-Each rank reads these boundaries with its own data and passes them to its chunks. The pipeline therefore transports only
-activations, all of one shape.
+Each rank reads the document boundaries with its own data and passes them to its chunks. The pipeline therefore
+transports only activations, all of one shape.
 """
 
 from __future__ import annotations
