@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node N pretrain_gpt_vp.py --config FILE.yaml [--vocab-parallel] [any Megatron flag]
 
-A hybrid model needs --hybrid-layer-pattern. Without --vocab-parallel and --pipeline-schedule, this is plain Megatron.
-Megatron calls the functions below; to change one of them, copy this file.
+A hybrid model needs --hybrid-layer-pattern. Without --vocab-parallel and --pipeline-schedule, the script runs plain
+Megatron. Megatron calls the functions below; to change one of them, copy this file.
 """
-# ruff: noqa: E402 (the plug-in must come first, because Megatron reads its environment when it is imported)
+# ruff: noqa: E402 (the plug-in must come first, because Megatron reads environment variables when it is imported)
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
     s, s].
 
     Middle pipeline stages get only None and do not use the iterator. The first stage gets no labels, and the last stage
-    no tokens. Tensor-parallel rank 0 reads the data and broadcasts it. Each context-parallel rank gets its part of the
-    sequence.
+    gets no tokens. Tensor-parallel rank 0 reads the data and broadcasts it. Each context-parallel rank gets its part of
+    the sequence.
 
-    The values of BOUNDARY_KEYS follow, which are None unless sequences are packed. With packed sequences, every stage
-    reads them for its attention, and the b sequences are joined into one, [1, b s].
+    The values of BOUNDARY_KEYS follow; they are None unless sequences are packed. With packed sequences, every stage
+    reads these values for its attention, and the b sequences are joined into one, [1, b s].
     """
     keys, at_an_end = BATCH_KEYS + BOUNDARY_KEYS, is_first_or_last_pipeline_stage(vp_stage)
     if not at_an_end and not packs_sequences():
@@ -143,7 +143,7 @@ def predicts_further_tokens(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Return the masked sum of the token losses (fp32), the number of unmasked tokens, and both for the log."""
+    """Return the masked sum of the token losses (fp32), the number of unmasked tokens, and both values for the log."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_loss.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
@@ -162,7 +162,7 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
-    """Run the model on one microbatch. Returns its output and the loss function that the last stage applies to it."""
+    """Run the model on one microbatch. Returns the output, and the loss function for the output of the last stage."""
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     size = args.micro_batch_size if model.training else args.eval_micro_batch_size
@@ -177,7 +177,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: tensor rank 0 on the first and last stage, or on all with packed sequences."""
+    """Whether this rank reads data: tensor rank 0 of the first and last stage, or, if packed, of all stages."""
     reads = packs_sequences() or is_first_or_last_pipeline_stage(vp_stage)
     return reads and mpu.get_tensor_model_parallel_rank() == 0
 
@@ -230,7 +230,7 @@ def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Check arguments and inputs, then train. Raises UserError if they are invalid, before any process group exists."""
+    """Check arguments and inputs, then train. Invalid input raises UserError before any process group exists."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args()
     refuse_script_options(args)

@@ -35,9 +35,9 @@ PICTURE = ROOT / "docs" / "images" / "before_after.png"
 
 CONFIG, HARDWARE, NODES = "configs/llama3_8b.yaml", "h100", 4
 LEAST_GPUS = 128
-"""The number of GPUs that a published run must have to be shown."""
+"""Published runs with fewer GPUs than this are not shown."""
 WINDOW = 2.5
-"""The seconds of an iteration that the picture shows."""
+"""The picture shows this many seconds of an iteration."""
 
 COLOURS = {
     "forward": "#7BA3CC",
@@ -96,8 +96,8 @@ class Run:
             stage = self.schedule.placement.stage_of[rank][step.chunk]
             colour = "forward" if step.kind is PassKind.F else "backward"
             cut = (end - start) * self.vocabulary_share(stage, step.kind)
-            # The embedding is the start of a forward and the end of a backward; for the output layer it is the other
-            # way round.
+            # The embedding is at the start of a forward and at the end of a backward; the output layer is at the other
+            # end.
             if (stage == 0) == (step.kind is PassKind.F):
                 found += [Box(start, start + cut, "vocabulary"), Box(start + cut, end, colour)]
             else:
@@ -105,7 +105,9 @@ class Run:
         return [Box(box.start, min(box.end, WINDOW), box.colour) for box in found if min(box.end, WINDOW) > box.start]
 
     def vocabulary_share(self, stage: int, kind: PassKind) -> float:
-        """The share that a whole vocabulary layer has in a pass of the first or last stage in a plain run."""
+        """The fraction of a pass on `stage` that a vocabulary layer takes; nonzero on the first and last stage of plain
+        runs.
+        """
         prediction, last = self.prediction, self.schedule.placement.stages - 1
         if prediction.plan.vocab is not VocabMethod.NONE or stage not in (0, last):
             return 0.0
@@ -311,7 +313,7 @@ def main() -> int:
     fresh = written(page, found)
     if check:
         stale = [PICTURE.name] * (stored_digest() != digest(found)) + [README.name] * (fresh != page)
-        print(f"out of date: {', '.join(stale)}; run this without --check" if stale else "up to date")
+        print(f"out of date: {', '.join(stale)}; run this script without --check" if stale else "up to date")
         return int(bool(stale))
     draw(asked, found)
     README.write_text(fresh, encoding="utf-8")

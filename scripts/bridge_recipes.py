@@ -4,9 +4,9 @@
 
 FOLDER contains Megatron-Bridge and the packages that it imports (see `tests/mcore/bridge_loop.py`). The script builds
 each recipe for H100, B200 and GB300 that has two or more pipeline stages, with the sizes of its Hugging Face model
-below, and turns it into Megatron's flags. It checks these as `scripts/nvidia_jobs.py` checks NVIDIA's other jobs.
-Changes that a recipe makes to the built model (adapters, frozen weights) have no flag and are not checked. Nothing is
-downloaded or started.
+below, and turns it into Megatron's flags. It checks these flags in the same way as `scripts/nvidia_jobs.py` checks
+NVIDIA's other jobs. Changes that a recipe makes to the built model (adapters, frozen weights) have no flag and are not
+checked. Nothing is downloaded or started.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CALLED_OTHERWISE = {
     "fp8_param": "fp8_param_gather",
 }
 _LEFT_OUT = {
-    # Set below, or properties of a process. Which kernel computes a fused loss does not matter to our passes.
+    # Options that are set below, that describe a process, or that choose the kernel of a fused loss.
     *("moe_layer_freq", "pipeline_model_parallel_layout", "position_embedding_type", "hidden_dropout"),
     *("attention_dropout", "rank", "world_size", "data_parallel_size", "cross_entropy_fusion_impl"),
     # Settings of kernels and layers that Megatron's flags cannot express.

@@ -36,7 +36,7 @@ def part(name: str) -> str:
 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     # A bar separates cells, except inside code.
     lines += [
@@ -60,7 +60,7 @@ def commands() -> str:
 
 
 def _command(command: Any, name: str) -> list[str]:
-    """Paragraphs on a command: a heading, its purpose, options and example; for a group also those of its commands."""
+    """Paragraphs on a command: heading, purpose, options and example; for a group, also its commands' paragraphs."""
     pieces = [f"### {name}", *_paragraphs(command.help or "")]
     if isinstance(getattr(command, "commands", None), dict):
         return pieces + [piece for key, each in command.commands.items() for piece in _command(each, f"{name} {key}")]
@@ -117,7 +117,7 @@ def flags() -> str:
 
 
 def configuration_keys() -> str:
-    """A table of the same flags as keys of a YAML file."""
+    """A table of the keys of a YAML file that correspond to this package's training flags."""
     rows = []
     for action in _our_actions():
         if action.dest != "config":
@@ -150,7 +150,7 @@ def _leaves(text: str) -> dict[str, Any]:
 
 
 def python_interface() -> str:
-    """The Python interface: signatures and docstrings of all that programs may import."""
+    """The Python interface: signatures and docstrings of everything that programs may import."""
     import megatron_vp
     from megatron_vp import schedule
     from megatron_vp.mcore.start.enabled import Handle
@@ -168,7 +168,9 @@ SCHEDULE_FUNCTIONS = ("generate", "validate", "simulate", "lower", "to_json", "f
 
 
 def _documented(name: str, what: Any) -> list[str]:
-    """Paragraphs on a function or class: heading, signature and docstring; for a class also those of its methods."""
+    """Paragraphs on a function or class: heading, signature and docstring; a class also has the paragraphs of its
+    methods.
+    """
     pieces = [f"### {name}", *_docstring(what)]
     if not inspect.isclass(what):
         pieces.insert(1, f"```python\n{_signature(name, what)}\n```")
@@ -254,21 +256,21 @@ def host_links() -> str:
 
 
 def memory_by_layer() -> str:
-    """A table, by job, of memory counted in a replay of shapes next to the prediction."""
+    """A table, by job, of the memory counted in a shapes-only replay and the predicted memory."""
     from memory_agrees import lines_of, table_of
 
     return table_of(lines_of(RESULTS / "memory_agrees.jsonl"))
 
 
 def optimality() -> str:
-    """A table of how far small schedules are from the shortest possible ones."""
+    """A table that compares the makespans of small schedules with the shortest possible makespans."""
     import optimality
 
     return optimality.table(optimality.read_results())
 
 
 def memory_of_the_papers_models() -> str:
-    """A table of memory counted in a replay of shapes next to the prediction, for the paper's models."""
+    """A table, for the paper's models, of the memory counted in a shapes-only replay and the predicted memory."""
     text = (RESULTS / "replay_shapes.jsonl").read_text(encoding="utf-8")
     lines = [line for line in map(json.loads, text.splitlines()) if "error" not in line]
     off = [100 * abs(line["predicted_bytes"] / line["memory_bytes"]["peak"] - 1) for line in lines]

@@ -8,11 +8,11 @@ fence may say which lines are kept, and how the test compares them:
     <!-- run: keep="times as fast|^use:" most=8 slow -->
 
 `head=N` keeps the first N lines, `keep="PATTERN"` keeps the lines that contain the pattern, and `most=N` keeps at most
-N of these; `...` stands for omitted lines. `status=N` is the expected exit status. `numbers` means that digits differ
-from run to run. `slow` means that the command takes long or reads files that earlier blocks on the page wrote; it is
-tested only with `-m slow`. `as="COMMAND"` runs another command instead, for example if the command itself would set up
-an environment. The commands of a page run in order, in a new folder. A comment `<!-- file: NAME -->` above any fence
-writes the content of the fence to the file NAME in that folder.
+N matching lines; `...` stands for omitted lines. `status=N` is the expected exit status. `numbers` means that digits
+differ from run to run. `slow` means that the command takes long or reads files that earlier blocks on the page wrote;
+such a block is tested only with `-m slow`. `as="COMMAND"` runs another command instead, for example if the command
+itself would set up an environment. The commands of a page run in order, in a new folder. A comment `<!-- file: NAME
+-->` above any fence writes the content of the fence to the file NAME in that folder.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Example:
     keep: str = "."
     """A pattern that kept lines contain."""
     most: int = 8
-    """The most lines that are kept; an ellipsis stands for others."""
+    """The maximum number of lines that are kept; an ellipsis stands for all others."""
     status: int = 0
     """The exit status of the command."""
     before: str | None = ""
     """The words before `megatron-vp`, such as a launcher; None if `words` is the whole command."""
     head: int = 0
-    """The number of first lines that are kept whatever they contain."""
+    """The number of first lines that are always kept."""
     slow: bool = False
     """Whether the command takes long, or reads what other commands wrote."""
     numbers: bool = False
@@ -93,7 +93,7 @@ EXAMPLES = {
     "paper calibrate": Example("paper calibrate", most=8),
     "paper public": Example("paper public --only gpt3", most=10),
 }
-"""The examples by command, in the order in which they run, because later ones read what earlier ones wrote."""
+"""The examples by command, in the order in which they run: later examples read files that earlier examples wrote."""
 
 
 def path_of(command: str) -> Path:
@@ -141,7 +141,7 @@ class Block:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """Yield the blocks of a page in order. Raises SystemExit for one without a command or with an unknown option."""
+    """Yield the blocks of a page in order. Raises SystemExit if a block has no command or an unknown option."""
     for found in BLOCK.finditer(page):
         command = re.match(r"\$ ((?:.*\\\n)*.*)\n", found["text"])
         if command is None:

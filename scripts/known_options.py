@@ -22,7 +22,7 @@ FOLDER = ROOT / "megatron_vp" / "jobs"
 FILE = FOLDER / "known_options.txt"
 HEADER = f"""\
 # Made by {Path(__file__).relative_to(ROOT)} from Megatron's parser and our options; do not edit.
-# A line per option: its name, what it takes (+: several values), and the choices it has.
+# One line per option: its name, the type of its value (+: several values), and its choices.
 """
 
 
@@ -48,7 +48,7 @@ def _line(option: str, action: argparse.Action) -> str:
 
 
 def content(known: Container[str] = ()) -> str:
-    """The whole file, without the lines in `known`."""
+    """The content of the file, without the lines in `known`."""
     return HEADER + "".join(f"{line}\n" for line in sorted(lines()) if line not in known)
 
 
@@ -63,7 +63,7 @@ def of_this_megatron() -> tuple[Path, str]:
 
 
 def main() -> None:
-    """Write the file, or compare it."""
+    """Write the file or, with `--check`, compare it with the expected content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -1,6 +1,6 @@
 """Write the measurements of tiny CPU runs that the tests of `--vocab-shards measured:DIR` read.
 
-    .venv/bin/python scripts/measured_runs.py     # six runs of two ranks: three minutes on two cores
+    .venv/bin/python scripts/measured_runs.py     # eight runs of two ranks: a few minutes on two cores
 
 Rank reports of all runs, and traces of half of the runs, are written to tests/cost/measured_runs/.
 """

@@ -4,9 +4,9 @@
 
 The script reads the functional tests and the shell scripts of examples that train GPT or hybrid models with two or more
 pipeline stages. It runs the checks of `megatron-vp check` on each job three times: unchanged, with vocabulary
-parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), and with it under v-half. `--write`
-writes the tables to the evidence page, and `--list` prints every job. No job is started, and no data, tokenizer or
-checkpoint is read.
+parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), and with vocabulary parallelism
+under v-half. `--write` writes the tables to the evidence page, and `--list` prints every job. No job is started, and no
+data, tokenizer or checkpoint is read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the job: those of one replica, or as many replicas as fit into a node of 8."""
+        """The number of ranks of the job: the ranks of one replica, or of as many replicas as fit into a node with 8
+        GPUs.
+        """
         size = {name: int(flag_value(list(self.words), f"--{name}-parallel-size") or 1) for name in _SIZES}
         experts = flag_value(list(self.words), "--expert-tensor-parallel-size")
         tensor = int(experts) if experts else size["tensor-model"]
@@ -157,7 +159,7 @@ def _shell_words(text: str) -> tuple[str, ...]:
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """A shell text with its variables filled in; those that the script does not set become paths to nowhere."""
+    """A shell text with its variables filled in; variables that the script does not set become nonexistent paths."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
@@ -210,7 +212,7 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
 
 
 def write(block: str, written: str) -> None:
-    """Write tables to their place on the page."""
+    """Write tables to the page, between the marks of `block`."""
     begin, end = f"<!-- begin {block} -->\n", f"\n<!-- end {block} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     PAGE.write_text(before + begin + written + end + rest.split(end)[1], encoding="utf-8")

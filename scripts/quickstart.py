@@ -54,7 +54,8 @@ def measured_costs(run: RecordedRun, vocab: VocabMethod) -> StageCosts:
 def predicted_seconds(run: RecordedRun, vocab: VocabMethod, cores: int) -> float:
     """The seconds of a 1F1B iteration with the run's pass times and free communication, on `cores` cores or devices.
 
-    With fewer cores than ranks, it takes at least as long as all the work spread evenly over the cores.
+    With fewer cores than ranks, the iteration takes at least as long as the work of all ranks, spread evenly over the
+    cores.
     """
     costs = measured_costs(run, vocab)
     schedule = generate("1f1b", RANKS, run.ranks[0].microbatches, vocab=vocab, costs=costs.nominal(RANKS))
@@ -67,11 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = ROOT / "runs" / "quickstart"
     parser.add_argument("--output", type=Path, default=default, help="folder for data, logs and pictures")
-    parser.add_argument("--iterations", type=int, help="instead of the configured number")
+    parser.add_argument("--iterations", type=int, help="number of training iterations (default: as configured)")
     options = parser.parse_args()
     if options.iterations is not None and options.iterations < FEWEST_ITERATIONS:
         parser.error(
-            f"--iterations {options.iterations}: the learning rate warms up first; give {FEWEST_ITERATIONS} or more"
+            f"--iterations {options.iterations} is too few, because the learning rate warms up first; give at least "
+            f"{FEWEST_ITERATIONS}"
         )
     started = time.monotonic()
     output: Path = options.output.resolve()
@@ -167,11 +169,11 @@ def _print_predictions(runs: TwoRuns, on_gpus: bool) -> None:
         for run, vocab in ((runs.plain, VocabMethod.NONE), (runs.split, ALGORITHM))
         for predicted in [predicted_seconds(run, vocab, cores)]
     ]
-    _say(f"predicted from their pass times: {' | '.join(predictions)}")
+    _say(f"predicted from the runs' pass times: {' | '.join(predictions)}")
     if not on_gpus and (os.cpu_count() or 1) < RANKS:
         _say(
-            f"{RANKS} ranks share {os.cpu_count()} cores here, so an iteration takes as long as all the work together; "
-            f"with a device for every rank it takes as long as the busiest one"
+            f"{RANKS} ranks share {os.cpu_count()} cores here, so an iteration takes as long as the work of all ranks; "
+            f"with one device per rank, it would take as long as the work of the busiest rank"
         )
 
 

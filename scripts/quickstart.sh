@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up an environment, then train a small model with and without vocabulary parallelism. If the first argument is
-# `--latest`, install the newest versions of all packages instead of the tested ones; other arguments go to
-# quickstart.py.
+# `--latest`, install the newest versions of all packages instead of the tested ones. All other arguments are
+# passed to quickstart.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1:-} == --latest ]]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Regenerate everything that scripts write into README, docs and package. This takes half an hour, mostly for the
-# examples on the pages. Check the result with `git diff`.
+# Regenerate everything that scripts write into the README, the docs and the package. This takes half an hour, mostly
+# for the command output on the pages. Check the result with `git diff`.
 #
 #     scripts/regenerate.sh
 set -euo pipefail

@@ -35,7 +35,7 @@ def rows() -> list[tuple[str, str]]:
 
 
 def timeline(name: str, vocab: str, ranks: int, microbatches: int = MICROBATCHES) -> Timeline:
-    """Simulate the schedule at the default costs, for which it is also generated."""
+    """Generate the schedule for the default costs, and simulate it."""
     return simulate(generate(name, ranks, microbatches, vocab=vocab))
 
 
@@ -61,7 +61,7 @@ LIMITS = (4, 4.5, 5, 5.5, 6, 7, 8, 9)
 
 
 def limit_table() -> str:
-    """A Markdown table of how long the schedules of v-flex take, by memory limit."""
+    """A Markdown table of the makespans of v-flex schedules, by memory limit."""
     costs = PassCosts(F=1, B=1.9, W=0.7)
     lines = ["| vocabulary | " + " | ".join(f"{limit:g}" for limit in LIMITS) + " |", "|---" * (1 + len(LIMITS)) + "|"]
     for vocab in ("none", "vocab-2"):
@@ -82,7 +82,7 @@ OFFLOADED = (("1f1b", None), ("zb-v", None), ("v-half", None), ("interleaved", 4
 
 
 def offload_table() -> str:
-    """A Markdown table of time and of peaks on device and host, with none, half or all of the chunks offloaded."""
+    """A Markdown table of makespan and peak memory on device and host, with no, half or all chunks offloaded."""
     costs = PassCosts(other={"copy": 0.75})
     lines = ["| schedule | chunks | none | half | all |", "|---|---|---|---|---|"]
     for name, chunks in OFFLOADED:
@@ -153,7 +153,11 @@ def main() -> int:
         before, rest = fresh.split(begin)
         fresh = before + begin + table_of() + end + rest.split(end)[1]
     if check:
-        print("up to date" if fresh == page else f"figures in {PAGE.name} are out of date; run this without --check")
+        print(
+            "up to date"
+            if fresh == page
+            else f"figures in {PAGE.name} are out of date; run this script without --check"
+        )
         return int(fresh != page)
     PAGE.write_text(fresh, encoding="utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # setup_env.sh [--latest] [--system-site-packages]: creates .venv in the repository and installs the project into it,
-# with the versions of constraints.txt. It does nothing if that is already done. --latest installs the newest versions
-# that pyproject.toml allows, and upgrades them at every call. --system-site-packages is for containers that come with
-# PyTorch: .venv then uses the container's packages, and PyTorch, Transformer Engine, Apex and their compiled
-# dependencies are not changed. This choice is kept until .venv is removed. PYTHON=/path/to/python sets the interpreter.
+# with the versions of constraints.txt. If .venv is already complete, the script does nothing. --latest installs the
+# newest versions that pyproject.toml allows, and upgrades them at every call. --system-site-packages is for containers
+# that come with PyTorch: .venv then uses the container's packages, and PyTorch, Transformer Engine, Apex and their
+# compiled dependencies are not changed. Later calls keep this choice until .venv is removed. PYTHON=/path/to/python
+# sets the interpreter.
 #
-# On a machine with an NVIDIA GPU and nvcc, Transformer Engine is also compiled if it is missing.
+# On a machine with an NVIDIA GPU, the script also compiles Transformer Engine if it is missing. This needs nvcc.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,12 +34,13 @@ shares() { [[ -f $venv/pyvenv.cfg && $(<"$venv/pyvenv.cfg") == *"include-system-
 readonly asked_to_share=$shared
 if shares; then shared=yes; fi
 if [[ $shared == yes && $latest == yes ]]; then
-    say "--latest would change the container's own packages, which $venv shares (--system-site-packages): leave one out"
+    say "--latest would change the container's own packages, which $venv shares (--system-site-packages):" \
+        "leave out --latest, or remove $venv"
     exit 2
 fi
 readonly latest shared
 
-# Tests a candidate by running it, because a pyenv shim exists even for versions that it refuses to start. Our
+# Tests a candidate by running it, because pyenv has shims even for versions that it refuses to start. Our
 # dependencies have no wheels for free-threaded builds and other implementations. Debian's python3 may lack ensurepip.
 suitable() {
     "$1" -c '
@@ -67,14 +69,15 @@ find_python() {
     if [[ $shared == yes ]]; then with_torch=", and with PyTorch, which --system-site-packages shares"; fi
     if [[ -n ${PYTHON:-} ]]; then
         if suitable "$PYTHON"; then command -v "$PYTHON" && return; fi
-        say "PYTHON=$PYTHON does not run as CPython 3.12 or newer with venv and ensurepip$with_torch; set another or unset it."
+        say "PYTHON=$PYTHON does not run as CPython 3.12 or newer with venv and ensurepip$with_torch; set it to" \
+            "another interpreter, or unset it."
         return 1
     fi
     while read -r candidate; do
         if suitable "$candidate"; then command -v "$candidate" && return; fi
     done < <(candidates)
     if [[ $shared == yes ]]; then
-        say "no CPython 3.12 or newer found that has venv and PyTorch: leave --system-site-packages out, or set" \
+        say "no CPython 3.12 or newer found that has venv and PyTorch: leave out --system-site-packages, or set" \
             "PYTHON=/path/to/python."
         return 1
     fi
@@ -95,19 +98,19 @@ print(hashlib.sha256(text).hexdigest())' "$latest" "$constraints" 2>/dev/null
 
 complete() { [[ -f $stamp ]] && [[ $(<"$stamp") == "$(fingerprint)" ]]; }
 
-# If .venv is not from this script, rename it, so that nothing in it is removed or changed.
+# If this script did not create .venv, rename .venv, so that nothing in it is removed or changed.
 keep_what_is_not_ours() {
     local kept=$venv.kept number=1
     if [[ ! -e $venv && ! -L $venv ]] || [[ -e $own || -e $stamp ]]; then return; fi
     while [[ -e $kept || -L $kept ]]; do kept=$venv.kept-$((++number)); done
     mv -T "$venv" "$kept"
-    say "$venv was not made by this script: it is $kept now (mv $kept $venv puts it back)"
+    say "$venv was not created by this script, so it is now called $kept (mv $kept $venv restores it)"
 }
 
 create() {
     local python
     python=$(find_python)
-    say "making $venv with $("$python" -V) ($python)"
+    say "creating $venv with $("$python" -V) ($python)"
     rm -rf "$venv"
     mkdir "$venv"
     : >"$own"
@@ -116,8 +119,8 @@ create() {
     "$python" -m venv "${sees[@]}" "$venv"
 }
 
-# Prints pip constraints for a shared environment: the container's compiled packages, and tested versions of missing
-# ones.
+# Prints pip constraints for a shared environment: the versions of the container's compiled packages, and the tested
+# versions of packages that the container lacks.
 shared_constraints() {
     "$venv/bin/python" -c '
 import importlib.metadata, pathlib, re, sys
@@ -136,7 +139,7 @@ install() {
     say "installing the project and its dependencies (PyTorch is several GB; this takes minutes)"
     local versions=(--constraint "$constraints")
     if [[ $shared == yes ]]; then
-        # The container's own constraints are for its programs; packages in .venv are visible only there.
+        # The container sets PIP_CONSTRAINT for its own programs, which do not see the packages in .venv.
         unset PIP_CONSTRAINT
         shared_constraints >"$venv/shared_constraints.txt"
         versions=(--constraint "$venv/shared_constraints.txt")
@@ -146,17 +149,17 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test,docs]' >&2
 }
 
-# Transformer Engine has Megatron's fast layers. If it cannot be compiled, training works but is slower.
+# Transformer Engine provides Megatron's fast layers. Training also works without it, but is slower.
 install_engine() {
     if [[ $shared == yes || $(nvidia-smi --list-gpus 2>/dev/null || true) != *GPU* ]]; then return; fi
     if "$venv/bin/python" -W ignore -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
-    say "this machine has a GPU: compiling Transformer Engine (up to half an hour; Ctrl-C leaves .venv as it is)"
+    say "this machine has a GPU: compiling Transformer Engine (up to half an hour; Ctrl-C leaves .venv usable)"
     scripts/setup_transformer_engine.sh --build >&2 ||
-        say "Transformer Engine was not installed (see above): Megatron's local layers run; try again with" \
+        say "Transformer Engine was not installed (see above), so Megatron's local layers are used; try again with" \
             "scripts/setup_transformer_engine.sh --build"
 }
 
-# After an interrupted installation, pip may take incomplete packages for complete ones.
+# After an interrupted installation, pip may treat incomplete packages as complete.
 works() { "$venv/bin/python" -W ignore -c 'import torch, megatron.core, megatron_vp, pytest' >/dev/null 2>&1; }
 
 done_already() { [[ $latest == no ]] && { [[ $asked_to_share == no ]] || shares; } && complete; }
@@ -168,14 +171,14 @@ if command -v flock >/dev/null; then
 fi
 keep_what_is_not_ours
 if [[ $asked_to_share == yes && -d $venv ]] && ! shares; then
-    say "making $venv anew: it does not see this machine's packages"
+    say "recreating $venv, because it does not see this machine's packages"
     rm -rf "$venv"
 fi
 if [[ -e $stamp ]]; then mv "$stamp" "$own"; fi
 if ! { suitable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then create; fi
 install
 if ! works; then
-    say "$venv is damaged; making it anew"
+    say "$venv is damaged; recreating it"
     create
     install
     works || { say "the installation finished but PyTorch or Megatron cannot be imported; see the output above."; exit 1; }

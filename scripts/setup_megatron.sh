@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# setup_megatron.sh VERSION|PATH: creates an environment with another megatron-core on top of .venv, and prints its
-# folder. This is .venv-megatron-VERSION for a release, or .venv-megatron-NAME-COMMIT for the current state of the
-# Megatron-LM checkout at PATH, which is copied and not changed. Packages that this megatron-core accepts in .venv's
-# version, such as PyTorch, are shared and not installed again. Release series that the patches do not support are
-# refused.
+# setup_megatron.sh VERSION|PATH: creates an environment with another megatron-core on top of .venv, and prints the
+# environment's folder: .venv-megatron-VERSION for a release, or .venv-megatron-NAME-COMMIT for the current state of the
+# Megatron-LM checkout at PATH. The checkout is copied and not changed. Packages of .venv whose versions this
+# megatron-core accepts, such as PyTorch, are shared and not installed again. Release series that the patches do not
+# support are refused.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,19 +32,20 @@ from megatron_vp.mcore.patches import require_supported
 with one_line_errors():
     require_supported(sys.argv[1])
 END
-# The environment of a checkout with uncommitted changes is recreated each time, because its name does not show them.
+# If the checkout has uncommitted changes, recreate its environment, because the name does not identify the changes.
 changed=$([[ -z $checkout ]] || git -C "$checkout" status --porcelain 2>&1 | head -1)
 if [[ -z $changed && -f $stamp ]] && cmp -s "$stamp" .venv/.megatron_vp_complete; then
     echo "$venv"
     exit 0
 fi
 
-say "making $venv"
+say "creating $venv"
 rm -rf "$venv"
 .venv/bin/python -m venv "$venv"
 base=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# Add .venv as a site folder, so that its editable installs work. It comes last, so that packages installed here win.
+# Add .venv as a site folder, so that its editable installs work. It comes last, so packages installed here take
+# precedence.
 "$venv/bin/python" - "$base" >"$own/base.pth" <<'END'
 import sys
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # setup_transformer_engine.sh [VERSION...]: unpacks the Python code of Transformer Engine (a wheel of 1 MB, without
-# compiled parts) into .transformer-engine-VERSION, for tests that run its layers on the CPU. It is not installed into
-# .venv, where Megatron would use it. The default is the versions that the tests use.
+# compiled code) into .transformer-engine-VERSION, for tests that run its layers on the CPU. The code is not installed
+# into .venv, because Megatron would then use it. By default, the script unpacks the versions that the tests use.
 #
-# setup_transformer_engine.sh --build [VERSION]: compiles it for GPUs against the PyTorch in .venv, and installs it
-# there. This needs nvcc and the headers of cuDNN and NCCL. The default is the version that Megatron is tested with.
+# setup_transformer_engine.sh --build [VERSION]: compiles Transformer Engine for GPUs against the PyTorch in .venv, and
+# installs it into .venv. This needs nvcc and the headers of cuDNN and NCCL. The default is the version with which
+# Megatron is tested.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +19,7 @@ if [[ ${1:-} == --build ]]; then
     scripts/setup_env.sh
     cuda=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "").partition(".")[0])')
     if [[ -z $cuda ]]; then
-        say "the PyTorch in .venv is built without CUDA: install one that has it"
+        say "the PyTorch in .venv is built without CUDA: install a PyTorch build with CUDA"
         exit 2
     fi
     .venv/bin/python -m pip install --disable-pip-version-check ninja pybind11 setuptools wheel
@@ -37,7 +38,7 @@ for version in "$@"; do
     folder=.transformer-engine-$version
     if [[ -d $folder ]]; then continue; fi
     rm -rf "$folder.part"
-    # Other dependencies are already in .venv, or the layers do not need them.
+    # All other dependencies are in .venv already, or are not needed by the layers.
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target "$folder.part" \
         "transformer-engine==$version" einops==0.8.2
     mv "$folder.part" "$folder"

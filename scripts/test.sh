@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run linter, format check, type checker and tests, in an environment that is created if needed. Without arguments,
-# three pytest processes run in parallel: for runs under Megatron, for tests that mostly wait, and for all other tests.
-# The output of the last two follows at the end. Arguments go to a single pytest, except these, which must come first:
+# Run the linter, format check, type checker and tests, in an environment that is created if needed. Without arguments,
+# three pytest processes run in parallel: for tests under Megatron, for tests that mostly wait, and for all other tests.
+# The output of the last two processes follows at the end. Arguments are passed to a single pytest process, except
+# these options, which must come first:
 #   --quick             tests for the edit-test loop: schedules, cost model, configuration, the vocabulary
 #                       layers against fp64, and one small run against plain Megatron
 #   --megatron VERSION  test with this version of megatron-core, in a separate environment
-#   --megatron PATH     test with a checkout of Megatron-LM, including NVIDIA's own scripts in it
+#   --megatron PATH     test with a checkout of Megatron-LM, including NVIDIA's scripts in the checkout
 #   --latest            install the newest versions of all packages instead of the tested ones
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +28,7 @@ case ${1:-} in
         ;;
     *) scripts/setup_env.sh ;;
 esac
-# A test runs several ranks, each in a process, on the same cores.
+# Many tests start several ranks, as processes that share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
@@ -36,7 +37,7 @@ types() { .venv/bin/python -m mypy; }
 
 tests() { "$venv/bin/python" -m pytest -q "$@"; }
 
-# timed NAME COMMAND...: runs a command and prints how long it took.
+# timed NAME COMMAND...: runs COMMAND and prints how long it took.
 timed() {
     local name=$1 start=$SECONDS status=0
     shift
@@ -87,12 +88,12 @@ quick_tests=(
     tests/vocab/test_output.py
 )
 
-# Each lane is a separate pytest. The tests that wait are mostly idle: their ranks hang, stop and die.
+# Each of these functions runs a separate pytest. The tests that wait are mostly idle: their ranks hang, stop or die.
 runs_under_megatron() {
     if [[ $quick == yes ]]; then
         tests tests/mcore/test_parity.py -k "test_parity and 1f1b-2-vocab-2" "$@"
     else
-        timed "the lane of runs under Megatron" tests --durations=25 "${rank_tests[@]}" "${waiting_tests[@]/#/--ignore=}"
+        timed "the tests under Megatron" tests --durations=25 "${rank_tests[@]}" "${waiting_tests[@]/#/--ignore=}"
     fi
 }
 
@@ -101,7 +102,7 @@ waiting() {
         types
     else
         timed "the type checker" types || return
-        timed "the lane of tests that wait" tests --durations=25 "${waiting_tests[@]}"
+        timed "the tests that mostly wait" tests --durations=25 "${waiting_tests[@]}"
     fi
 }
 
@@ -109,14 +110,14 @@ all_others() {
     if [[ $quick == yes ]]; then
         tests "${quick_tests[@]}" "$@"
     else
-        timed "the lane of all other tests" tests --durations=25 tests \
+        timed "all other tests" tests --durations=25 tests \
             "${rank_tests[@]/#/--ignore=}" "${waiting_tests[@]/#/--ignore=}"
     fi
 }
 
 outputs=$(mktemp -d)
 status=0
-set -m # each background command gets a process group, which can be killed as a whole and receives interrupts
+set -m # each background command gets its own process group, which can be killed as one and receives interrupts
 waiting "$@" >"$outputs/1" 2>&1 &
 waiting=$!
 all_others "$@" >"$outputs/2" 2>&1 &

@@ -80,9 +80,10 @@ def data(
     flags = prepared.flags()
     if "--split" in flags:
         say(
-            f"{prepared.documents} documents are too few for Megatron's default --split {MEGATRONS_SPLIT}, which would "
-            "leave the training, validation or test set empty: train with the --split below"
+            f"too few documents ({prepared.documents}) for Megatron's default --split {MEGATRONS_SPLIT}, which "
+            "would leave the training, validation or test set empty: train with the --split below"
         )
-    counts = f"{prepared.documents} documents, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
+    documents = f"{prepared.documents} document{'s' * (prepared.documents != 1)}"
+    counts = f"{documents}, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on this dataset with:")
     typer.echo("  " + shlex.join(flags))

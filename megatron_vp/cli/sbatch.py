@@ -141,7 +141,7 @@ def sbatch(
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if not dry_run:
         check_files(checked.args)
-    typer.echo(f"{nodes} nodes x {per_node}; " + "\n".join(describe_job(checked, ranks)))
+    typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
         # Only warn about missing input files, because the job may run on a different machine than this dry run.

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# The batch files next to this one source it. It chooses the Python, the number of ranks and the rendezvous address, and
-# starts the ranks. MEGATRON_VP_PYTHON sets an interpreter other than that of scripts/setup_env.sh. If
-# MEGATRON_VP_CONTAINER_IMAGE is set (optionally with MEGATRON_VP_CONTAINER_MOUNTS, FROM:TO,...), everything that srun
-# starts runs in that image, through SLURM's pyxis plug-in. Load modules before submitting: sbatch passes on the
-# environment.
+# Functions for the batch files in this folder, which source this file. It sets the Python interpreter, the number of
+# ranks and the rendezvous address, and starts the ranks. MEGATRON_VP_PYTHON overrides the interpreter that
+# scripts/setup_env.sh installs. If MEGATRON_VP_CONTAINER_IMAGE is set (optionally with MEGATRON_VP_CONTAINER_MOUNTS,
+# FROM:TO,...), everything that srun starts runs in that image, through SLURM's pyxis plug-in. Load modules before
+# submitting: sbatch passes on the environment.
 
-# The ranks' files and logs contain their arguments, so other users may not read them.
+# The files and logs of a job contain its arguments, so other users must not be able to read them.
 umask o=
 
 shopt -s inherit_errexit # a failure inside $(...) ends the command substitution
@@ -26,7 +26,7 @@ number() {
 }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "this is a batch script: start it with sbatch"
-# The batch script runs on the node, outside the container. The job's folder has the same path inside it.
+# The batch script itself runs outside the container. The job's folder has the same path inside the container.
 container=()
 if [[ -n ${MEGATRON_VP_CONTAINER_IMAGE:-} ]]; then
     container=("--container-image=$MEGATRON_VP_CONTAINER_IMAGE" "--container-workdir=$PWD"
@@ -38,7 +38,8 @@ else
 fi
 readonly container python
 
-# The number of tasks that the user asked for, or one per GPU. If SLURM does not manage GPUs, nvidia-smi counts them.
+# Prints the number of ranks per node: the tasks that the user requested, or one per GPU. If SLURM does not manage
+# GPUs, nvidia-smi counts them.
 count_ranks() {
     local gpus=0 tasks
     if [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then
@@ -66,25 +67,26 @@ job_number=$(number SLURM_JOB_ID 0)
 ranks_per_node=$(count_ranks)
 readonly nodes_of_job cpus_of_node job_number ranks_per_node ranks=$((ranks_per_node * nodes_of_job))
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-# A port below the ephemeral range; jobs that share a node have different numbers, and so different ports.
+# A port below the ephemeral range. Jobs that share a node have different job numbers, so they get different ports.
 export MASTER_ADDR=${nodes[0]} MASTER_PORT=$((15000 + job_number % 15000))
 export PYTHONUNBUFFERED=1
 
-# check ARGUMENT...: one process per node checks the node, the arguments and the inputs. If one fails, nothing starts.
+# check ARGUMENT...: one process per node checks the node, the arguments and the inputs. If a check fails, no rank is
+# started.
 check() {
     srun "${container[@]}" --ntasks="$nodes_of_job" --ntasks-per-node=1 \
         "$python" -m megatron_vp check --ranks "$ranks" --ranks-per-node "$ranks_per_node" "$@"
 }
 
-# Sets the variables that torchrun would set for a rank, from those of its SLURM task; MASTER_ADDR and MASTER_PORT are
-# set above. `exec` makes the rank itself the process to which SLURM sends signals.
+# Sets the variables that torchrun would set for a rank, from the variables of its SLURM task; MASTER_ADDR and
+# MASTER_PORT are set above. `exec` makes the rank itself the process to which SLURM sends signals.
 # shellcheck disable=SC2016 # the rank's shell expands it
 readonly as_rank='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
 export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
 exec "$@"'
 
-# train FOLDER MODULE ARGUMENT...: runs a Python module on all ranks, each with its log in FOLDER. If a rank fails,
-# SLURM ends the others.
+# train FOLDER MODULE ARGUMENT...: runs a Python module on all ranks, which log to files in FOLDER. If a rank fails,
+# SLURM ends the other ranks.
 train() {
     local folder=$1 cpus=$((cpus_of_node / ranks_per_node))
     shift

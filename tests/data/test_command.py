@@ -35,7 +35,7 @@ def test_prints_flags_that_train(run, tmp_path):
     flags = result.stdout.splitlines()[-1].split()
     assert flags[::2] == ["--data-path", "--tokenizer-type", "--tokenizer-model", "--split"]
     assert flags[3] == "HuggingFaceTokenizer"
-    assert flags[7] == "28,1,1" and "30 documents are too few for Megatron's default --split" in result.stderr
+    assert flags[7] == "28,1,1" and "too few documents (30) for Megatron's default --split" in result.stderr
     check_dataset(flags[1], flags[7])
     check_tokenizer(flags[5])
 

@@ -111,7 +111,7 @@ def test_environment_that_cannot_import_is_made_anew(checkout):
     installed(checkout, imports=1)
     found = place(checkout / "bin" / "python3.12", STAND_IN)
     result = set_up(checkout)
-    assert "damaged; making it anew" in result.stderr and f"venv by {found}" in result.stderr
+    assert "damaged; recreating it" in result.stderr and f"venv by {found}" in result.stderr
     assert [path.name for path in (checkout / "repo" / ".venv").iterdir()] == [".megatron_vp_own"]
 
 
@@ -131,7 +131,7 @@ def test_an_environment_of_the_users_own_is_kept(checkout, has_pip):
     (checkout / "repo" / ".venv" / "MY_PACKAGES").write_text("precious")
     result = set_up(checkout)
     assert result.returncode == 0, result.stderr
-    assert ".venv was not made by this script: it is .venv.kept now" in result.stderr
+    assert ".venv was not created by this script, so it is now called .venv.kept" in result.stderr
     assert (checkout / "repo" / ".venv.kept" / "MY_PACKAGES").read_text() == "precious"
     assert not (checkout / "repo" / ".venv" / "MY_PACKAGES").exists()
     assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
@@ -146,7 +146,7 @@ def test_an_interrupted_installation_is_taken_up_again(checkout, end):
     assert not (checkout / "repo" / ".venv" / ".megatron_vp_complete").exists()
     maker(checkout)
     result = set_up(checkout)
-    assert result.returncode == 0 and "making" not in result.stderr and "is ready" in result.stderr, result.stderr
+    assert result.returncode == 0 and "creating" not in result.stderr and "is ready" in result.stderr, result.stderr
     assert not (checkout / "repo" / ".venv.kept").exists()
     assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
 
@@ -172,7 +172,7 @@ def test_a_containers_packages_are_seen_and_kept(checkout):
     )
     assert set_up(checkout).returncode == 0
     first = set_up(checkout, "--system-site-packages", PIP_CONSTRAINT="/etc/pip/constraint.txt")
-    assert first.returncode == 0 and "making .venv anew: it does not see this machine's packages" in first.stderr
+    assert first.returncode == 0 and "recreating .venv, because it does not see this machine's packages" in first.stderr
     assert "--constraint .venv/shared_constraints.txt" in (checkout / "repo" / "pip.log").read_text().splitlines()[-1]
     pins = (checkout / "repo" / ".venv" / "shared_constraints.txt").read_text().splitlines()
     for name in ("torch", "numpy"):
@@ -183,7 +183,7 @@ def test_a_containers_packages_are_seen_and_kept(checkout):
     for options in ((), ("--system-site-packages",)):
         assert (set_up(checkout, *options).returncode, set_up(checkout, *options).stderr) == (0, "")
     refused = set_up(checkout, "--latest")
-    assert refused.returncode == 2 and "leave one out" in refused.stderr
+    assert refused.returncode == 2 and "leave out --latest" in refused.stderr
     place(checkout / "bin" / "python3.13", STAND_IN.replace("exec", "[[ $2 == *metadata* ]] && exit 1\nexec"))
     without = set_up(checkout, "--system-site-packages", PYTHON=str(checkout / "bin" / "python3.13"))
     assert without.returncode == 0, "what is complete needs no interpreter"
@@ -305,10 +305,10 @@ def test_each_test_is_in_one_lane_and_each_lane_says_how_long_it_took(checkout):
     assert all((ROOT / word).exists() for lane in lanes for word in left_out(lane))
     took = [line for line in said.splitlines() if " took " in line]
     assert [line.partition(" took ")[0] for line in took] == [
-        "the lane of runs under Megatron",
+        "the tests under Megatron",
         "the type checker",
-        "the lane of tests that wait",
-        "the lane of all other tests",
+        "the tests that mostly wait",
+        "all other tests",
     ]
     # The lanes' outputs are not mixed.
     assert said.splitlines().index(took[0]) < said.splitlines().index("says -m mypy")

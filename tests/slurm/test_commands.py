@@ -98,7 +98,7 @@ def test_the_smallest_job_is_one_replica(said):
     )
     assert status == 2, "32 layers do not go into 6 stages"
     status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "16", "--dry-run")
-    assert status == 0 and printed.startswith("1 nodes x 16; 16 ranks = 8 pipeline x 2 data")
+    assert status == 0 and printed.startswith("1 node x 16; 16 ranks = 8 pipeline x 2 data")
     assert "--nodes=1 --ntasks-per-node=16" in printed
 
 

@@ -127,7 +127,7 @@ def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
-        ((), {}, "megatron_vp: error: no configuration"),
+        ((), {}, "megatron_vp: error: the job has no configuration file"),
         (("--script",), {}, "megatron_vp: error: --script needs a file"),
         (("my.yaml",), {"MEGATRON_VP_PYTHON": "/nowhere/python"}, "error: no Python at /nowhere/python"),
         pytest.param(("nowhere.yaml",), {}, "cannot read configuration file nowhere.yaml", marks=pytest.mark.slow),
