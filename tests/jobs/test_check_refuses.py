@@ -47,8 +47,8 @@ def check(flags, **settings):
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the",
         ),
-        ("--log-straggler", "--log-straggler must be implemented by the training script"),
-        ("--dataloader-type external", "--dataloader-type external must be implemented by the training script"),
+        ("--log-straggler", "pretrain_gpt_vp.py does not implement --log-straggler"),
+        ("--dataloader-type external", "pretrain_gpt_vp.py does not implement --dataloader-type external"),
         ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
         (

@@ -207,7 +207,7 @@ def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_r
     first = nn.Module()
     assert ask(first) == Trained(True, True, (1.0,)) and ask(first).everything
     weights[1].requires_grad_(False)
-    with pytest.raises(UserError, match="froze or unfroze a vocabulary layer after its first iteration"):
+    with pytest.raises(UserError, match="froze or unfroze a vocabulary layer after its first training iteration"):
         ask(first)
     chunk.layer.weight.requires_grad_(False)
     assert ask(nn.Module()) == Trained(True, False, (0.0,))

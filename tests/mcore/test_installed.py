@@ -291,7 +291,7 @@ def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, wh
     with mock.patch.object(installed, "of_nodes", machine):
         assert found["flags"] == flags.platform_arguments([*given, *normalization], cpu=False)
     status, printed, _ = answered(config, *given, "--nodes", nodes)
-    assert status == 0 and "checked for GPU nodes, not for this machine: compute capability 9.0" in printed
+    assert status == 0 and "checked for GPU nodes, not for this machine: assuming compute capability 9.0" in printed
 
 
 THERE = "te=2.17.1,apex=no"
@@ -339,7 +339,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (
             THERE,
             [*OURS, "--cuda-graph-impl", "transformer_engine", "--rampup-batch-size", "8", "8", "800"],
-            "graphs are captured once, for one number of microbatches",
+            "graphs are captured only once, for a fixed number of microbatches",
         ),
         (
             THERE,

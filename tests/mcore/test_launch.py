@@ -33,7 +33,7 @@ REFUSED = [
     ({"vocab_size": -3}, "--vocab-size -3 is out of range: use at least 1"),
     ({"pipeline_model_parallel_size": 0, "pipeline_schedule": "zb-v"}, "--pipeline-model-parallel-size 0 is out of"),
     ({"clip_grad": "nan"}, "--clip-grad nan is out of range: use a finite number of at least 0"),
-    ({"hidden_dropout": 1}, "--hidden-dropout 1.0 is out of range: use at least 0 and less than 1"),
+    ({"hidden_dropout": 1}, "--hidden-dropout 1.0 is out of range: use a number of at least 0 and less than 1"),
     ({**VP, "context_parallel_size": 2}, "local attention needs whole sequences; use --core-attention sdpa"),
     ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "put every m of --pipeline-model-parallel-layout"),
     ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "with a hybrid model that has several prediction heads"),
@@ -278,7 +278,7 @@ def test_one_rank_says_it_for_all_and_all_exit_with_status_2():
 
 def test_an_option_that_this_script_does_not_serve_is_refused():
     ((code, text),) = run_ranks(1, start, tiny_model(log_straggler=True), {})
-    assert code == 2 and text.startswith("error: --log-straggler must be implemented by the training script")
+    assert code == 2 and text.startswith("error: pretrain_gpt_vp.py does not implement --log-straggler")
     assert text.count("\n") == 1
 
 

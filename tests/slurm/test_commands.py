@@ -43,7 +43,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
     job, checkpoints, command = printed.splitlines()
     assert status == 0
     assert job == "4 nodes x 8; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
-    assert checkpoints == "checkpoints in runs/llama3_8b/checkpoints: starts at iteration 0 of 100000"
+    assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and starts at iteration 0 of 100000"
     assert shlex.split(command) == [
         *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b"),
         *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00", "--qos=high"),
@@ -197,13 +197,13 @@ CONTEXT = ("--context-parallel-size", "2")
 @pytest.mark.parametrize(
     ("words", "status", "expected"),
     [
-        (ENGINE, 0, "compute capability 9.0, Transformer Engine 2.20.2 assumed"),
+        (ENGINE, 0, "assuming compute capability 9.0 and Transformer Engine 2.20.2"),
         (
             (*ENGINE, "--pipeline-schedule", "v-half", "--num-experts", "8", "--moe-permute-fusion"),
             0,
             "v-half, vocab-2",
         ),
-        (("--distributed-backend=nccl",), 0, "compute capability 9.0 assumed"),
+        (("--distributed-backend=nccl",), 0, "assuming compute capability 9.0, without"),
         ((*ENGINE, *CONTEXT), 2, "require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1"),
         ((*ENGINE, "--core-attention", "sdpa"), 2, "Transformer Engine's layers have their own attention"),
         (("--distributed-backend=nccl", "--cpu"), 2, "--distributed-backend nccl cannot work without a CUDA device"),

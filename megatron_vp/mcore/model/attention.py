@@ -34,13 +34,13 @@ class ScaledDotProductAttention(MegatronModule):
     The constructor also accepts the sizes `k_channels` and `v_channels`, which latent attention passes, and ignores
     them: the key and value tensors already have these sizes.
 
-    A causal layer ignores its mask argument, which only repeats causality. Packed documents come with boundaries
-    instead of a mask, and attention is computed for each document separately. Scores are scaled once, by 1 / sqrt(head
-    size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the range of fp16 and
-    multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
+    A causal layer ignores its mask argument, because the mask only encodes causality. Packed documents come with
+    boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once, by 1 /
+    sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the range of
+    fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
 
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
-    of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences like this to balance
+    of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences in this way to balance
     causal attention. The queries of a piece attend to all keys up to the end of the piece.
 
     Raises:
@@ -69,8 +69,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay that counts memory for Transformer Engine does not gather: Transformer Engine passes keys and values
-        # around a ring, and each rank keeps only its own part of the sequence.
+        # A replay that counts memory for Transformer Engine does not gather keys and values: Transformer Engine passes
+        # them around a ring, and each rank keeps only its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -144,7 +144,7 @@ class ScaledDotProductAttention(MegatronModule):
     def _lengths(self, packed_seq_params: Any) -> list[int]:
         """Count the tokens of each document on this rank, including the padding after it; omit empty documents.
 
-        Reads the boundaries on the host, as Megatron's own rotary positions do in every layer.
+        The boundaries are read on the host, as in Megatron's own rotary embedding, in every layer.
         """
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()

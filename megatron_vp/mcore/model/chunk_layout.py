@@ -1,11 +1,11 @@
-"""Places layers where the schedule needs them, by changing Megatron's layout class and its function that selects a
+"""Places layers where the schedule needs them, by changing Megatron's layout class and the function that selects a
 segment of a hybrid pattern.
 
 Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: chunk c of rank r is virtual stage c p
-+ r. Some of our schedules place chunks differently: in a V, the second chunks run backwards over the ranks, so that
-rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning: it lists segments in stage
-order. Checkpoints and logs record the string unchanged. The segments of `--hybrid-layer-pattern` are placed in the same
-way.
++ r. Some of our schedules place chunks differently: in a V-shaped schedule, the second chunks are placed from the last
+rank to the first, so that rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning:
+it lists segments in stage order. Checkpoints and logs record the string unchanged. The segments of
+`--hybrid-layer-pattern` are placed in the same way.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_vp.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout in which every chunk has the segment of its virtual stage, as a placement assigns it."""
+    """A layout that gives every chunk the segment of the virtual stage that a placement assigns to the chunk."""
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
         assert self.virtual_pipeline_model_parallel_size == placement.chunks, (
             "layout and placement have different numbers of chunks"
         )
-        # Exporters copy a configuration attribute by attribute. Copying a frozen class such as the placement fails in
-        # this way, so only the placement's table is kept.
+        # Exporters copy a configuration attribute by attribute, which fails for frozen classes such as the placement.
+        # So the layout keeps only the placement's table.
         self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
         self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]
@@ -53,7 +53,7 @@ def even_layout(layers: int, stages: int, further_heads: int) -> str:
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
-@lru_cache  # Megatron parses the string again for every batch
+@lru_cache  # Megatron parses the layout again for every batch
 def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
     return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
 

@@ -3,7 +3,7 @@
 With `delay_wgrad_compute`, the backward of a Transformer Engine layer puts the operands of its weight gradient into the
 layer's queue. Megatron empties these queues within the same microbatch, through `backward_dw` and the hooks of its DDP
 wrapper. Under our schedules, pass W may run several microbatches later. Pass B therefore takes the operands out of the
-queues and keeps them for W. As for local layers, our code then accumulates the gradients and reports them to Megatron.
+queues and keeps them for W. Our code then accumulates the gradients and reports them to Megatron, as for local layers.
 
 Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled extension; not
 yet tested on a GPU.
@@ -119,7 +119,8 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
     another one.
 
     The row-wise copies of quantised operands are freed, because only the input gradient needed them. If an input was
-    gathered over the tensor ranks and `w_is_late`, only this rank's part is kept, and W gathers the input again.
+    gathered over the tensor ranks and `w_is_late`, only this rank's part of the input is kept, and W gathers the input
+    again.
     """
     taken = []
     for layer in layers:

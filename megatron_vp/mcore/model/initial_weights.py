@@ -2,17 +2,17 @@
 
 Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
 builds its stage: embedding, layers in order, output layer. In a V-shaped schedule, for example, a rank does not hold
-the same layers as in plain Megatron, so every layer would get different initial weights.
+the same layers as in plain Megatron, so the layers would get different initial weights.
 
-Each rank therefore first builds the chunks that plain Megatron would build on it, with Megatron's own code and
+Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
 generators. Our chunks are built afterwards and copy these values by global name. Values that another rank holds are
 broadcast. The method works for every layer that draws its weights in its constructor. Its cost is paid only at startup:
 each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds
 the whole model.
 
-Plain Megatron cuts the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the plain
-run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank, and
-rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages equal
+Plain Megatron divides the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the
+plain run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank,
+and rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages equal
 Megatron's even split.
 """
 
@@ -105,7 +105,7 @@ BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
 
 
 class PlainStart:
-    """Holds the chunks that this rank would have in plain Megatron, until our chunks have copied the weights.
+    """Holds the chunks that this rank would have in plain Megatron until our chunks have copied the weights.
 
     Args:
         job: the job with its final settings.
@@ -186,9 +186,9 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     """Build the weights that our chunks start from; return None if they draw plain Megatron's weights anyway or need
     none.
 
-    Collective over a model replica, before the first chunk is built. The weights are not needed if every layer is on
-    the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn (on the meta device,
-    and in a replay of a single rank).
+    The call is collective over a model replica, and comes before the first chunk is built. The weights are not needed
+    if every layer is on the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn
+    (on the meta device, and in a replay of a single rank).
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None

@@ -18,7 +18,7 @@ from torch import nn
 from megatron_vp.errors import UserError
 
 _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute_language_model_loss")
-"""Methods of Megatron's models that run only in part, or not at all, in a chunk whose vocabulary layers are cut."""
+"""Methods of Megatron's models that run only in part, or not at all, in a chunk whose vocabulary layers are split."""
 
 
 _UNREAD = (
@@ -70,7 +70,7 @@ def check_model(chunk: nn.Module) -> None:
 
 
 def check_vocabulary_layers(chunk: nn.Module) -> None:
-    """Check a chunk that has passed `check_model`, before its vocabulary layers are cut.
+    """Check a chunk that has passed `check_model`, before its vocabulary layers are split.
 
     Raises UserError for methods, layers, biases and hooks that are not Megatron's own.
     """
@@ -92,8 +92,8 @@ def softcap_of(config: Any) -> float:
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook that raises UserError if a script itself calls a cut chunk, which returns hidden states instead
-    of losses.
+    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split, which
+    returns hidden states instead of losses.
 
     The decoder's input is set only during pass F, which distinguishes a call by pass F from a call by the script.
     """

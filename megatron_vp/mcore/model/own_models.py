@@ -1,11 +1,12 @@
 """Supports models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
-Used only after `megatron_vp.enable`, and only if the script does not parse Megatron's arguments. The patched
-constructor then derives the job's settings from the first model, places the chunk where the schedule needs it, and
-prepares it as our builders do.
+This module is used only after `megatron_vp.enable`, and only if the script does not parse Megatron's arguments. The
+patched constructor then derives the job's settings from the first model, places the chunk where the schedule needs it,
+and prepares it as our builders do.
 
 Megatron-Bridge runs hooks on the finished chunks before it wraps them. These hooks load Hugging Face weights, add
-adapters or quantise, and they expect whole vocabulary layers. The chunks are therefore cut after the hooks.
+adapters or quantise, and they expect whole vocabulary layers. The vocabulary layers are therefore split after the
+hooks.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ class _OwnModel:
         self.clear()
 
     def clear(self) -> None:
-        """Reset all attributes to their values before the first model is built."""
+        """Set all attributes to their initial values."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
-        """Whether our constructor is running; constructor calls inside it then go to Megatron unchanged."""
+        """Whether our constructor is running. If so, nested constructor calls go to Megatron unchanged."""
         self.hooks_follow = False
         """Whether Megatron's builder is running; it calls hooks on the chunks once all of them are built."""
         self.uncut: ProcessGroupCollection | None = None
-        """The process groups of chunks that will be cut after their hooks; None if there are no such chunks."""
+        """The process groups of chunks whose vocabulary layers will be split after the hooks; None if there are none.
+        """
 
 
 _model = _OwnModel()
 
 
 def _preparing(original: Callable[..., None]) -> Callable[..., None]:
-    _model.clear()  # left over from a model whose construction failed
+    _model.clear()  # discard what a failed construction left behind
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -92,8 +94,8 @@ def _construct(
         )
     if (index == 0) != (model.first is None):
         raise UserError(
-            f"the script builds chunk {index} of {job.placement.chunks} on this rank, but must build chunk "
-            f"{0 if index else 1} next: build the chunks of a model in order, one GPTModel per vp_stage"
+            f"the script builds the model with vp_stage={index} out of order on this rank: build one GPTModel per "
+            f"vp_stage, from 0 to {job.placement.chunks - 1}"
         )
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
@@ -102,7 +104,7 @@ def _construct(
     if not index:
         model.start = plain_start(job, groups, plain_chunk)
     if job.settings.places_chunks:
-        # Megatron reads from the configuration which layers a chunk holds, and how many come before them.
+        # Megatron reads from the configuration which layers a chunk holds, and how many layers come before them.
         config = copy.copy(config)
         layout = job.args.pipeline_model_parallel_layout
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
@@ -128,7 +130,8 @@ def _construct(
 def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
     """Prepare a rank's chunks, if needed, once their builder's hooks have run.
 
-    Collective over all ranks. Raises UserError if the hooks have left a model that cannot be cut.
+    The call is collective over all ranks. Raises UserError if the hooks have left a model whose vocabulary layers
+    cannot be split.
     """
     if _model.uncut is None:
         return
@@ -150,8 +153,8 @@ def _cut(
 
 
 def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap the function behind `build_distributed_models` of Megatron's builders, so that our hook runs after all
-    others.
+    """Wrap the function behind `build_distributed_models` of Megatron's builders, so that our hook runs after all other
+    hooks.
     """
     signature = inspect.signature(original)
 
@@ -176,7 +179,9 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Cut a provider's chunks when Megatron-Bridge prints their size, after their hooks and before wrapping."""
+    """Split the vocabulary layers of a provider's model when Megatron-Bridge prints the model's size, after all hooks
+    and before wrapping.
+    """
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
@@ -196,7 +201,7 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:
         raise UserError(
-            "this script runs its model outside of the schedules of megatron_vp.enable: call "
+            "this script runs its model outside of the schedule that megatron_vp.enable selected: call "
             "get_forward_backward_func after enable, and run the model only in forward_step"
         )
 

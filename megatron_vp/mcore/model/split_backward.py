@@ -57,8 +57,8 @@ class PendingWeightGradient:
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`.
 
-        The GEMM runs in the model's dtype. On a GPU it adds directly to an fp32 `main_grad`, as Megatron does through
-        Apex.
+        The GEMM runs in the model's dtype. On a GPU, the GEMM adds directly to an fp32 `main_grad`, as Megatron does
+        through Apex.
         """
         rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
         operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
@@ -90,7 +90,7 @@ class _Layer:
     b.
 
     The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
-    and Y covers all of it.
+    and Y covers the whole sequence.
     """
 
     weight: torch.nn.Parameter

@@ -1,11 +1,11 @@
 """Turns every chunk of a model into a middle chunk, and splits the vocabulary layers over all pipeline ranks.
 
-Without --vocab-parallel, nothing is cut: the placement decides which chunks hold the vocabulary layers. With
+Without --vocab-parallel, no layer is split: the placement decides which chunks hold the vocabulary layers. With
 --vocab-parallel, Megatron first builds its chunks as usual, with the word embedding on the first stage and the output
 layer on the last, each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks,
 and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
 Megatron. If the placement moves layers between ranks, `initial_weights` gives them plain Megatron's weights before the
-cut.
+split.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ShardedWordEmbedding(EmbeddingLayer):
 
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
         """Look up rows, or return already looked-up embeddings [b, s, h] unchanged. On virtual stage 0, Megatron's
-        `LanguageModelEmbedding` calls `word_embeddings` to look up tokens. Our schedules pass it embeddings that were
+        `LanguageModelEmbedding` calls `word_embeddings` to look up tokens. Our schedules pass embeddings that were
         already assembled from all ranks, and everything after the look-up (positions, dropout, layout) stays Megatron's
         code.
         """
@@ -76,7 +76,7 @@ class ShardedWordEmbedding(EmbeddingLayer):
 class ShardedOutputLayer(OutputLayer):
     """A shard of the output layer that takes the place of Megatron's `output_layer`.
 
-    Like Megatron's layer it has an empty extra state, because checkpoints of hybrid models contain that entry.
+    Like Megatron's layer, the shard has an empty extra state, because checkpoints of hybrid models contain that entry.
     """
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool, softcap: float = 0.0) -> None:
@@ -124,8 +124,8 @@ class WordEmbeddingHolder(MegatronModule):
 
 
 class _VocabParallelBuilder:
-    """Builds one chunk with Megatron's builder, the second base class of its subclasses, and prepares it for our
-    schedules.
+    """Builds one chunk with Megatron's builder, which each subclass adds as its second base class, and prepares the
+    chunk for our schedules.
     """
 
     _first: nn.Module | None = None
@@ -138,7 +138,7 @@ class _VocabParallelBuilder:
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> nn.Module:
-        """Build one chunk; the placement, not the caller, decides whether it holds the first or the last stage."""
+        """Build one chunk; the placement, not the caller, decides whether the chunk is the first or the last stage."""
         if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` derives the settings
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
@@ -215,7 +215,7 @@ def prepare_chunk(
 
     The chunk takes its weights from `start`, if given. After the last chunk, the rank creates its communicators and
     attaches them to the first chunk. The call is collective over all ranks; each rank prepares its chunks in order.
-    Raises UserError for a model that --vocab-parallel cannot cut.
+    Raises UserError for a model whose vocabulary layers cannot be split.
     """
     vocab_parallel, placement = job.settings.vocab_parallel, job.placement
     check_model(chunk)
@@ -236,10 +236,10 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or output layer to it if the
-    placement assigns the shard to this chunk. A shard belongs to the first or last stage itself if the rank holds that
-    stage, else to another of the rank's chunks. A rank without vocabulary rows has neither layer, and no vocabulary
-    parameters.
+    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or output layer to the chunk if
+    the placement assigns the shard to this chunk. A shard belongs to the first or last stage itself if the rank holds
+    that stage, else to another of the rank's chunks. A rank without vocabulary rows has neither layer, and no
+    vocabulary parameters.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -249,7 +249,7 @@ def _shard_vocabulary(
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
     placement = job.placement
-    # Megatron orders this group by pipeline rank, then by tensor rank. The shards have the same order.
+    # Megatron orders this group by pipeline rank, then by tensor rank; the shards have the same order.
     rank = dist.get_rank(groups.mp)
     shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
@@ -261,7 +261,7 @@ def _shard_vocabulary(
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
-            # The embeddings arrive whole on every tensor rank; Megatron cuts the sequence after it has added positions.
+            # The embeddings arrive whole on every tensor rank; Megatron splits the sequence after adding positions.
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
@@ -281,8 +281,8 @@ def _shard_vocabulary(
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
-    # With sharing, Megatron would all-reduce the tied weight over the first and last rank, which now hold different
-    # rows.
+    # If sharing stayed on, Megatron would all-reduce the tied weight over the first and last rank, which now hold
+    # different rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
@@ -371,7 +371,7 @@ def _shard(
 
 
 def _is_trained(full_vh: nn.Parameter | None, root: int, group: dist.ProcessGroup) -> bool:
-    """Whether the weight requires gradients on `root`, which holds it."""
+    """Whether the weight, which rank `root` holds, requires gradients."""
     said = torch.tensor([full_vh is None or full_vh.requires_grad], dtype=torch.uint8, device=pipeline_device())
     dist.broadcast(said, src=root, group=group)
     return bool(said.item())

@@ -2,9 +2,9 @@
 weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
-vocabulary layer that is frozen before it is cut has frozen shards on all ranks (see `surgery`). Code that freezes
+vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
 layers afterwards, in a hook or in the user's script, runs separately on every rank. On each rank that holds vocabulary
-rows, it finds a shard under the name of Megatron's layer.
+rows, such code finds a shard under the name of Megatron's layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _AGREED = "vocabulary_parallel_training"
 class Trained:
     """Which part of a model is trained.
 
-    embedding, output: whether these layers are trained, if they are cut into shards; True if they are whole.
+    embedding, output: whether these layers are trained, if they are split into shards; True if they are whole.
     weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
     """
 
@@ -84,9 +84,9 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
         setattr(wrapped, _AGREED, before)
     if own != before[0]:
         raise UserError(
-            "this script froze or unfroze a vocabulary layer after its first iteration, when Megatron's gradient "
-            "buffers and optimizer can no longer change: do it before the model is wrapped, or wrap the model again "
-            "and create a new optimizer"
+            "this script froze or unfroze a vocabulary layer after its first training iteration, when Megatron's "
+            "gradient buffers and optimizer can no longer change: freeze layers before the model is wrapped, or wrap "
+            "the model again and create a new optimizer"
         )
     return before[1]
 

@@ -33,7 +33,7 @@ BLOCK_BYTES = 64 * 2**20
 """The size in bytes of the buffer through which rows are gathered into the whole layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
-"""Attribute in which a cut chunk keeps its `WholeLayers`."""
+"""Attribute in which a chunk with split layers keeps its `WholeLayers`."""
 
 _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
@@ -42,11 +42,11 @@ class WholeLayers:
     """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes that describe
     them.
 
-    Create an instance before the chunk is cut, and call `release` after the cut.
+    Create an instance before the layers are split, and call `release` after the split.
 
     Args:
-        chunk: the chunk that will be cut.
-        shards: how the vocabulary is cut.
+        chunk: the chunk whose layers will be split.
+        shards: how the vocabulary is split.
         groups: Megatron's process groups.
     """
 
@@ -94,7 +94,9 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Attach a chunk's whole vocabulary layers to it before they are split, so that an export view can show them."""
+    """Attach a chunk's whole vocabulary layers to the chunk before they are split, so that an export view can show
+    them.
+    """
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -207,7 +209,9 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to let Megatron-Bridge load Hugging Face weights into a cut model, whose shards would not get them."""
+    """Refuse Hugging Face weights that Megatron-Bridge would load after the split, because they would not reach the
+    shards.
+    """
     model_in = _model_in(original)
 
     @wraps(original)

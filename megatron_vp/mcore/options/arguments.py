@@ -1,7 +1,7 @@
 """Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks the result.
 
-It wraps Megatron's own functions, so that unmodified training scripts accept the arguments too. Everything here runs on
-every rank, before any process group exists.
+The module wraps Megatron's own functions, so that unmodified training scripts accept the arguments too. Everything here
+runs on every rank, before any process group exists.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that puts the flags for the platform and those of configuration files before the words of the command
-    line.
+    """A parser that puts the platform's flags and the options from configuration files before the options on the
+    command line.
     """
 
     def error(self, message: str) -> Any:
@@ -67,8 +67,8 @@ class _Parser(argparse.ArgumentParser):
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Parse settings by name instead of a command line. Returns the arguments, and the settings as words of a
-        command line. Raises UserError.
+        """Parse settings that are given by name instead of on a command line. Returns the arguments, and the settings
+        in the form of command-line words. Raises UserError.
         """
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _schedule_name(text: str) -> str:
-    """Check a value of --pipeline-schedule; argparse reports an invalid one in one line."""
+    """Check a value of --pipeline-schedule; argparse reports an invalid value in one line."""
     try:
         family_of(text)
     except UserError as error:
@@ -103,7 +103,7 @@ def _schedule_name(text: str) -> str:
 
 
 def _shards(text: str) -> str:
-    """Check a value of --vocab-shards; argparse reports an invalid one in one line."""
+    """Check a value of --vocab-shards; argparse reports an invalid value in one line."""
     try:
         ShardChoice.parse(text)
     except UserError as error:
@@ -112,7 +112,7 @@ def _shards(text: str) -> str:
 
 
 def _offload_chunks(text: str) -> str:
-    """Check a value of --offload-chunks; argparse reports an invalid one in one line."""
+    """Check a value of --offload-chunks; argparse reports an invalid value in one line."""
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"
@@ -142,7 +142,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--vocab-parallel-algorithm",
             choices=ALGORITHMS,
             default="vocab-2",
-            help="vocab-2: one barrier per microbatch, and one more microbatch in flight; vocab-1: two of each.",
+            help="vocab-2: one barrier per microbatch, and one more microbatch in flight; vocab-1: two barriers and "
+            "two more microbatches.",
         )
         ours.add_argument(
             "--vocab-shards",
@@ -192,7 +193,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="N|half|all|auto",
             default="0",
             help="Number of chunks per rank whose activations are kept in host memory between forward and backward, "
-            "starting with the longest-lived ones. auto: the cost model chooses as many as the job needs to fit.",
+            "starting with the longest-lived ones. auto: as many as the job needs to fit in GPU memory, according to "
+            "the cost model.",
         )
         ours.add_argument(
             "--core-attention",
@@ -213,8 +215,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=int,
             default=0,
             help="Every N iterations, log to TensorBoard and W&B: the bubble, the busy times, the vocabulary passes' "
-            "share of them, and the share of the second stream's time that is hidden behind passes; 0: never. Also "
-            "works under Megatron's own schedule.",
+            "share of the busy times, and the share of the second stream's time that is hidden behind passes; 0: "
+            "never. Also works under Megatron's own schedule.",
         )
         ours.add_argument(
             "--pipeline-trace",
@@ -254,7 +256,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # in a real job, the rank that reads the data tells the others to train
+            args.do_train = True  # in a real job, the rank that reads the data tells the other ranks to train
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
@@ -278,8 +280,8 @@ def _warn_of_one_queue(args: argparse.Namespace) -> None:
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:
-    """Write the values of `args` to the --save folder or, without --save, to the --tensorboard-dir folder. Call this on
-    one rank only. Raises UserError.
+    """Write the values of `args` to the --save folder or, without --save, to the --tensorboard-dir folder. Call this
+    function on one rank only. Raises UserError.
     """
     folder = args.save or args.tensorboard_dir
     if folder is not None:

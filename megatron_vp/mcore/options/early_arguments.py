@@ -1,8 +1,9 @@
 """Reads the arguments that decide which patches a job needs, before Megatron's parser exists.
 
-Megatron's parser is itself patched, and no patch is applied before all patches of a run have been checked. So the few
-arguments that select patches are read first, with the reader that all commands use. Malformed arguments are left for
-Megatron's parser to report. After validation, the patch groups are selected again, from the validated arguments.
+Megatron's parser is itself patched, and no patch is applied before all patches of a run have been checked. The few
+arguments that select patches are therefore read first, with the reader that all commands use. Malformed arguments are
+left for Megatron's parser to report. After validation, the patch groups are selected again, from the validated
+arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LISTS = ("iterations_to_skip",)
 
 
 def early_arguments(words: list[str]) -> argparse.Namespace:
-    """Read the arguments that the conditions of patch groups use; returns them under Megatron's names.
+    """Read the arguments that the conditions of patch groups use, and return them under Megatron's names.
 
     Raises UserError for a configuration file that cannot be read.
     """

@@ -74,7 +74,8 @@ IGNORED = (
     Ignored(
         "--save-activations-interval or --save-dgrads-interval for the output layer",
         lambda a: a.vocab_parallel and (a.save_activations_interval or a.save_dgrads_interval),
-        "Megatron saves activations and gradients through hooks on its own output layer, which shards replace",
+        "Megatron saves activations and gradients through hooks on its own output layer, which --vocab-parallel "
+        "replaces by shards",
     ),
     Ignored(
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",

@@ -1,5 +1,5 @@
 """Chooses the costs by which this job's passes are ordered. The costs are the predicted pass times, so training runs
-the same order that `megatron-vp plan` simulates.
+passes in the order that `megatron-vp plan` simulates.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """Search for a schedule within --activation-limit; return the settings with it, and write its shape into `args`.
+    """Search for a schedule within --activation-limit; return the settings with this schedule, and write its shape into
+    `args`.
 
-    The search runs only here: all schedules that are generated later use the shape that it found. Raises UserError for
+    The search runs only here: all schedules that are generated later use the shape that was found. Raises UserError for
     a limit that no schedule meets, and for a job whose sizes are unknown.
     """
     if args.activation_limit is None:

@@ -24,7 +24,7 @@ from megatron_vp.mcore.settled import Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 UNKNOWN_GPU = "h100"
-"""The GPU that the cost model assumes if it does not know the actual one. The order of passes depends only on the
+"""The GPU that the cost model assumes if it does not know the actual GPU. The order of passes depends only on the
 ratios of pass times, which differ little between GPUs.
 """
 
@@ -49,8 +49,8 @@ class Prediction:
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """The padded vocabulary size; None while it is unknown. Cached, because reading a large tokenizer takes
-        seconds.
+        """The padded vocabulary size; None while it is unknown. The value is cached, because reading a large tokenizer
+        takes seconds.
         """
         return padded_vocabulary(self._args)
 
@@ -87,7 +87,7 @@ class Prediction:
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     """Return the cost model's hardware for this rank's device: a CPU core, the GPU of the same name, or UNKNOWN_GPU."""
-    if installed.of_nodes is not None or replay().meter is not None:  # the job runs elsewhere
+    if installed.of_nodes is not None or replay().meter is not None:  # the job runs on another machine
         return HARDWARE[UNKNOWN_GPU]
     # During Megatron's startup on a CPU, torch reports that CUDA is available.
     if uses_cpu([]) or args.distributed_backend == "gloo":

@@ -40,7 +40,7 @@ def check_ranges(args: argparse.Namespace) -> None:
     for names, fits, allowed in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (AT_LEAST_ZERO, lambda value: 0 <= value < float("inf"), "a finite number of at least 0"),
-        (FROM_ZERO_BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+        (FROM_ZERO_BELOW_ONE, lambda value: 0 <= value < 1, "a number of at least 0 and less than 1"),
     ):
         for name in names:
             value = getattr(args, name, None)

@@ -10,7 +10,7 @@ from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
 
 
 def _fixed(a: argparse.Namespace) -> Schedule | None:
-    """The schedule in the file that --pipeline-schedule names; None if it names a family."""
+    """The schedule in the file that --pipeline-schedule names; None if the option names a family."""
     return run_settings(a).family.fixed
 
 

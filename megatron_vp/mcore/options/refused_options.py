@@ -44,7 +44,7 @@ REFUSED_OPTIONS = (
         lambda a: (
             a.cuda_graph_impl in ("local", "transformer_engine") and (a.rampup_batch_size or a.step_batch_size_schedule)
         ),
-        "CUDA graphs are captured once, for one number of microbatches",
+        "CUDA graphs are captured only once, for a fixed number of microbatches",
         "use --cuda-graph-impl none or a constant batch size",
     ),
     RefusedOption(

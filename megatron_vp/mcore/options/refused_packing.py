@@ -32,7 +32,7 @@ REFUSED_PACKING = (
         f"{PACKING} and --cuda-graph-impl {{cuda_graph_impl}}",
         lambda a: _packs(a) and _graphs_hold_attention(a),
         "a CUDA graph that contains attention cannot receive document boundaries",
-        "leave attn out of --cuda-graph-modules, use --cuda-graph-impl none",
+        "leave attn out of --cuda-graph-modules or use --cuda-graph-impl none",
     ),
 )
 """Combinations that are refused only with our schedules."""

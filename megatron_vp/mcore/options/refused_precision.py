@@ -72,7 +72,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--fp4-recipe custom",
         lambda a: a.fp4 and a.fp4_recipe == "custom",
-        "its quantizers may keep state that depends on the order of passes",
+        "custom quantizers may keep state that depends on the order of passes",
         "use --fp4-recipe nvfp4",
     ),
     RefusedOption(
@@ -84,7 +84,7 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--fp8-recipe custom",
         lambda a: a.fp8 and a.fp8_recipe == "custom",
-        "its quantizers may keep state that depends on the order of passes",
+        "custom quantizers may keep state that depends on the order of passes",
         "use --fp8-recipe tensorwise, delayed, blockwise or mxfp8",
     ),
     RefusedOption(
@@ -98,6 +98,6 @@ REFUSED_PRECISION = (
         _counts_recomputed_regions,
         "Transformer Engine counts recomputed regions over all chunks of a rank, so scaling factors would be updated "
         "in the wrong backward pass",
-        "use another --fp8-recipe, give every chunk the same number of layers, leave --recompute-granularity out",
+        "use another --fp8-recipe, give every chunk the same number of layers or leave --recompute-granularity out",
     ),
 )

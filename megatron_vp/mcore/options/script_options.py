@@ -20,6 +20,6 @@ def refuse_script_options(args: argparse.Namespace) -> None:
         asked.append("--dataloader-type external")
     if asked:
         raise UserError(
-            f"{', '.join(asked)} must be implemented by the training script, but pretrain_gpt_vp.py does not do so: "
-            "use another script, such as NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
+            f"pretrain_gpt_vp.py does not implement {', '.join(asked)}: use a training script that does, such as "
+            "NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
         )

@@ -26,7 +26,8 @@ def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Pre
     """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly a layout.
 
     A layout is chosen only if the arguments contain none. The choice depends only on the arguments and the name of the
-    GPU, so all ranks make the same choice. Call this before Megatron validates the arguments. Raises UserError.
+    GPU, so all ranks make the same choice. Call this function before Megatron validates the arguments. Raises
+    UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
     if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
@@ -71,7 +72,7 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
     kept = partition_to_keep(args)
     if kept is not None:
         rows, layout = kept
-        reason = "as in the checkpoint, whose optimizer state requires the same rows" if rows else None
+        reason = "kept from the checkpoint, whose optimizer state requires the same rows" if rows else None
         return ChosenRows(rows, reason, None if is_laid_out(args) else layout)
     try:
         job, plan, hardware = prediction.job()
@@ -80,12 +81,12 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
         return ChosenRows(
             reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
         )
-    return _chosen(args, found, f"predicted {found.gain:.3f} times as fast as equal rows on {hardware.name}")
+    return _chosen(args, found, f"predicted to be {found.gain:.3f} times as fast as equal rows on {hardware.name}")
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if that run was of a different
-    job.
+    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if the earlier run belongs to
+    a different job.
     """
 
     def room(partition: Partition) -> tuple[int, ...] | None:

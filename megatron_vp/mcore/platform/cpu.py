@@ -130,7 +130,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Replace the state of torch's default generator, inside this context, by that of the generator for data."""
+        """Give torch's default generator, inside this context, the state of the generator for data."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())
@@ -336,13 +336,15 @@ PATCHES = (
     Patch(
         "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         _bytes_apart,
-        "torch coalesces all-gathers, and over gloo it reads 16-bit weights as bytes if fp8 weights are among them",
+        "torch coalesces all-gathers of several buffers; over gloo, this converts 16-bit weights to bytes if one of "
+        "the buffers holds fp8 weights",
         "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(
         "torch.distributed:all_gather",
         _parts_of_any_size,
-        "gloo gathers only parts of equal size, but with a layer-wise optimizer, replicas update different weights",
+        "gloo gathers only parts of equal size, but with a layer-wise optimizer, replicas update parts of different "
+        "sizes",
         "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(

@@ -20,7 +20,7 @@ from megatron_vp.mcore.patches import Patch
 _MODULE = "megatron.core.datasets.helpers_cpp"
 _REMEDY = (
     "install it, compile the helpers yourself with `make -C {folder}`, or install megatron-core from its wheel, which "
-    "contains them"
+    "contains the helpers"
 )
 
 

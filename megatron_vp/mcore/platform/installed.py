@@ -93,8 +93,8 @@ def here() -> Installed:
 def hide_what_is_broken() -> list[str]:
     """Hide a broken Transformer Engine or Apex from imports. Returns a line for each package that is newly hidden.
 
-    Call this before Megatron is imported: Megatron handles an ImportError but no other error, and mistakes any package
-    named `apex` for NVIDIA's.
+    Call this function before Megatron is imported: Megatron handles an ImportError but no other error, and mistakes any
+    package named `apex` for NVIDIA's.
     """
     found = here()
     lines = []

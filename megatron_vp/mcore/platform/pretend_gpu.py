@@ -1,7 +1,8 @@
 """Lets a machine without GPUs, such as a login node, check a job that will run on GPUs.
 
 While Megatron validates arguments, it reads the compute capability of the device and the version of Transformer Engine.
-This module gives Megatron the values of a typical GPU node. Nothing can be computed on the pretended device.
+This module gives Megatron the values of a typical GPU node. The device that this module pretends to have cannot compute
+anything.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _FUSED = {
 def pretend_gpu(nodes: Installed) -> Iterator[None]:
     """Let this process, inside this context, appear to have a CUDA device and the packages of `nodes`.
 
-    Does not import Megatron.
+    This function does not import Megatron.
     """
     capability = nodes.capability or CAPABILITY
     properties = types.SimpleNamespace(major=capability[0], minor=capability[1], name="NVIDIA GPU")
@@ -69,9 +70,9 @@ def assumed_nodes(asks_for_engine: bool) -> Installed:
 
 def assumptions(nodes: Installed) -> str:
     """Describe what is assumed about the nodes of a job."""
-    engine = f", Transformer Engine {nodes.engine}" if nodes.engine else ""
+    engine = f" and Transformer Engine {nodes.engine}" if nodes.engine else ""
     missing = [name for name, found in (("Transformer Engine", nodes.engine), ("Apex", nodes.apex)) if not found]
-    capability = f"compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine} assumed"
+    capability = f"assuming compute capability {'.'.join(map(str, nodes.capability or CAPABILITY))}{engine}"
     return capability + (f", without {' and '.join(missing)}" if missing else "")
 
 

@@ -31,7 +31,7 @@ _GIB = 2**30
 
 
 def print_banner(job: SettledJob) -> None:
-    """Print the banner of this process's job. Call this on one rank only."""
+    """Print the banner of this process's job. Call this function on one rank only."""
     described = describe_run(job, job.args.world_size)
     lines = [", ".join(versions()), *described, *describe_prediction(job)]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)

@@ -47,7 +47,7 @@ def refuse_together(reason: str, seconds: float) -> None:
 
 
 def _replays() -> bool:
-    """Whether this process is a replay, which has no peers and whose store keeps nothing."""
+    """Whether this process is a replay, which has no peers and whose store discards all values."""
     from torch import distributed
 
     return distributed.is_initialized() and distributed.get_backend() == "fake"

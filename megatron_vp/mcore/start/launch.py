@@ -1,5 +1,5 @@
-"""Runs a Megatron script with the plug-in: sets the environment, checks versions, applies patches, and turns bad input
-into one line for the whole job.
+"""Runs a Megatron script with the plug-in: sets the environment, checks versions, applies patches, and reports bad
+input in one line for the whole job.
 """
 
 from __future__ import annotations
@@ -234,9 +234,9 @@ def _whole(name: str, least: int, most: int) -> int:
 def patch_megatron(argv: list[str], together: bool = False) -> None:
     """Check the patches that this run needs against the installed Megatron, and apply the patches of the first stage.
 
-    Also reads the schedule file that the run names; if all ranks call this function `together`, they use rank 0's text.
-    Removes `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage does not fit or a
-    schedule file cannot be used.
+    The function also reads the schedule file that the run names; if all ranks call this function `together`, they use
+    rank 0's text. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage
+    does not fit or a schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

@@ -66,8 +66,7 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare the values of all ranks. Returns if the values of all ranks are equal, and otherwise raises UserError on
-    every rank.
+    """Compare the ranks' values. Returns if all ranks have equal values, and otherwise raises UserError on every rank.
 
     Args:
         own: JSON values by name.

@@ -41,7 +41,7 @@ def check_job(
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
     The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
-    with the layers and backend of a CPU run if this machine has no CUDA device. They are checked for GPU nodes if
+    with the layers and backend of a CPU run if this machine has no CUDA device. Arguments are checked for GPU nodes if
     `nodes` describes such nodes ("te=2.17.1,apex=no"). A machine without GPUs also checks for GPU nodes if the job asks
     for NCCL or Transformer Engine's layers, or if Transformer Engine is installed, unless the job runs `here`. With
     `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may have
@@ -242,7 +242,7 @@ def describe_start(job: SettledJob) -> list[str]:
     args = job.args
     lines = [] if job.nodes is None else [f"checked for GPU nodes, not for this machine: {assumptions(job.nodes)}"]
     if args.save is None:
-        return [*lines, "no --save: a stopped job starts again from iteration 0"]
+        return [*lines, "without --save, a stopped job starts again from iteration 0"]
     if args.save != args.load:
         return [
             *lines,
@@ -250,7 +250,7 @@ def describe_start(job: SettledJob) -> list[str]:
         ]
     reached = last_checkpoint(args.save)
     start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
-    return [*lines, f"checkpoints in {args.save}: {start} of {args.train_iters}"]
+    return [*lines, f"the job saves to {args.save}, and {start} of {args.train_iters}"]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:

@@ -119,8 +119,8 @@ def _is_number(word: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Format a value so that equal values give the same text in every process: without addresses, with sets in sorted
-    order.
+    """Format a value so that equal values give the same text in every process: without memory addresses, with sets in
+    sorted order.
     """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
@@ -212,9 +212,9 @@ PATCHES = (
     Patch(
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
-        "compares the ranks' arguments and versions, because a rank with different ones would hang the job or train a "
-        "wrong model; then adopts rank 0's costs for ordering passes, claims the folder that this run saves to, writes "
-        "the resolved configuration, and prints the banner",
+        "compares the ranks' arguments and versions, because a rank that differs would hang the job or train a wrong "
+        "model; then uses rank 0's costs to order passes, claims the folder that this run saves to, writes the "
+        "resolved configuration, and prints the banner",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )
