@@ -296,7 +296,7 @@ GROUPS = (
         "a run would use Megatron's schedule and whole vocabulary layers",
     ),
     PatchGroup(
-        "models of own scripts",
+        "models of custom scripts",
         "megatron_vp.mcore.model.own_models:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
         Stage.AFTER_VALIDATION,

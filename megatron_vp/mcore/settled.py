@@ -79,7 +79,7 @@ class RunSettings:
 
     @property
     def replaces_schedule(self) -> bool:
-        """Whether the plug-in runs the pipeline schedule. If not, Megatron runs 1F1B or interleaved 1F1B."""
+        """Whether the plug-in runs the pipeline schedule; otherwise, Megatron runs 1F1B or interleaved 1F1B."""
         return self.vocab_parallel or self.family.name != DEFAULT_SCHEDULE or self.offload != "0"
 
     @property

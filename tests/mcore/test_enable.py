@@ -239,5 +239,5 @@ def test_wrong_calls_are_refused_in_one_line_and_disable_undoes_a_call():
     assert "is a switch: write true or false" in value and "v-haf" in schedule
     assert "called twice" in twice
     assert "Linear was built before megatron_vp.enable was called, or is not a GPTModel" in unprepared
-    assert "TorchFullyShardedDataParallel" in sharded and "wrap it in DistributedDataParallel" in sharded
+    assert "TorchFullyShardedDataParallel" in sharded and "wrap the model in DistributedDataParallel" in sharded
     assert not any("\n" in line for line in (unknown, value, schedule, twice, unprepared, sharded))

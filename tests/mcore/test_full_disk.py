@@ -61,7 +61,7 @@ def test_reports_and_curves_that_find_no_room_do_not_end_the_run(small_disk, tmp
             output.count(WITHOUT.format(rank, f"{what} {folders[option]}/rank_{rank}.json"))
             for what, option in (("the rank report", "rank_report"), ("the pass trace", "pipeline_trace"))
         ]
-        said.append(output.count(WITHOUT.format(rank, "TensorBoard's events")))
+        said.append(output.count(WITHOUT.format(rank, "TensorBoard events")))
         assert said == [1, 1, rank] and "Traceback" not in output, output
     assert (tmp_path / "checkpoints" / TRACKER).read_text() == "5"
     assert not any(path.is_file() and path.stat().st_size for name in folders for path in folders[name].iterdir())

@@ -210,8 +210,8 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
     patch_table.apply(Stage.AFTER_VALIDATION, run)
     assert (library.first("a"), library.second("b")) == ("old", "b")  # of the group left out, nothing is applied
     line = (
-        "megatron_vp: left out 'curves': library:second does not fit: expected (b, more), found (b) (tested with "
-        f"megatron-core {', '.join(patches.TESTED_VERSIONS)}); without it, nothing is drawn\n"
+        "megatron_vp: patch group 'curves' is left out: library:second does not fit: expected (b, more), found (b) "
+        f"(tested with megatron-core {', '.join(patches.TESTED_VERSIONS)}); without it, nothing is drawn\n"
     )
     assert capsys.readouterr().out == line * lines
     # The same group ends the start where it is essential.
@@ -238,7 +238,9 @@ def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp
             patch_table.require_fit(Run(LAST, ENGINE))
     else:
         patch_table.apply(Stage.AFTER_VALIDATION, Run(LAST, ENGINE))
-        assert capsys.readouterr().out.startswith("megatron_vp: left out 'broken': the patch group 'broken' does not")
+        assert capsys.readouterr().out.startswith(
+            "megatron_vp: patch group 'broken' is left out: the patch group 'broken'"
+        )
 
 
 def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
@@ -320,7 +322,7 @@ def start_without_the_wheel(_rank, _world_size):
 
 def test_a_start_leaves_out_what_it_can_do_without():
     ((text, in_force),) = run_ranks(1, start_without_the_wheel)
-    assert text.count("\n") == 1 and text.startswith("megatron_vp: left out 'wheel': megatron.core.datasets.utils:")
+    assert text.count("\n") == 1 and text.startswith("megatron_vp: patch group 'wheel' is left out: megatron.core")
     assert "megatron.training.arguments:validate_args" in in_force
     assert not any(target.endswith("compile_helpers") for target in in_force)
 

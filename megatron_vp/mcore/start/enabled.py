@@ -63,7 +63,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         patch_table.require_fit(run)
         # These patches are applied now, before a model exists, so that no training loop silently uses Megatron's own
         # schedule.
-        patch_table.apply_early(run, "pipeline schedule", "models of own scripts")
+        patch_table.apply_early(run, "pipeline schedule", "models of custom scripts")
     except UserError:
         handle.disable()
         raise

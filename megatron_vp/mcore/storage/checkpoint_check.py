@@ -239,8 +239,8 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint that lacks the states of Megatron's random number tracker. Megatron would report no failure:
-    it would exit with status 0.
+    """Refuse a checkpoint that lacks the states of Megatron's random number tracker, because Megatron would exit with
+    status 0 instead of reporting an error.
     """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(

@@ -146,7 +146,7 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # If another claim was made and removed in the meantime, a third run may have made one with the next number.
+            # If another claim was made and removed in the meantime, a third run may hold a valid claim by now.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
