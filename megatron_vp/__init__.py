@@ -28,13 +28,13 @@ def enable(**settings: Any) -> Any:
 
 
 def whole_vocabulary(model: Any) -> Any:
-    """Context manager that gives a model its complete embedding and output layer, for exporting or converting it.
+    """Context manager that gives a model its complete embedding and output layer, for export or conversion.
 
     Inside the context, only the ranks of the first stage have an embedding, and only the ranks of the last stage have
     an output layer. These layers are Megatron's own modules under Megatron's names, split only over the tensor ranks of
-    the stage. Their weights are copies of all rows of the padded vocabulary, collected from all ranks and released when
-    the context ends. Changes to these copies are lost, and the model cannot run inside the context. Without vocabulary
-    parallelism, the context changes nothing.
+    the stage. The weights of these layers are copies of all rows of the padded vocabulary, collected from all ranks and
+    released when the context ends. Changes to these copies are lost, and the model cannot run inside the context.
+    Without vocabulary parallelism, the context changes nothing.
 
     All ranks of the model must enter the context together. With `overlap_param_gather`, first wait until all parameters
     are gathered, as Megatron does before it saves a checkpoint.

@@ -53,9 +53,9 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a new binary file that replaces `path` when the block ends; if the block raises, the new file is removed.
 
-    Until then, the new file has a random name in the folder of `path`. The new file is created exclusively, so that
-    other users who can write to the folder cannot redirect it with a link. The new file gets the permissions of the
-    file that it replaces, limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises
+    Until the block ends, the new file has a random name in the folder of `path`. The new file is created exclusively,
+    so that other users who can write to the folder cannot redirect it with a link. The new file gets the permissions of
+    the file that it replaces, limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises
     OSError if the file cannot be written.
     """
     path = Path(path)

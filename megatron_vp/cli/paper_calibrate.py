@@ -23,9 +23,9 @@ def calibrate() -> None:
 
     Prints the constants, and their errors in predicting the pass times and table 3. For cross-validation, the command
     leaves out all cells of one setup (table, number of GPUs, sequence length) at a time, and once all cells of table 5
-    on 16 GPUs. It fits the constants to the remaining cells, and prints the errors for the cells left out. Finally it
-    prints intervals for the H100's constants, estimated from published runs, and the errors for runs left out of a fit.
-    The command takes two or three minutes.
+    on 16 GPUs. The command fits the constants to the remaining cells, and prints the errors for the cells left out.
+    Finally the command prints intervals for the H100's constants, estimated from published runs, and the errors for
+    runs left out of a fit. The command takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs

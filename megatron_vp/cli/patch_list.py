@@ -63,10 +63,10 @@ def register(app: typer.Typer) -> None:
             found = megatron_symbols.check_symbols(room)
             problems += found
             count = megatron_symbols.count(room)
-            typer.echo(f"called by {room}: {count - len(found)} of {count} symbols fit")
+            typer.echo(f"Megatron symbols called by {room}: {count - len(found)} of {count} fit")
         found = megatron_arguments.missing()
         problems += found
-        typer.echo(f"Megatron arguments that are read: {f'{len(found)} missing' if found else 'all exist'}")
+        typer.echo(f"Megatron arguments that the plug-in reads: {f'{len(found)} missing' if found else 'all exist'}")
         for problem in problems:
             typer.echo(str(problem))
         if supported and left_out:

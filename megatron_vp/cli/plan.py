@@ -75,8 +75,8 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: run at most this many simulations (default 250), besides those for the parallel sizes "
-            "in the job's configuration. The result does not depend on how fast the machine is.",
+            help="With --search: run at most this many simulations (default 250), besides the simulations for the "
+            "sizes in the job's configuration. The result does not depend on how fast the machine is.",
         ),
     ] = None,
     offload: Annotated[
@@ -84,7 +84,7 @@ def plan(
         typer.Option(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
-            "under every schedule (--offload-chunks), and show how long runs with less memory take. With "
+            "under every schedule (--offload-chunks), and show how much longer runs with less memory take. With "
             "--search, offloading is tried only for the job's configured parallel sizes and for four others.",
         ),
     ] = False,
@@ -231,7 +231,9 @@ def _frontier_table(best: list[Evaluation]) -> str:
     """Format a table of the frontier: the runs that no other run beats in both time and memory."""
     from rich.table import Table
 
-    table = Table(title="less memory, more time: no other run beats a run listed here in both", title_justify="left")
+    table = Table(
+        title="less memory, more time: no other run beats a listed run in both memory and time", title_justify="left"
+    )
     for heading in ("GiB", "s / iteration", "host GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("schedule", "vocabulary"):

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from megatron_vp.cost.sizes.shapes import Plan
 
 
-UNCHECKED = "not checked, because Megatron is not installed here; run megatron-vp check where Megatron is installed"
-"""Note that is printed if Megatron is not installed, so that its argument validation cannot run."""
+UNCHECKED = (
+    "this plan was not checked, because Megatron is not installed; run megatron-vp check where Megatron is installed"
+)
+"""Note for a plan that was not checked with Megatron's argument validation, because Megatron is not installed."""
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,11 @@ class Answer:
             return "The frontier: runs that no other run beats in both time and memory."
         fastest = found.fitting(self.limit)[0].seconds
         return (
-            f"The frontier is partial: {found.untried:,} combinations that were not tried may belong to it, "
-            + ("including the fastest run" if found.untried_seconds <= fastest else "but not the fastest run")
-            + f" (each takes at least {seconds(found.untried_seconds)} s), and {found.likely or 'none'} probably do. "
-            f"All simulations of --search-budget {found.budget} were used; a larger budget allows more."
+            f"The frontier is partial: {found.untried:,} combinations were not tried, "
+            + ("possibly including the fastest" if found.untried_seconds <= fastest else "but not the fastest one")
+            + f" (each takes at least {seconds(found.untried_seconds)} s); {found.likely or 'none'} of them probably "
+            f"belong to the frontier. All simulations of --search-budget {found.budget} were used; a larger budget "
+            "allows more."
         )
 
 

@@ -113,11 +113,11 @@ class Request:
         """Lines that state what the predictions leave out, what they assume, and how accurate they are."""
         lines = []
         if self.uncounted:
-            lines.append(f"not counted, although they change time or memory: {', '.join(self.uncounted)}")
+            lines.append(f"options that change time or memory but are not counted: {', '.join(self.uncounted)}")
         if self.assumed:
-            lines.append(f"assumed, because the job does not specify it: {'; '.join(self.assumed)}")
+            lines.append(f"assumptions about what the job does not specify: {'; '.join(self.assumed)}")
         if self.unused:
-            lines.append(f"ignored, because the prediction does not depend on them: {', '.join(self.unused)}")
+            lines.append(f"options on which the prediction does not depend: {', '.join(self.unused)}")
         return [*lines, self.caveat]
 
     @property
@@ -280,8 +280,8 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run, for a JSON document. `overlay` always reproduces this run, but `flags` only if `unset` is
-    empty.
+    """The settings of a run, for a JSON document. `overlay` always reproduces this run, but `flags` reproduces it only
+    if `unset` is empty.
     """
     unset = [option_of(name) for name, value in settings.items() if value is None or value is False]
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}

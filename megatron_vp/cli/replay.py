@@ -80,12 +80,14 @@ def _without_log() -> Iterator[None]:
 
 
 def _table(found: Replayed) -> str:
-    place = f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, alone"
+    place = (
+        f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, run alone"
+    )
     if found.played is not None and found.played < found.microbatches:
         place += f" ({found.played} simulated; the others need no additional memory)"
     memory = [f"{name:>12}  {value / 2**30:15.3f}  GiB" for name, value in found.memory_bytes.items()]
     if found.iteration_milliseconds is None:
-        note = "memory of tensors only, without allocator fragmentation, workspaces and communicators"
+        note = "memory of tensors only, without allocator fragmentation, workspaces or communicators"
         return "\n".join([place, *memory, note, found.layers.line])
     on_a_device = "peak" in found.memory_bytes
     head = "ms per microbatch" + "  host, to issue" * on_a_device

@@ -50,7 +50,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:
-    """Raise UserError for a picture without a file or a file that cannot be created; call it before any work."""
+    """Raise UserError for a picture without a file, or for a file that cannot be created; call this before any work."""
     if output is None:
         if is_picture:
             raise UserError("a picture cannot be shown in the terminal; name a file with -o")

@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
     ) -> Callable[[], None]:
         """Run a Megatron training script with the plug-in. The launcher starts this command in every process.
 
-        All arguments after SCRIPT go to the script. The plug-in's own flags (--vocab-parallel, --config FILE, --cpu)
-        may be among them. Start one process per rank with a launcher:
+        All arguments after SCRIPT go to the script. These arguments may include the plug-in's own flags
+        (--vocab-parallel, --config FILE, --cpu). Start one process per rank with a launcher:
 
         \b
         torchrun --nproc-per-node 4 --no-python \\

@@ -161,7 +161,7 @@ def sbatch(
 
 
 def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
-    """Refuse options of SLURM's sbatch, which would be taken for training flags, and say how to pass them on."""
+    """Refuse options of SLURM's sbatch, which would be mistaken for training flags, and say how to pass them on."""
     for flag in flags_in([_SHORT.get(word, word) for word in flags]):
         name = flag.option.removeprefix("--")
         if name in _OF_SLURM and name_of(name) not in known_options():

@@ -64,8 +64,8 @@ def schedule(
     offload_chunks: Annotated[
         str,
         typer.Option(
-            help="Chunks per rank whose activations are in host memory between forward and backward: a number, half "
-            "or all. The chunks whose activations are kept longest are offloaded first."
+            help="Number of chunks per rank (or half, or all) whose activations are in host memory between forward and "
+            "backward. The chunks whose activations are kept longest are offloaded first."
         ),
     ] = "0",
     activation_limit: Annotated[
@@ -110,7 +110,7 @@ def schedule(
         typer.Option(
             metavar="SCHEDULE",
             help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or "
-            "the name of a schedule and a vocabulary method, such as v-half:vocab-2; sizes and costs are the same.",
+            "a schedule and a vocabulary method such as v-half:vocab-2, which are used with the same sizes and costs.",
         ),
     ] = None,
     from_time: Annotated[

@@ -162,7 +162,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"of it: mean work per rank {seconds(loss.work)} s, more work on the busiest rank {loss.imbalance:.3g} s, "
             f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s"
             + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
-            f"peak {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
+            f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
             *memory_room(request, found),
             "",

@@ -1,4 +1,4 @@
-"""Handles standard streams that are closed, full, or have an encoding that lacks a character."""
+"""Handles standard streams that are closed or full, or whose encoding lacks a character."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of all ranks; an iteration lasts from the start of the first pass to the end of the last, on any rank.
+    """Figures of all ranks; an iteration lasts from the first start to the last end of a pass on any rank.
 
     costs: mean times of passes and collectives, in milliseconds (see `mean_costs`).
     predicted: the iteration time in milliseconds that the simulator predicts from the executed order and `costs`, if
@@ -234,7 +234,9 @@ def total(spans: Iterable[Timed]) -> float:
 
 
 def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Time during which spans of both sequences run. The spans of a sequence are in order and do not overlap."""
+    """Total time during which spans of both sequences run at once. The spans of a sequence are in order and do not
+    overlap.
+    """
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):
         common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))

@@ -39,7 +39,7 @@ class Partition:
     def of(cls, document: Mapping[str, Any]) -> Partition:
         """Read a partition from a JSON object, which may have additional entries.
 
-        Raises ValueError, TypeError or AttributeError for an object that is not valid.
+        Raises ValueError, TypeError or AttributeError for a malformed object.
         """
         found = {}
         for name in ("layers", "vocab_rows"):

@@ -1,7 +1,7 @@
 """The files of a recorded run, one per rank: Perfetto traces that can be read back, checked and merged.
 
-The times of all ranks start at the same moment, so traces are merged by concatenating their events. Data that Perfetto
-does not show (the run, the schedule, the clock error) is stored under the key `otherData`.
+All ranks measure time from the same starting point, so traces are merged by concatenating their events. Data that
+Perfetto does not show (the run, the schedule, the clock error) is stored under the key `otherData`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ def _read(path: Path) -> RankTrace:
     try:
         return RankTrace.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path} is not a trace of --pipeline-trace: give a folder that contains only traces") from None
+        raise UserError(
+            f"{path} is not a trace written by --pipeline-trace: give a folder that contains only traces"
+        ) from None
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:

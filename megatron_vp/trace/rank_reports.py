@@ -88,7 +88,8 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
         document = read_document(path)
         if "traceEvents" in document:
             raise UserError(
-                f"{path} is a trace of --pipeline-trace, not a rank report: give the --rank-report folder of a run"
+                f"{path} is a trace written by --pipeline-trace, not a rank report: give the --rank-report folder of a "
+                "run"
             )
         try:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
@@ -120,5 +121,5 @@ def read_document(path: Path) -> Mapping[str, Any]:
             f"{path} is not valid JSON, or is truncated: give the folder of a run's rank reports or traces"
         ) from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace: give a folder that contains only these files")
+        raise UserError(f"{path} is neither a rank report nor a trace: give a folder of rank reports or traces")
     return document

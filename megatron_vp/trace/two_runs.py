@@ -19,7 +19,7 @@ from megatron_vp.trace.rank_reports import RankReport, read_reports
 LOG_SUFFIXES = (".txt", ".log", ".out")
 LONGEST_LOG = 1024 * MIB
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
-"""Matches a line of Megatron's log: iteration, the job's iterations, and mean training loss since the previous line."""
+"""Matches the iteration, the job's number of iterations and the mean training loss in a line of Megatron's log."""
 
 GIB = 2**30
 

@@ -8,7 +8,9 @@ from megatron_vp.trace.two_runs import TwoRuns
 
 
 def picture(runs: TwoRuns) -> bytes:
-    """Draw, as PNG, loss curves, their relative difference, and each rank's busy and waiting time (left bar: plain)."""
+    """Draw a PNG of the loss curves, their relative difference, and each rank's busy and waiting time (left bar:
+    plain).
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")

@@ -155,10 +155,12 @@ def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in run("simulate", small).stdout
     harmless = ["--optimizer", "adam", "--mtp-num-layers", "0", "--attention-backend", "flash"]
     answer = run("simulate", small, *harmless, "--moe-latent-size", 8, "--fp4-format", "e2m1").stdout.splitlines()
-    assert "not counted, although they change time or memory: --moe-latent-size, --fp4-format" in answer
+    assert "options that change time or memory but are not counted: --moe-latent-size, --fp4-format" in answer
     others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
     answer = run("simulate", small, *others).stdout.splitlines()
-    said = "not counted, although they change time or memory: --attention-backend, --recompute-granularity selective"
+    said = (
+        "options that change time or memory but are not counted: --attention-backend, --recompute-granularity selective"
+    )
     assert f"{said} (core_attn)" in answer
     answer = run("simulate", small, *others, "--recompute-modules", "mlp", "layernorm").stdout.splitlines()
     assert f"{said} (layernorm)" in answer
@@ -171,7 +173,7 @@ def test_what_no_number_depends_on_is_listed_in_one_line(small):
     for command in ("simulate", "plan"):
         lines = run(command, small, *words).stdout.splitlines()
         listed = "--cpu, --lr, --no-rope-fusion, --tokenizer-model, --train-iters"
-        assert f"ignored, because the prediction does not depend on them: {listed}" in lines
+        assert f"options on which the prediction does not depend: {listed}" in lines
     document = json.loads(run("simulate", small, "--lr", "1", "--moe-latent-size", "8", "--format", "json").stdout)
     assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
 
@@ -185,7 +187,8 @@ def test_what_a_job_leaves_open_is_said(small):
     attention, experts = document["assumed"]
     assert "FlashAttention 2's and cuDNN 9's times" in attention and "--moe-token-dispatcher-type is flex" in experts
     assert (
-        f"assumed, because the job does not specify it: {attention}; {experts}" in run("simulate", small, *words).stdout
+        f"assumptions about what the job does not specify: {attention}; {experts}"
+        in run("simulate", small, *words).stdout
     )
     words += ["--attention-backend", "fused", "--moe-token-dispatcher-type", "alltoall", "--format", "json"]
     assert json.loads(run("simulate", small, *words).stdout)["assumed"] == []

@@ -395,10 +395,7 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     assert again == table
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["partial"] and document["heading"] == heading and document["budget"] == 2
-    assert (
-        document["untried_seconds"] > 0
-        and f"{document['untried']:,} combinations that were not tried may belong to it" in heading
-    )
+    assert document["untried_seconds"] > 0 and f"{document['untried']:,} combinations were not tried" in heading
     titles = []
     monkeypatch.setattr(charts, "search_chart", lambda found, limit, title: titles.append(title) or b"")
     command(tmp_path, *words, "-o", str(tmp_path / "found.png"))

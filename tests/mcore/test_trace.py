@@ -106,7 +106,7 @@ def test_two_runs_are_compared_by_the_reports_that_training_wrote(folders):
     found = TwoRuns(plain, split).document()
     assert sum(found["vocabulary_parallel"]["parameters"]) == sum(found["plain"]["parameters"])
     assert found["vocabulary_parallel"]["peak_microbatches_in_flight"] == [RANKS + 1, RANKS]
-    with pytest.raises(UserError, match="is a trace of --pipeline-trace, not a rank report"):
+    with pytest.raises(UserError, match="is a trace written by --pipeline-trace, not a rank report"):
         read_reports(folders / "trace")
 
 

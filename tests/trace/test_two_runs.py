@@ -117,7 +117,7 @@ def change(name, **changes):
 REFUSED = {
     "no such folder": (lambda plain, split: plain.rename(plain.with_name("x")), "contains no rank_"),
     "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"pipeline ranks \[1\]"),
-    "a trace": (change("plain", traceEvents=[]), "is a trace of --pipeline-trace, not a rank report"),
+    "a trace": (change("plain", traceEvents=[]), "is a trace written by --pipeline-trace, not a rank report"),
     "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
     "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
     "ranks of two runs": (change("vp", run="another"), "of different runs: give each run an empty"),
