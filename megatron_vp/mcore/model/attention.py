@@ -69,8 +69,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay that counts memory for Transformer Engine does not gather keys and values: Transformer Engine passes
-        # them around a ring, and each rank keeps only its own part of the sequence.
+        # A replay that counts memory for Transformer Engine does not gather, because Transformer Engine passes keys and
+        # values around a ring, and each rank keeps only its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -170,8 +170,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 def _alone_keeps_more(value: torch.Tensor, query: torch.Tensor) -> bool:
     """Whether saving `value` for the backward would keep the whole joint projection of queries, keys and values alive.
-    This is the case if the rotary embedding has copied queries and keys, so that only `value` still refers to the
-    projection.
+    If the rotary embedding has copied queries and keys, only `value` still refers to the projection.
     """
     whole = value.untyped_storage()
     return whole.nbytes() > value.nbytes and whole._cdata != query.untyped_storage()._cdata

@@ -3,7 +3,8 @@
 With `delay_wgrad_compute`, the backward of a Transformer Engine layer puts the operands of its weight gradient into the
 layer's queue. Megatron empties these queues within the same microbatch, through `backward_dw` and the hooks of its DDP
 wrapper. Under our schedules, pass W may run several microbatches later. Pass B therefore takes the operands out of the
-queues and keeps them for W. Our code then accumulates the gradients and reports them to Megatron, as for local layers.
+queues and keeps them for W. In pass W, our code accumulates the gradients and reports them to Megatron, as for local
+layers.
 
 Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled extension; not
 yet tested on a GPU.
@@ -77,8 +78,8 @@ class DelayedWeightGradient:
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers have no such
-    queue.
+    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers have no queue
+    for weight gradients.
     """
     return tuple(
         module
@@ -96,8 +97,8 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
     """Keep Megatron's DDP wrapper from registering autograd hooks on the weights and biases of delaying layers.
 
-    Transformer Engine's layers mark their parameters for this purpose, but the biases lose their marks if Megatron
-    initialises on the CPU, because CPU initialisation replaces the biases.
+    Transformer Engine's layers set `skip_backward_post_hook` on their parameters, but the biases lose this attribute if
+    Megatron initialises on the CPU, because CPU initialisation replaces the biases.
     """
     for layer in delaying_layers(chunk):
         if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):

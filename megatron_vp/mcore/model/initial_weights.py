@@ -6,14 +6,14 @@ the same layers as in plain Megatron, so the layers would get different initial 
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
 generators. Our chunks are built afterwards and copy these values by global name. Values that another rank holds are
-broadcast. The method works for every layer that draws its weights in its constructor. Its cost is paid only at startup:
-each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank ever holds
-the whole model.
+broadcast. The method works for every layer that draws its weights in its constructor. The extra cost arises only at
+startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank
+ever holds the whole model.
 
 Plain Megatron divides the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the
-plain run whose weights we take has the same number of chunks per rank. Otherwise the plain run has one stage per rank,
-and rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are even, the joined stages equal
-Megatron's even split.
+plain run whose weights we take has the same number of chunks per rank. If our schedule places chunks differently, the
+plain run has one stage per rank, and rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are
+even, the joined stages equal Megatron's even split.
 """
 
 from __future__ import annotations
@@ -164,14 +164,14 @@ class PlainStart:
                 torch.cuda.empty_cache()  # the cached blocks are too small for gradient buffers
 
     def _from_all(self, own: Any) -> list[Any]:
-        """Gather an object from all ranks of the model replica, ordered by pipeline rank, then tensor rank."""
+        """Gather one object from each rank of the model replica, in order of pipeline rank, then tensor rank."""
         given: list[Any] = [None] * self._group.size()
         dist.all_gather_object(given, own, group=self._group)
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
         """Find the rank within the replica, and its chunk, on which plain Megatron would hold a tensor. If several
-        chunks would hold it, return the one nearest to stage `near`; if none would, return None.
+        chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
         """
         holders = []
         for stage in range(self._placement.stages):
@@ -183,8 +183,8 @@ class PlainStart:
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
-    """Build the weights that our chunks start from; return None if they draw plain Megatron's weights anyway or need
-    none.
+    """Build the weights that our chunks start from; return None if the chunks draw plain Megatron's weights anyway or
+    need no weights.
 
     The call is collective over a model replica, and comes before the first chunk is built. The weights are not needed
     if every layer is on the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn
@@ -212,8 +212,8 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context in which one of our chunks is built. On exit, it restores the random generators to the state in which
-    plain Megatron's construction left them.
+    """A context in which one of our chunks is built. On exit, the context restores the random generators to the state
+    in which plain Megatron's construction left them.
     """
     if start is None:
         yield
@@ -245,7 +245,7 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The initial values before rounding; an fp8 weight keeps them in addition to the rounded values."""
+    """The initial values before rounding; an fp8 weight keeps these values in addition to the rounded ones."""
     drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
     return (tensor if drawn is None else drawn).detach()
 

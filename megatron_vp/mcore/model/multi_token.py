@@ -23,8 +23,8 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 
 
 class PrefetchedEmbedding(nn.Module):
-    """Replaces `word_embeddings` for the block: returns embedding rows that the ranks holding them have already looked
-    up.
+    """Replaces `word_embeddings` for the block: returns embedding rows that were already looked up, on the ranks that
+    hold them.
 
     ahead: yields rows [b, s, h] for each layer of the block in turn, shifted by one more position each time; None in
         evaluation.
@@ -46,7 +46,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
     embedding.
 
     In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
-    embedding. Setting `mtp_process` to False prevents this.
+    embedding. `mtp_process` is therefore set to False.
     """
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
@@ -77,8 +77,8 @@ def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Yield the rows of the tokens ahead in packed documents. As in Megatron, the last positions of a document get the
-    row for positions past the end of a sequence, instead of rows of the next document. These positions do not count in
-    any loss, but the block's experts process them like other tokens.
+    row for positions past the end of a sequence, instead of rows of the next document. The last positions do not count
+    in any loss, but the block's experts process them like other tokens.
 
     Args:
         ahead: yields rows [b, s, h], shifted by one more position each time.
@@ -96,7 +96,8 @@ def append_next_tokens(
 ) -> torch.Tensor:
     """Append to this rank's values [b, s] the values of the `count` positions that follow each chunk.
 
-    With context parallelism, other ranks hold these values, and Megatron's own shift by one position fetches them.
+    With context parallelism, the following positions are on other ranks, and Megatron's own shift by one position
+    fetches their values.
 
     Args:
         values_bs: int64, the values of this rank's positions.
@@ -168,7 +169,7 @@ def with_further_predictions(
 
 
 def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace Megatron's count of accepted predictions by one that needs only `target_is_argmax` instead of logits."""
+    """Replace Megatron's count of accepted predictions by a count that needs `target_is_argmax` but not the logits."""
 
     def acceptance_counts(
         mtp_logits: torch.Tensor,

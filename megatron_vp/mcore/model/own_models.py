@@ -1,12 +1,11 @@
 """Supports models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
 This module is used only after `megatron_vp.enable`, and only if the script does not parse Megatron's arguments. The
-patched constructor then derives the job's settings from the first model, places the chunk where the schedule needs it,
-and prepares it as our builders do.
+patched constructor derives the job's settings from the first model, places the chunk where the schedule needs it, and
+prepares it as our builders do.
 
-Megatron-Bridge runs hooks on the finished chunks before it wraps them. These hooks load Hugging Face weights, add
-adapters or quantise, and they expect whole vocabulary layers. The vocabulary layers are therefore split after the
-hooks.
+Megatron-Bridge runs hooks on the finished chunks before wrapping them. The hooks load Hugging Face weights, add
+adapters or quantise, and expect whole vocabulary layers. The vocabulary layers are therefore split after the hooks.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class _OwnModel:
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.building = False
-        """Whether our constructor is running. If so, nested constructor calls go to Megatron unchanged."""
+        """Whether our constructor is running, in which case nested constructor calls go to Megatron unchanged."""
         self.hooks_follow = False
-        """Whether Megatron's builder is running; it calls hooks on the chunks once all of them are built."""
+        """Whether Megatron's builder is running, which calls hooks once all chunks are built."""
         self.uncut: ProcessGroupCollection | None = None
         """The process groups of chunks whose vocabulary layers will be split after the hooks; None if there are none.
         """
@@ -195,8 +194,8 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
     """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules; `first` is the rank's
     first chunk.
 
-    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. That schedule would
-    assume Megatron's placement of chunks, and would never run our pass W, which computes weight gradients.
+    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. Megatron's schedule
+    would assume Megatron's placement of chunks, and would never run our pass W, which computes weight gradients.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:

@@ -1,9 +1,9 @@
 """Split backward: B computes input gradients and leaves weight gradients to W.
 
-In Megatron, all column- and row-parallel layers call the same function for their matrix product. For a schedule with W
-passes, that function is replaced by one that hides the weight from autograd. Pass B computes the gradients of inputs,
-biases and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the result to
-`main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
+In Megatron, all column- and row-parallel layers call one function for their matrix product. For a schedule with W
+passes, a patch replaces this function by one that hides the weight from autograd. Pass B computes the gradients of
+inputs, biases and norms, and keeps (input, output gradient) for every weight; pass W multiplies the two and adds the
+result to `main_grad`. Transformer Engine's layers can delay weight gradients themselves (see
 `megatron_vp.mcore.model.delayed_weights`).
 """
 
@@ -71,8 +71,8 @@ def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
     """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
-    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run before W. If so,
-    each rank keeps only its own part of an input that was gathered; see `take_delayed`.
+    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run before W, in which
+    case each rank keeps only its own part of a gathered input; see `take_delayed`.
     """
     global _collected
     assert _collected is None, "backward_without_weights cannot be nested"

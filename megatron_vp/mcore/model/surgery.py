@@ -4,8 +4,8 @@ Without --vocab-parallel, no layer is split: the placement decides which chunks 
 --vocab-parallel, Megatron first builds its chunks as usual, with the word embedding on the first stage and the output
 layer on the last, each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks,
 and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
-Megatron. If the placement moves layers between ranks, `initial_weights` gives them plain Megatron's weights before the
-split.
+Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's weights
+before the split.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
 
 def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
     """Return the arguments `pre_process` and `post_process` of a model's constructor: whether chunk `index` of this
-    rank holds the first and the last stage.
+    rank is the first stage, and whether it is the last.
     """
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}

@@ -3,8 +3,8 @@ weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
-layers afterwards, in a hook or in the user's script, runs separately on every rank. On each rank that holds vocabulary
-rows, such code finds a shard under the name of Megatron's layer.
+layers afterwards, in a hook or in the user's script, runs separately on every rank. Each rank that holds vocabulary
+rows has a shard under the name of Megatron's layer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trained:
 class _Shards:
     """One rank's report on its vocabulary shards.
 
-    trained: maps the name of each layer of which the rank holds rows to whether its weight requires gradients.
+    trained: maps the name of each layer of which the rank holds rows to whether the layer's weight requires gradients.
     adapter: the error message if another layer has replaced a shard; else None.
     """
 
@@ -69,7 +69,7 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     """Agree with all ranks of a model on the trained layers.
 
     Args:
-        wrapped: the first chunk as the script passes it. The agreement is stored on this object, so a newly wrapped
+        wrapped: the first chunk as the script passes it. The agreement is stored on this chunk, so a newly wrapped
             model needs a new agreement.
         chunks: the rank's chunks.
         alone: whether this is a replay, in which the rank has no peers.
@@ -176,7 +176,7 @@ def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
     if frozen and len(frozen) < len(said):
         raise UserError(
             f"the weight of {name} is frozen on only {len(frozen)} of the {len(said)} ranks among which "
-            f"--vocab-parallel splits it (model-parallel ranks {', '.join(map(str, frozen))}): freeze it on all of "
-            "them or on none, and select it by parameter name instead of by pre_process or post_process"
+            f"--vocab-parallel splits it (model-parallel ranks {', '.join(map(str, frozen))}): freeze it on all ranks "
+            "or on none, and select it by parameter name instead of by pre_process or post_process"
         )
     return not frozen

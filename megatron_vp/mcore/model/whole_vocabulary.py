@@ -62,7 +62,7 @@ class WholeLayers:
         self.output_layer = chunk.output_layer if chunk.post_process else None
 
     def release(self) -> None:
-        """Free the rows; attributes that Megatron attached to the parameters stay."""
+        """Free the rows, but keep the attributes that Megatron attached to the parameters."""
         for layer in filter(None, (self.embedding, self.output_layer)):
             layer.weight.data = layer.weight.new_empty(0)
 
@@ -234,8 +234,8 @@ def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
         placement = current().placement
         if placement.last_rank + 1 == placement.ranks:
             original(self, megatron_model)
-        # Otherwise the last rank has no output layer and needs no copy, because the shards of a tied weight are cut
-        # from the embedding.
+        # If the last stage is on another rank, no copy is needed, because the shards of a tied weight are cut from the
+        # embedding.
 
     return broadcast_shared_embeddings
 

@@ -1,6 +1,6 @@
 """Adds the plug-in's arguments to Megatron's own parser, expands configuration files, and checks the result.
 
-The module wraps Megatron's own functions, so that unmodified training scripts accept the arguments too. Everything here
+The module wraps Megatron's own functions, so that unmodified training scripts accept the arguments too. This module
 runs on every rank, before any process group exists.
 """
 
@@ -184,8 +184,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--activation-limit",
             metavar="X|XGiB",
             help="With --pipeline-schedule v-flex: the largest amount of activations that any rank may hold, in "
-            "microbatches (through all its layers) or in GiB as predicted by the cost model. The run uses the shortest "
-            "schedule found within this limit.",
+            "microbatches (through all layers of the rank) or in GiB (as predicted by the cost model). The run uses "
+            "the shortest schedule found within this limit.",
         )
         ours.add_argument(
             "--offload-chunks",
@@ -245,7 +245,7 @@ def our_parser() -> argparse.ArgumentParser:
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-        # Imported late, because it imports functions that must be patched first.
+        # Imported late, because the module imports functions that must be patched first.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         said = io.StringIO()
@@ -266,7 +266,9 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:  # Megatron then requires one queue
+    if (
+        args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    ):  # with these sizes, Megatron requires one queue
         return
     if args.distributed_backend != "nccl" or args.rank != 0:
         return

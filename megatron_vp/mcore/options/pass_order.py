@@ -52,8 +52,8 @@ def fit_schedule(
     """Search for a schedule within --activation-limit; return the settings with this schedule, and write its shape into
     `args`.
 
-    The search runs only here: all schedules that are generated later use the shape that was found. Raises UserError for
-    a limit that no schedule meets, and for a job whose sizes are unknown.
+    Only this function searches; all schedules that are generated later use the shape that it found. Raises UserError
+    for a limit that no schedule meets, and for a job whose sizes are unknown.
     """
     if args.activation_limit is None:
         return settings

@@ -1,7 +1,7 @@
 """Turns parsed arguments into a `SettledJob`: chooses settings, writes them into Megatron's arguments, validates the
 arguments, and refuses those that cannot work.
 
-Everything here runs on every rank, before any process group exists.
+This module runs on every rank, before any process group exists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-They are applied if no CUDA device is used. We tested for each patch that Megatron fails without it.
+They are applied if no CUDA device is used. We tested for each patch that Megatron fails without the patch.
 `torch.cuda.is_available` is overridden only while Megatron initializes, because Megatron's checkpointing and torch's
 compiler need its true value.
 """

@@ -24,8 +24,8 @@ _BROKEN = "broken"
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the installation. `found` is its version or name, None if it is missing. `without` says what happens
-    without it.
+    """One part of the installation. `found` is the part's version or name, None if the part is missing. `without` says
+    what happens without the part.
     """
 
     name: str

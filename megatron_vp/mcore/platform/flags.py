@@ -1,4 +1,6 @@
-"""Decides whether this process runs on GPUs or CPUs, and sets the environment and flags that Megatron then needs."""
+"""Decides whether this process runs on GPUs or CPUs, and sets the environment variables and flags that Megatron needs
+for this platform.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def quiet_fallback_warnings() -> None:
 
     Child processes inherit these filters, because the writers of an asynchronous save import the script again.
     """
-    # This logger warns if a CUDA toolkit is installed but the machine has no device.
+    # PyTorch's logger for extensions warns if a CUDA toolkit is installed but the machine has no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for start in _FALLBACK_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
@@ -81,7 +83,7 @@ def quiet_fallback_warnings() -> None:
 
 
 def prepare_environment(cpu: bool) -> None:
-    """Set variables and a logger's level before Megatron is imported; variables set by the user are kept."""
+    """Set environment variables and a logger's level before Megatron is imported, but keep the user's variables."""
     if cpu:
         # Megatron requires this value for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 def check_index_helpers() -> None:
-    """Raise UserError if Megatron's helpers are not compiled and its Makefile could not compile them here."""
+    """Raise UserError if Megatron's helpers are not compiled and cannot be compiled on this machine."""
     if importlib.util.find_spec(_MODULE) is not None:
         return
     folder = _folder()

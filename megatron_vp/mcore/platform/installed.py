@@ -106,8 +106,8 @@ def hide_what_is_broken() -> list[str]:
 
 
 def hide_what_needs_a_gpu() -> None:
-    """Hide Transformer Engine and Apex from imports. Megatron would otherwise use their norms and optimizers even on a
-    CPU.
+    """Hide Transformer Engine and Apex from imports. Megatron would otherwise use the norms and optimizers of these
+    packages even on a CPU.
     """
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
         _hide(package, "the package's kernels need a GPU")

@@ -37,7 +37,7 @@ def c_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Triton's cache folder, whether it exists or not."""
+    """Triton's cache folder, whether or not the folder exists."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
 
@@ -52,7 +52,7 @@ def file_system(folder: Path) -> str | None:
     for _, point, kind, *_ in map(str.split, lines):
         mounted = Path(_OCTAL.sub(lambda number: chr(int(number[1], 8)), point))
         if folder.resolve().is_relative_to(mounted):
-            above.append((len(mounted.parts), len(above), kind))  # of two mounts on one path, the later is visible
+            above.append((len(mounted.parts), len(above), kind))  # of two mounts on one path, the later one is visible
     return max(above)[-1] if above else None
 
 

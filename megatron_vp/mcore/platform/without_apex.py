@@ -1,9 +1,9 @@
 """Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without this extension, Megatron builds these layers only if fused accumulation is switched
-off. The same switch would turn off accumulation in Transformer Engine's layers, which do not need Apex. With our
-replacement, all of these layers accumulate into `main_grad`.
+accumulate weight gradients. Without Apex's extension, Megatron builds these layers only if fused accumulation is
+switched off. The same switch would turn off accumulation in Transformer Engine's layers, which do not need Apex. With
+our replacement, all of these layers accumulate into `main_grad`.
 """
 
 from __future__ import annotations

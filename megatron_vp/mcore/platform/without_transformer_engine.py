@@ -1,7 +1,7 @@
 """Patches for machines without Transformer Engine, with or without GPUs: norms, Adam's state in checkpoints, warm-up.
 
-We tested for each patch that Megatron fails without it. The exception is the patch for the final norm with Apex, whose
-necessity we know only from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has
+We tested for each patch that Megatron fails without the patch. The exception is the patch for the final norm with Apex,
+whose necessity we know only from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has
 RMSNorm, with or without Transformer Engine.
 """
 
@@ -130,7 +130,7 @@ PATCHES = (
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _torch_norm,
-        "Megatron takes a hybrid model's final norm from Transformer Engine, even if its layers are local",
+        "Megatron takes a hybrid model's final norm from Transformer Engine, even if the model's layers are local",
         "(config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
@@ -142,7 +142,7 @@ PATCHES = (
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "loading expects a step for each parameter, although checkpoints store one for each group, and writes into "
+        "loading expects one step per parameter, although checkpoints store one step per group; it also writes into "
         "leaf tensors",
         "(self, model_param, tensors)",
     ),

@@ -1,9 +1,9 @@
 """Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
 `enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
-of the call are inserted before the command line, and work like flags. Otherwise the job is set up when the first model
-is built: the model's configuration and the sizes of Megatron's process groups replace Megatron's arguments, and the
-same checks run.
+of the call are inserted before the command line, and work like flags. If Megatron does not parse arguments, the job is
+set up when the first model is built: the model's configuration and the sizes of Megatron's process groups replace
+Megatron's arguments, and the same checks run.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ to `enable` override these values.
 
 
 class _OwnLoop:
-    """The `settled.OwnLoop` of one call of `enable`. It sets up the job when the script builds its first model."""
+    """Implements `settled.OwnLoop` for one call of `enable`: sets up the job when the script builds its first model."""
 
     def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
         self.words = words

@@ -35,7 +35,7 @@ def refuse_together(reason: str, seconds: float) -> None:
     """
     at_last(lambda: None)  # flush this rank's output so that it precedes the line
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # the store may be out of reach, perhaps because its address is the bad input
+    with suppress(Exception):  # the store may be unreachable, perhaps because its address is the bad input
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():

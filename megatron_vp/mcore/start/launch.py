@@ -184,7 +184,7 @@ def prepare() -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a user's Megatron script as `__main__` under the plug-in. Raises UserError if there is no such file."""
+    """Run a user's Megatron script as `__main__` under the plug-in. Raises UserError if the file does not exist."""
     with one_line_errors():
         sys.argv = [script, *arguments]
         _require_launcher(f"--no-python megatron-vp run {script}")

@@ -1,4 +1,4 @@
-"""Lets ranks compare values before Megatron creates process groups, through the store that they connect to anyway.
+"""Lets ranks compare values before Megatron creates process groups, through the store that the ranks connect to anyway.
 
 Without this comparison, ranks with different sizes or backends would create different groups and wait for each other
 until a timeout.
@@ -22,7 +22,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for the other ranks: Megatron's default timeout."""
+"""The time for which a rank waits for the other ranks, equal to Megatron's default timeout."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
 """The size of one value in bytes; the store accepts at most 8 MiB."""

@@ -1,4 +1,4 @@
-"""Checks a job's arguments, and the nodes that it will run on, before its ranks start."""
+"""Checks a job's arguments, and the nodes that the job will run on, before the ranks start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def own_options(arguments: list[str]) -> list[str]:
 
 
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
-    """The reason why a job's `ranks` processes would refuse its arguments; None if they would start.
+    """The reason why a job's `ranks` processes would refuse its arguments; None if the job would start.
 
     Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a typical GPU node. The
     environment variable that Megatron requires with tensor or context parallelism counts as set, because it is not part

@@ -67,7 +67,7 @@ _PLACES = {
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
 """Arguments that name a file, a folder or another resource, and what that resource contains. For such an argument,
-ranks compare only whether it is given and, in a list of datasets, the weights.
+ranks compare only whether the argument is given and, in a list of datasets, the weights.
 """
 
 
@@ -196,7 +196,7 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
-    """Compare the `facts` of all ranks. Raises UserError on every rank if they differ."""
+    """Compare the `facts` of all ranks. Raises UserError on every rank if the facts differ."""
 
     compare(
         own,
