@@ -282,7 +282,7 @@ GROUPS = (
         "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
-        "Megatron logs a memory estimate that assumes whole vocabulary layers",
+        "Megatron logs a memory estimate that is wrong for split vocabulary layers",
         essential=False,
     ),
     PatchGroup(
@@ -293,15 +293,15 @@ GROUPS = (
             lambda run: run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
-        "a run would use Megatron's schedule and whole vocabulary layers",
+        "a run would use Megatron's own schedule and vocabulary layers",
     ),
     PatchGroup(
         "models of custom scripts",
         "megatron_vp.mcore.model.own_models:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
         Stage.AFTER_VALIDATION,
-        "models built without Megatron's builders would keep whole vocabulary layers, so our schedules would refuse "
-        "these models",
+        "the vocabulary layers of models built without Megatron's builders would not be split, so our schedules would "
+        "refuse these models",
     ),
     PatchGroup(
         "models of Megatron-Bridge",
@@ -311,7 +311,8 @@ GROUPS = (
             _with_bridges_models,
         ),
         Stage.AFTER_VALIDATION,
-        "Megatron-Bridge's models would keep whole vocabulary layers, so our schedules would refuse these models",
+        "the vocabulary layers of Megatron-Bridge's models would not be split, so our schedules would refuse these "
+        "models",
         package="megatron.bridge",
     ),
     PatchGroup(
@@ -444,8 +445,8 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the named groups that the run needs, earlier than at their stage. If a patch does not fit, apply none and
-    raise UserError.
+    """Apply the named groups ahead of their stage, as far as the run needs these groups. If a patch does not fit, apply
+    none and raise UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 

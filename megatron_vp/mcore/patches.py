@@ -221,7 +221,9 @@ def in_force() -> tuple[Patch, ...]:
 def require_supported(version: str) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if _series(version) not in SUPPORTED_SERIES:
-        raise UserError(f"{_refusal(version)}: replace it with `{INSTALL}`, which leaves all other packages unchanged")
+        raise UserError(
+            f"{_refusal(version)}: replace this release with `{INSTALL}`, which leaves all other packages unchanged"
+        )
 
 
 def _refusal(version: str) -> str:

@@ -237,7 +237,10 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             {"load": good, **DISTRIBUTED},
             "vocab_parallel was True in the run that wrote it and is False in this run: save the checkpoint",
         ),
-        ({"load": good, **DISTRIBUTED, **EXPERT}, "--expert-model-parallel-size 1, and Megatron cannot read it with 2"),
+        (
+            {"load": good, **DISTRIBUTED, **EXPERT},
+            "--expert-model-parallel-size 1, and Megatron cannot read it with size 2",
+        ),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
             "--vocab-shards was even in the run that wrote it and is 30,10 in this run: save the checkpoint with "

@@ -71,8 +71,8 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
-            f"cannot read it with {here}: use size 1 in both runs or a larger size in both, or add --no-load-optim to "
-            f"start with a fresh optimizer"
+            f"cannot read it with size {here}: use size 1 in both runs or a larger size in both, or add "
+            f"--no-load-optim to start with a fresh optimizer"
         )
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
