@@ -155,7 +155,9 @@ def _without_graph(operand: Any) -> Any:
 
 
 def _free_rows(operand: Any) -> None:
-    """Free the row-wise copies of one quantised operand or of a list. Pass W reads only the column-wise copies."""
+    """Free the row-wise copies of a quantised operand or of a list of operands. Pass W reads only the column-wise
+    copies.
+    """
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)

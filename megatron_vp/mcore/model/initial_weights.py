@@ -79,7 +79,7 @@ class PlainLayout:
         return cls(chunks // joined, layout, pattern)
 
     def settings(self, ranks: int) -> dict[str, Any]:
-        """The settings, under the names that Megatron's arguments and model configurations share."""
+        """The settings of this layout, under the names that Megatron's arguments and model configurations share."""
         layout = None if self.layout is None else PipelineParallelLayerLayout(list(map(list, self.layout)), ranks)
         return {
             "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
@@ -88,7 +88,7 @@ class PlainLayout:
         }
 
     def of_model(self, config: Any) -> Any:
-        """A copy of a model or transformer configuration with these settings."""
+        """Return a copy of a model or transformer configuration with the settings of this layout."""
         changed = copy.copy(config)
         if hasattr(config, "transformer"):
             changed.transformer = copy.copy(config.transformer)

@@ -194,8 +194,9 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
     """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules; `first` is the rank's
     first chunk.
 
-    A script that called get_forward_backward_func before `enable` has Megatron's own schedule. Megatron's schedule
-    would assume Megatron's placement of chunks, and would never run our pass W, which computes weight gradients.
+    A script that called get_forward_backward_func before `enable` would use Megatron's own schedule. Megatron's
+    schedule would assume Megatron's placement of chunks, and would never run our pass W, which computes weight
+    gradients.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:

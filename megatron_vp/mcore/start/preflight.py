@@ -230,8 +230,9 @@ def describe_node() -> str:
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
     """Lines that describe a checked job on `ranks` ranks and the iteration at which it would start."""
-    from megatron_vp.mcore.options.vocab_rows import describe_rows  # imports readers of data
-    from megatron_vp.mcore.start.banner import describe_sizes  # imports Megatron
+    # Imported late, because these modules import Megatron.
+    from megatron_vp.mcore.options.vocab_rows import describe_rows
+    from megatron_vp.mcore.start.banner import describe_sizes
 
     rows = describe_rows(job)
     return [describe_sizes(job, ranks), *([rows] if rows else []), *describe_start(job)]
