@@ -1,8 +1,8 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
-Megatron draws weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its rank, then
-builds its stage: embedding, layers in order, output layer. In a V-shaped schedule, for example, a rank does not hold
-the same layers as in plain Megatron, so the layers would get different initial weights.
+Megatron initialises the weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its
+rank, then builds its stage: embedding, layers in order, output layer. In a V-shaped schedule, for example, a rank does
+not hold the same layers as in plain Megatron, so the layers would get different initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
 generators. Our chunks are built afterwards and copy these values by global name. Values that another rank holds are
@@ -170,8 +170,8 @@ class PlainStart:
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """Find the rank within the replica, and its chunk, on which plain Megatron would hold a tensor. If several
-        chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
+        """Find the rank within the replica, and the chunk of this rank, that would hold a tensor in plain Megatron. If
+        several chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
         """
         holders = []
         for stage in range(self._placement.stages):

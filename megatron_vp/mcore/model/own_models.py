@@ -5,7 +5,7 @@ patched constructor derives the job's settings from the first model, places the 
 prepares it as our builders do.
 
 Megatron-Bridge runs hooks on the finished chunks before wrapping them. The hooks load Hugging Face weights, add
-adapters or quantise, and expect whole vocabulary layers. The vocabulary layers are therefore split after the hooks.
+adapters or quantise, and expect unsharded vocabulary layers. The vocabulary layers are therefore split after the hooks.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ PATCHES = (
         Patch(
             f"megatron.training.models.{module}:unimodal_build_distributed_models",
             _cutting_after_hooks,
-            "let hooks that load weights or change layers find whole vocabulary layers",
+            "let hooks that load weights or change layers see unsharded vocabulary layers",
             _BUILD.format(more=""),
             {"0.20": Variant(_BUILD.format(more=_LAYER_WISE))},
         )
@@ -259,7 +259,7 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.models.model_provider:_print_num_params",
         _cutting_before_count,
-        "let hooks that load weights or change layers find whole vocabulary layers in a provider's model",
+        "let hooks that load weights or change layers see unsharded vocabulary layers in a provider's model",
         "(model, pg_collection)",
     ),
     Patch(

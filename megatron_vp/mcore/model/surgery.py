@@ -261,7 +261,8 @@ def _shard_vocabulary(
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
-            # The embeddings arrive whole on every tensor rank; Megatron splits the sequence after adding positions.
+            # Every tensor rank receives the embeddings of the whole sequence; Megatron splits them after adding
+            # positions.
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
@@ -277,7 +278,7 @@ def _shard_vocabulary(
             del chunk.output_layer
     whole.release()
     if chunk.post_process and chunk.config.use_mup:
-        # Megatron scales the logits, which no rank holds whole; scaling the hidden states has the same effect.
+        # Megatron would scale the logits, but no rank holds all of them; scaling the hidden states has the same effect.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False

@@ -39,7 +39,7 @@ _AGREED = "vocabulary_parallel_training"
 class Trained:
     """Which part of a model is trained.
 
-    embedding, output: whether these layers are trained, if they are split into shards; True if they are whole.
+    embedding, output: whether these layers are trained, if they are split into shards; True if not.
     weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
     """
 

@@ -1,4 +1,4 @@
-"""The export view: a context in which the model has whole vocabulary layers under Megatron's names, as in plain
+"""The export view: a context in which the model has unsharded vocabulary layers under Megatron's names, as in plain
 Megatron.
 
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
@@ -30,7 +30,7 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
-"""The size in bytes of the buffer through which rows are gathered into the whole layer."""
+"""The size in bytes of the buffer through which rows are gathered into the unsharded layer."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
 """Attribute in which a chunk with split layers keeps its `WholeLayers`."""
@@ -68,7 +68,7 @@ class WholeLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the chunk's whole layers in place of its shards, inside this context."""
+        """Put the chunk's unsharded layers in place of its shards, inside this context."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -94,7 +94,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Attach a chunk's whole vocabulary layers to the chunk before they are split, so that an export view can show
+    """Attach a chunk's unsharded vocabulary layers to the chunk before the split, so that an export view can restore
     them.
     """
     layers = WholeLayers(chunk, shards, groups)
@@ -106,7 +106,7 @@ def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGrou
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     cut = _cut_in(model)
-    if not cut or cut[0].shown:  # the layers are whole anyway, or another view is open
+    if not cut or cut[0].shown:  # the layers are unsharded anyway, or another view is open
         yield
         return
     chunks = [layers.chunk for layers in cut]
@@ -124,7 +124,7 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
-    """The whole vocabulary layers that the split chunks of a model have kept."""
+    """The unsharded vocabulary layers that the chunks of a model have kept."""
     chunks = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
     return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
 
@@ -181,8 +181,8 @@ def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are whole while the
-    method runs.
+    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are unsharded while
+    the method runs.
     """
     model_in = _model_in(original)
 
@@ -195,8 +195,8 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are whole until the method
-    has finished.
+    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are unsharded until the
+    method has finished.
     """
     model_in = _model_in(original)
 
@@ -247,7 +247,7 @@ BRIDGE_PATCHES = (
         Patch(
             f"{_BRIDGE}.{method}",
             make,
-            "let exporters find whole vocabulary layers on the ranks that hold them in plain runs",
+            "let exporters find unsharded vocabulary layers on the same ranks as in plain runs",
             signature,
         )
         for method, make, signature in (

@@ -67,8 +67,8 @@ emerging-optimizers.
 """
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
 """Optimizers with which Megatron updates the vocabulary layers element by element (with Adam, SGD or Lion), so that a
-shard is updated exactly like the same rows of a whole layer. Adaptive Muon is not listed, because it fails in its first
-step in Megatron 0.19.
+shard is updated exactly like the same rows of an unsharded layer. Adaptive Muon is not listed, because it fails in its
+first step in Megatron 0.19.
 """
 
 # In a message, the value of an argument replaces the argument's {name}.
