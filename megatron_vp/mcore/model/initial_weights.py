@@ -153,7 +153,7 @@ class PlainStart:
         unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
         if unfilled:
             warnings.warn(
-                f"virtual stage {stage} does not start from plain Megatron's values for {unfilled[0]}"
+                f"virtual stage {stage} keeps its own initial values for {unfilled[0]}"
                 f"{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)}, because plain Megatron has no parameters "
                 "with these names and shapes",
                 stacklevel=2,
@@ -251,7 +251,7 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrite a tensor; for an fp8 weight, also the unrounded values from which master weights are made."""
+    """Overwrite a tensor and, for an fp8 weight, also the unrounded values from which master weights are made."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         tensor.copy_(value)
         return

@@ -1,8 +1,7 @@
 """Checks whether our schedules would run a script's own model as its author intended.
 
 With --vocab-parallel, the decoder and embedding modules still run, but passes S and T replace Megatron's output layer
-and loss. A model that overrides one of the replaced methods is refused, because its additions would silently be
-skipped.
+and loss. A model that overrides one of the replaced methods is refused, because the override would silently be skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Multi-token prediction: runs a block of k layers on the last stage, which predict the k tokens after the next one.
 
 Megatron's block follows the decoder and returns the hidden states of all 1 + k predictions, concatenated. Passes S and
-T process this result as a batch of 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so
+T process the concatenated states as 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so
 the last stage also receives the embedding rows of each microbatch, as the first stage does. Evaluation predicts only
 the next token.
 """

@@ -1,8 +1,8 @@
 """Supports models that a script builds directly from Megatron's GPTModel, without Megatron's builders or `get_model`.
 
 This module is used only after `megatron_vp.enable`, and only if the script does not parse Megatron's arguments. The
-patched constructor derives the job's settings from the first model, places the chunk where the schedule needs it, and
-prepares it as our builders do.
+patched constructor derives the job's settings from the first model, places each chunk where the schedule needs it, and
+prepares the chunk as our builders do.
 
 Megatron-Bridge runs hooks on the finished chunks before wrapping them. The hooks load Hugging Face weights, add
 adapters or quantise, and expect unsharded vocabulary layers. The vocabulary layers are therefore split after the hooks.

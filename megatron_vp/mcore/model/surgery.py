@@ -390,7 +390,7 @@ def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> tor
 def _sharded_weight(
     layer: EmbeddingLayer | OutputLayer, prefix: str, sharded_offsets: tuple, metadata: dict | None
 ) -> dict[str, ShardedTensor]:
-    assert not sharded_offsets, "the vocabulary layers are not part of a repeated block"
+    assert not sharded_offsets, "vocabulary shards inside a repeated block are not supported"
     shards, weight = layer.shards, layer.weight
     key = f"{prefix}weight"
     return {

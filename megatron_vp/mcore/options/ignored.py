@@ -48,7 +48,7 @@ IGNORED = (
     Ignored(
         "--pipeline-model-parallel-comm-backend",
         lambda a: run_settings(a).replaces_schedule and a.pipeline_model_parallel_comm_backend is not None,
-        "the pipeline's communicators use --distributed-backend",
+        "the pipeline's communicators use the backend that --distributed-backend selects",
     ),
     Ignored(
         "--no-overlap-p2p-communication",

@@ -134,7 +134,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--inprocess-restart",
         lambda a: a.inprocess_restart,
-        "this plug-in's communicators are not rebuilt in a restart",
+        "a restart does not rebuild this plug-in's communicators",
         "leave the option out, and let the launcher restart the ranks",
     ),
     RefusedOption(

@@ -293,7 +293,8 @@ PATCHES = (
         Patch(
             f"torch.utils.data.dataloader:{method}",
             _on_the_host,
-            "data loaders draw from the host's generator, and dropout from the device's; on a CPU, both are the same",
+            "data loaders draw from the host's generator, and dropout from the device's; on a CPU, both would be one "
+            "generator",
             "(self)",
         )
         for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")

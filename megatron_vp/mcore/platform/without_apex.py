@@ -38,13 +38,13 @@ PATCHES = (
     Patch(
         f"{_LAYERS}:_grad_accum_fusion_available",
         lambda original: True,
-        "without Apex, Megatron refuses to build layers that accumulate weight gradients",
+        "without Apex, Megatron refuses to build layers with fused accumulation of weight gradients",
         "value",
     ),
     Patch(
         f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
         _stand_in,
-        "our kernel that accumulates into main_grad replaces Apex's",
+        "our kernel that accumulates into main_grad replaces Apex's kernel",
         "nothing or value",
     ),
 )

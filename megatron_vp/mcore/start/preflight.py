@@ -162,7 +162,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 def check_files(args: argparse.Namespace) -> None:
     """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
     from megatron_vp.mcore.options.settle import (
-        check_files as check,  # imports Megatron, so not before its warnings are silenced
+        check_files as check,  # deferred, because Megatron's import-time warnings must be silenced first
     )
 
     with one_line_for_paths():

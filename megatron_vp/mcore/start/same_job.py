@@ -56,7 +56,7 @@ _PLACES = {
         "memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename "
         "dump_param_to_param_group_map moe_routing_trace_path"
     ),
-    "names for the logs of one rank, which may contain the time or the machine's name": (
+    "names of one rank's logs, which may contain the time or the machine's name": (
         "wandb_project wandb_exp_name wandb_entity one_logger_project one_logger_run_name app_tag_run_name "
         "app_tag_run_version"
     ),
