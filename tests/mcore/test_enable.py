@@ -117,6 +117,23 @@ def test_a_job_on_which_it_cannot_take_effect_is_refused():
         run_ranks(1, gradients, {"vocab_parallel": True})
 
 
+def chunks_out_of_order(rank, ranks):
+    """Build chunk 2 of three where chunk 1 is due."""
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True, pipeline_schedule="interleaved")
+    own_config = own_loop.TransformerConfig
+    own_loop.TransformerConfig = lambda **sizes: own_config(**{**sizes, "num_layers": 6})
+    own_loop.range = lambda _: (0, 2, 1)
+    with process_group(rank, ranks):
+        own_loop.start(ranks, 3)
+
+
+def test_a_skipped_chunk_is_refused():
+    with pytest.raises(RankError, match="vp_stage=2 out of order on this rank: build one GPTModel per vp_stage"):
+        run_ranks(2, chunks_out_of_order)
+
+
 def with_megatrons_own(rank, ranks, settings):
     """The loop with the function that the getter returned before `enable`."""
     from megatron.core.pipeline_parallel import schedules

@@ -42,6 +42,8 @@ class _OwnModel:
         """Set all attributes to their initial values."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
+        self.built = 0
+        """Number of chunks of this model that this rank has built."""
         self.building = False
         """Whether our constructor is running, in which case nested constructor calls go to Megatron unchanged."""
         self.hooks_follow = False
@@ -91,7 +93,7 @@ def _construct(
             f"--pipeline-schedule {job.args.pipeline_schedule} does not place the last stage in the last chunk of its "
             "rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
         )
-    if (index == 0) != (model.first is None):
+    if index != model.built:
         raise UserError(
             f"the script builds the model with vp_stage={index} out of order on this rank: build one GPTModel per "
             f"vp_stage, from 0 to {job.placement.chunks - 1}"
@@ -122,8 +124,9 @@ def _construct(
             model.start.fill(chunk, index, job.placement)
     else:
         _cut(job, chunk, model.first, groups, index, model.start)
-    if index + 1 == job.placement.chunks:
-        model.first = model.start = None
+    model.built += 1
+    if model.built == job.placement.chunks:
+        model.first, model.start, model.built = None, None, 0
 
 
 def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
