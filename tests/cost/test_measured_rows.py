@@ -167,10 +167,13 @@ DAMAGED = {
         "rank_1.json has an iteration without",
     ),
     "counts and times": (lambda f: change(f, 1, microbatches_by_iteration=[5] * 6), "rank_1.json is neither a rank"),
-    "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "do not add up to the 131072 of its run"),
-    "negative rows": (lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]), "do not add up to the 131072 of its run"),
-    "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "layers 3,3,3,2, which do not add up to the 12 of its run"),
-    "without sizes": (lambda f: of_both(f, sizes={}), "does not record valid sizes of its run"),
+    "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "not add up to the vocabulary size 131"),
+    "negative rows": (
+        lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]),
+        "not add up to the vocabulary size 131",
+    ),
+    "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "3,3,3,2, which do not add up to the 12 layers of the run"),
+    "without sizes": (lambda f: of_both(f, sizes={}), "does not record valid model and batch sizes"),
     "without rows": (lambda f: of_both(f, vocab_rows=None), "is from a run without vocabulary shards"),
     "much slower": (
         lambda f: times(f, 1, lambda t: t.update(B=1e5)),
@@ -188,11 +191,11 @@ MIXED = {
     ),
     "one rank twice": (
         lambda f: change(f, 3, pipeline_rank=2),
-        "files from ranks 0, 1, 2, 2, but its run had ranks 0 to 3",
+        "files from ranks 0, 1, 2, 2, but the run had ranks 0 to 3",
     ),
     "a rank is missing": (
         lambda f: (f / "rank_3.json").unlink(),
-        "files from ranks 0, 1, 2, but its run had ranks 0 to 3",
+        "files from ranks 0, 1, 2, but the run had ranks 0 to 3",
     ),
     "another length": (
         lambda f: fewer(f, 1, 3),

@@ -1,8 +1,8 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
 A layer cannot be divided, but rows can, so ranks with fewer layers get more rows (`water_filling`). Rows are assigned
-for several layouts, the most promising of these are simulated with the real schedule, and the fastest is kept. All GPUs
-are assumed to be equally fast here; `measured_rows.py` uses the measured speed of each GPU.
+for several layouts. The most promising layouts are simulated with the job's schedule, and the fastest one is kept. This
+module assumes that all GPUs are equally fast; `measured_rows.py` uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -31,32 +31,37 @@ from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
-"""Even shards are kept if they are predicted to be slower than the best shards by at most this share."""
+"""Even shards are kept if they are predicted to be at most this fraction slower than the best shards."""
 
 UNITS = (128, 64, 8)
-"""Units in which rows may be assigned. The largest unit is used with which an even shard has at least FINE_ENOUGH
-units. GEMMs are fastest if shards are multiples of 128 rows. 16-bit logits start at aligned addresses if shards are
-multiples of 64 rows, or of 8 rows if they are small.
+"""Candidate sizes, in vocabulary rows, of the unit in which rows are assigned. `unit_of_rows` picks the largest one for
+which an even shard contains at least FINE_ENOUGH units. GEMMs are fastest if shards are multiples of 128 rows. With
+multiples of 64 rows, the 16-bit logits of every token start at a 128-byte boundary; with multiples of 8 rows, at a
+16-byte boundary.
 """
 
 FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
-"""Smallest shard, as a share of an even shard. Fewer rows would not be worth the fixed time of their passes."""
+"""Smallest non-empty shard, as a fraction of an even shard. A smaller shard would not be worth the fixed time of its
+passes.
+"""
 
 TIE = 0.002
-"""Candidates whose times differ by less than this share tie; of these, the one with the most free memory is chosen."""
+"""Candidates tie if they are slower than the fastest by at most this fraction. Among candidates that tie, the one that
+needs the least memory is chosen.
+"""
 
 
 @dataclass(frozen=True)
 class Shards:
     """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
 
-    layers: None if all stages have equally many.
-    rows: counting all tensor ranks of a pipeline rank. None: even shards; `layers` are then the layers that training
-        assigns without a layout.
-    gain: predicted speed-up over even shards on the user's layers, or on the layers that training assigns without a
-        layout.
+    layers: None if all stages have equally many layers.
+    rows: summed over the tensor ranks of each pipeline rank. None: even shards, with the user's layout or, if the user
+        gave none, with the layout that training chooses.
+    gain: predicted speed-up over even shards with the user's layout or, if the user gave none, with the layout that
+        training chooses.
     """
 
     layers: tuple[int, ...] | None
@@ -64,7 +69,7 @@ class Shards:
     gain: float = 1.0
 
     def plan(self, plan: Plan) -> Plan:
-        """Return `plan` with these layers and rows."""
+        """Return a copy of `plan` that uses these shards."""
         return replace(plan, layers=self.layers, vocab_rows=self.rows)
 
 
@@ -77,17 +82,17 @@ def balanced(
     memory_limit: float | None = None,
     layout_given: bool = False,
 ) -> Shards:
-    """The layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
+    """Choose layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
 
     Args:
         plan: its `vocab_rows` are ignored, as are its `layers` unless `layout_given`.
-        memory_limit: bytes per rank; None: unlimited. It is ignored if nothing fits, and on CPU cores.
+        memory_limit: bytes per rank; None: unlimited. The limit is ignored if no plan fits, and on CPU hardware.
         layout_given: whether the user gave the plan's layers, so that only rows are assigned.
 
-    The result is deterministic, so that all ranks of a job compute the same one. Even shards are kept if they fit and
-    are predicted to be within EVEN_BAND of the best, or if the method or the vocabulary allows no others. On CPU cores,
-    whose times are known only to an order of magnitude, they are also kept if all stages have equally many layers.
-    Raises UserError if the layers cannot be distributed over the stages.
+    The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are kept if they fit
+    and are predicted to be at most EVEN_BAND slower than the best shards, or if the method or the vocabulary size rules
+    out uneven shards. On CPU hardware, whose times are known only to an order of magnitude, even shards are also kept
+    if all stages have equally many layers. Raises UserError if the layers cannot be distributed over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
@@ -97,8 +102,8 @@ def balanced(
     if not hardware.is_gpu and even.layers is None:
         return Shards(None, None)
     first = search.outcome(even)
-    # Even shards that fit are kept unless another plan takes fewer seconds than this. Lower bounds rule out some plans,
-    # and sometimes all of them, without a simulation.
+    # Even shards that fit are kept unless another plan takes at most `longest` seconds. Lower bounds rule out some or
+    # all other plans without a simulation.
     longest = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
     if search.least_of_all() > longest:
         return Shards(even.layers, None)
@@ -107,7 +112,7 @@ def balanced(
     for each in sorted(least, key=least.__getitem__):
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
-            if found.fits:  # a plan that takes longer than this cannot tie with the best
+            if found.fits:  # slower plans cannot tie with the best one
                 longest = min(longest, (1 + TIE) * found.seconds)
     outcomes = [first, *(simulated[each] for each in least if each in simulated)]
     outcomes = [each for each in outcomes if each.fits] or outcomes
@@ -121,10 +126,11 @@ def balanced(
 def most_rows(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> tuple[int, ...] | None:
-    """Find how many rows fit into `memory_limit` bytes per rank on each pipeline rank, counting all its tensor ranks.
+    """Find how many rows each pipeline rank can hold on all its tensor ranks together, within `memory_limit` bytes per
+    GPU.
 
-    Returns None on CPU cores, if the vocabulary can be cut in only one way, and if it does not fit into memory with any
-    shards. In these cases, the caller ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
+    Returns None on CPU hardware, if only even shards are possible, or if the vocabulary does not fit into memory with
+    any shards. A caller that gets None ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
     distributed over the stages.
     """
     if not hardware.is_gpu:
@@ -189,11 +195,11 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound on the iteration's seconds for any order of passes within the family's memory limits."""
+        """Lower bound in seconds on the iteration time, for any pass order that keeps the family's memory limits."""
         return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
-        """Lower bound on an iteration's seconds for any layout and any rows.
+        """Lower bound in seconds on the iteration time, for any layout and any rows.
 
         The bound divides all work equally among the ranks, and assumes shards of the size that takes the least time per
         row.
@@ -206,7 +212,7 @@ class _Search:
 
     @cached_property
     def candidates(self) -> list[Plan]:
-        """The plans worth simulating: the layout with the lowest bound in each group."""
+        """The plans worth simulating: from each group of layouts, the one whose busiest rank has the least work."""
         if self.plan.layers is not None:
             groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
         else:
@@ -227,10 +233,9 @@ class _Search:
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """Assign rows to the holders, and return the plan and its sort key; None if the rows do not fit into their
-        memory.
+        """Assign rows to the holders; return the plan and its sort key, or None if the rows need too much memory.
 
-        The key is the busiest rank's work, rounded to thousandths of the mean, and then the work of all ranks.
+        The key is a pair: the busiest rank's work, rounded to thousandths of the mean, and the total work of all ranks.
         """
         stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
@@ -250,18 +255,18 @@ class _Search:
 
     @cached_property
     def cost(self) -> list[float]:
-        """Seconds that 0, 1, 2, ... units of rows add to a rank's microbatch; more rows never take less time."""
+        """Seconds that 0, 1, 2, ... units of rows add to a rank's time per microbatch; the values never decrease."""
         return list(accumulate(self.row_seconds, max))
 
     @property
     def row_seconds(self) -> Sequence[float]:
-        """Seconds of a microbatch's passes over 0, 1, 2, ... units of rows."""
+        """Seconds of a microbatch's vocabulary passes with 0, 1, 2, ... units of rows."""
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
         return _row_seconds(self.times, self.plan.vocab, units, each)
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Convert units to rows; the last holder takes the remainder."""
+        """Convert units to rows; the last holder also gets the rows that do not fill a unit."""
         assert self.unit is not None
         rows = [self.unit * count for count in units]
         rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
@@ -298,16 +303,17 @@ class _Search:
 
 @lru_cache(maxsize=1)
 def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None) -> _Search:
-    """A cached `_Search`, because `balanced` often follows `choices` with the same plan."""
+    """Return a cached `_Search`, because `balanced` is often called after `choices` with the same plan."""
     return _Search(job, plan, hardware, constants, memory_limit)
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the passes of 1F1B on equally fast ranks, with the best possible layers and rows.
+    """Lower bound in seconds on the time of 1F1B's passes on equally fast ranks, with the best possible layers and
+    rows.
 
-    Each microbatch takes the time of at least max(ceil(L / p), (L + v) / p) layers, where v is the number of layers
-    that take as long as the whole vocabulary on one rank. Filling and draining the pipeline takes p - 1 mean stages.
-    For a hybrid model, the largest stage of the most even cut replaces ceil(L / p).
+    Each microbatch takes at least as long as max(ceil(L / p), (L + v) / p) layers, where v layers take as long as the
+    whole vocabulary takes on one rank. Filling and draining the pipeline takes as long as p - 1 average stages. For a
+    hybrid model, the work of the largest stage in the most even cut replaces ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
@@ -332,7 +338,7 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
 
 @lru_cache(maxsize=16)
 def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
-    """Seconds of a microbatch's passes over 0, 1, 2, ... `units` of `each` rows; all schedules share them."""
+    """Seconds of a microbatch's vocabulary passes with 0, 1, 2, ... and finally all `units` of `each` rows."""
     return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 

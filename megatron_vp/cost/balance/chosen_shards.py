@@ -45,7 +45,7 @@ def with_shards(
     """Return a configuration's `plan` with the layers and rows that training would use.
 
     If the user gave a layout, rows are assigned for it; otherwise layers and rows are assigned together. Raises
-    UserError if the value of `--vocab-shards` cannot work.
+    UserError if the given `--vocab-shards` cannot be used for this job.
     """
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
@@ -55,7 +55,7 @@ def with_shards(
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
         if uncounted(config):
-            return plan  # training, too, keeps even shards if the cost model does not cover the job
+            return plan  # training also keeps even shards if the cost model does not cover the job
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 
@@ -76,17 +76,16 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the rows that a run recorded, and with its layers if it recorded them."""
+    """Return `plan` with the rows that `partition` records and, if it also records layers, with those layers."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
 def gain_of_next_start(
     config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> str | None:
-    """One line with the gain of this job's `--vocab-shards measured:DIR`; None if the job does not ask for measured
-    shards.
+    """Describe the gain from this job's `--vocab-shards measured:DIR`; None if the job does not use measured shards.
 
-    Raises UserError if the folder is not a measurement of this job.
+    Raises UserError if the folder does not contain a measurement of this job.
     """
     choice = shard_choice(config, plan)
     if choice.folder is None or not plan.vocab.is_sharded:

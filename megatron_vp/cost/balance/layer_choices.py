@@ -1,6 +1,6 @@
 """Candidate layouts of layers for uneven vocabulary shards.
 
-Holders are the ranks with vocabulary rows. Each has fewer layers than the other ranks, to leave time for its rows.
+Holders are the ranks with vocabulary rows. A holder has fewer layers than the other ranks, to leave time for its rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class LayerChoice:
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
-    The first groups are as even as whole layers allow, and any rank may hold rows. They differ in the ranks that have
-    one more layer: these are spread out, come first, or come last. The last two groups have k holders of rows, for k =
-    1 .. p-1: in one group the holders come first, in the other they come last.
+    The first groups spread layers as evenly as possible, and any rank may hold rows. The ranks that have one more layer
+    are spread out, come first, or come last, depending on the group. The last two groups have k holders of rows, for k
+    = 1 .. p-1: in one group the holders come first, in the other they come last.
 
     Args:
         layer: seconds of one layer in all passes of a microbatch.
-        cost: seconds that 0, 1, 2, ... units of rows add to a rank; the last entry is for the whole vocabulary.
+        cost: seconds that 0, 1, 2, ... units of rows add to a rank's time; the last entry is for the whole vocabulary.
     """
     p = placement.ranks
     each, larger = divmod(layers, p)
@@ -55,7 +55,8 @@ def _layers_of_others(
 ) -> int | None:
     """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    The holders share the remaining layers as evenly as possible, and then the rows so that all finish together.
+    The remaining layers are spread over the holders as evenly as possible, and the rows so that all holders take
+    equally long.
     """
     units = len(cost) - 1
     best = None

@@ -1,8 +1,9 @@
-"""Assigns vocabulary rows for a job's next start by the speed of every GPU, as measured in an earlier run.
+"""Assigns vocabulary rows for a job's next start, based on the GPU speeds that were measured in an earlier run.
 
-GPUs of one kind differ in speed by a few percent. Whole layers are too coarse to compensate for that, but rows are not.
-The run's rank reports or traces say how long each rank computes per microbatch, and how many rows it has. Rows are then
-assigned so that all ranks take about the same time (`water_filling`).
+GPUs of one kind differ in speed by a few percent. Moving whole layers is too coarse to compensate for these
+differences, but moving rows is not. The earlier run's rank reports or traces say how long each rank computes per
+microbatch, and how many rows it has. Rows are then assigned so that all ranks take about the same time
+(`water_filling`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MeasuredJob:
     layout_option: str = ""
 
     def check(self, folder: Path, run: MeasuredRun) -> None:
-        """Raise UserError if `run`, read from `folder`, differs in any of these properties."""
+        """Raise UserError if `run`, read from `folder`, does not match the properties of this job."""
         partition, there = run.partition, dict(run.partition.sizes)
         compared: list[tuple[str, object, object]] = [
             ("pipeline ranks", len(run.rows), self.ranks),
@@ -74,10 +75,10 @@ class MeasuredJob:
 
 
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
-    """Compute the shards that `--vocab-shards measured:FOLDER` means for `job`, with the layers of the measured run.
+    """Compute the shards of `job` with `--vocab-shards measured:FOLDER`, keeping the layers of the measured run.
 
-    `room` returns how many rows each pipeline rank has memory for with the run's partition, or None if that is not
-    known. Raises UserError for a run of another job, and whenever `read_run` or `refilled` does.
+    `room`, called with the run's partition, returns how many rows fit into the memory of each pipeline rank, or None if
+    the memory is not known. Raises UserError for a run of another job, and whenever `read_run` or `refilled` does.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -85,16 +86,16 @@ def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequen
 
 
 def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """Rows for the next run with the layers of `partition`, computed from the pass times of a run with that partition.
+    """Compute the next run's rows from the pass times of a run with `partition`, whose layers are kept.
 
     Args:
         pass_seconds: pass times of every pipeline rank; see `Seconds`.
-        most: rows that each rank has memory for, see `balance.most_rows`; None: any number.
+        most: rows for which each rank has memory (see `balanced.most_rows`); None: any number.
 
-    The returned `gain` is the ratio of the busiest rank's times per microbatch with the old and with the new rows. A
-    row is assumed to take as long as the rank's rows took on average. For a rank without rows, the time per row is
-    estimated from how fast it computed its layers, compared with the ranks that had rows. Raises UserError if the run's
-    vocabulary passes took no time, or if the rows do not fit into memory.
+    The returned `gain` is the longest time of any rank per microbatch with the old rows, divided by the longest with
+    the new rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, the time
+    per row is estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises
+    UserError if the run's vocabulary passes took no time, or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None
@@ -126,10 +127,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 
 
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
-    """One line that says what `--vocab-shards measured:FOLDER` would change at the next start.
+    """Describe in one line what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    It states a gain if the measurement shows one, and if `predicted`, the cost model's speed-up for the same change,
-    does not contradict it.
+    The line states a gain if the measured gain is significant and `predicted`, the cost model's speed-up for the same
+    change, does not contradict it.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None

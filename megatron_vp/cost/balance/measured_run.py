@@ -21,16 +21,18 @@ from megatron_vp.trace.rank_files import RankTrace, read_traces
 from megatron_vp.trace.rank_reports import read_document
 
 ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
-"""Passes whose time grows with the rows of their rank."""
+"""Kinds of passes whose time grows with the number of vocabulary rows on the rank."""
 
 ENOUGH = 5
 """The fewest iterations that a measurement needs, not counting the first iteration of a report, which is warm-up."""
 
 OF_MEDIAN = 1.25 * 1.4826
-"""Converts the median absolute deviation of n normal samples into sqrt(n) times their median's standard deviation."""
+"""Factor from the median absolute deviation of n normal samples to sqrt(n) times the standard deviation of their
+median.
+"""
 
 IMPLAUSIBLE = 4.0
-"""A measurement is refused if a rank takes more than this many times the median time per layer."""
+"""A measurement is refused if any rank's time per layer exceeds this many times the median of all ranks."""
 
 Seconds = Mapping[str, float]
 """A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
@@ -38,9 +40,9 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measurements of a run: seconds of every pipeline rank (medians over the iterations), and properties of the job.
+    """Measurements of a run: pass times of every pipeline rank (medians over iterations), and properties of the job.
 
-    uncertainty: relative standard deviation of a rank's time per microbatch, the largest of all ranks.
+    uncertainty: relative standard deviation of the median time per microbatch, on the rank where it is largest.
     """
 
     seconds: tuple[Seconds, ...]
@@ -58,7 +60,9 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The content of one rank's file: its run, and milliseconds per microbatch by kind of pass, for every iteration."""
+    """The content of one rank's file: the run's properties, and each iteration's times in ms per microbatch, by kind of
+    pass.
+    """
 
     path: Path
     rank: int
@@ -73,14 +77,14 @@ class _Rank:
 def read_run(folder: Path) -> MeasuredRun:
     """Read the pass times that a run wrote to `folder` with --rank-report or --pipeline-trace.
 
-    Raises UserError if there are no such files, if files of some ranks are missing, if the files come from several
-    runs, from a run without vocabulary shards or from too few iterations, or if values are impossible.
+    Raises UserError if files are missing, come from several runs or from a run without vocabulary shards, cover too few
+    iterations, or contain impossible values.
     """
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise UserError(
-            f"{folder} contains no rank_*.json: give the folder that was the --rank-report or --pipeline-trace of a "
-            "run with --vocab-parallel"
+            f"{folder} contains no rank_*.json files: give the folder to which a run with --vocab-parallel wrote its "
+            "--rank-report or --pipeline-trace"
         )
     if "traceEvents" in read_document(paths[0]):
         return traced_run(folder, read_traces(folder))
@@ -88,7 +92,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
-    """Read the measurements from the traces of all ranks in `folder`. Raises UserError as `read_run` does."""
+    """Convert all ranks' traces, which come from `folder`, to measurements. Raises UserError as `read_run` does."""
     ranks = []
     for trace in traces:
         times = iteration_pass_times(trace)
@@ -102,8 +106,8 @@ def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
             for kind, passes in wanted.items():
                 if len(each.get(kind, ())) != passes:
                     raise UserError(
-                        f"{path} has {len(each.get(kind, ()))} {kind} passes in an iteration that runs {passes}: the "
-                        "file is damaged or truncated; trace the run again"
+                        f"{path} has {len(each.get(kind, ()))} {kind} passes in an iteration that should have "
+                        f"{passes}: the file is damaged or truncated; trace the run again"
                     )
         sums = tuple(
             {kind: sum(one) / count for kind, one in each.items()} for each, count in zip(times, counts, strict=True)
@@ -148,7 +152,7 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
     rows = first.partition.vocab_rows or ()
     if [each.rank for each in ranks] != list(range(len(rows))):
         raise UserError(
-            f"{folder} has files from ranks {', '.join(str(each.rank) for each in ranks)}, but its run had ranks 0 "
+            f"{folder} has files from ranks {', '.join(str(each.rank) for each in ranks)}, but the run had ranks 0 "
             f"to {len(rows) - 1}: put exactly one file per rank into the folder"
         )
     iterations = min(len(each.times) for each in ranks)
@@ -167,7 +171,7 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
     if iterations < ENOUGH:
         raise UserError(
             f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
-            f"at least {ENOUGH + 1} with --rank-report, or trace {ENOUGH}, for example with "
+            f"at least {ENOUGH + 1} iterations with --rank-report, or trace at least {ENOUGH}, for example with "
             "--pipeline-trace-iterations 3-22"
         )
     kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
@@ -186,18 +190,18 @@ def _check_partition(folder: Path, partition: Partition) -> None:
         raise UserError(f"{folder} is from a run without vocabulary shards: measure a run with --vocab-parallel")
     vocab, layers = sizes.get(VOCABULARY), sizes.get("num_layers")
     if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
-        raise UserError(f"{folder} does not record valid sizes of its run: measure again with this version")
+        raise UserError(f"{folder} does not record valid model and batch sizes: measure again with this version")
     if min(rows, default=-1) < 0 or sum(rows) != vocab:
         raise UserError(
-            f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the {vocab} of its run: "
-            "the files are damaged; measure again"
+            f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the vocabulary size "
+            f"{vocab}: the files are damaged; measure again"
         )
     if partition.layers is not None and (
         min(partition.layers, default=-1) < 0 or layers not in (None, sum(partition.layers))
     ):
         raise UserError(
-            f"{folder} has layers {','.join(map(str, partition.layers))}, which do not add up to the {layers} of its "
-            "run: the files are damaged; measure again"
+            f"{folder} has layers {','.join(map(str, partition.layers))}, which do not add up to the {layers} layers "
+            "of the run: the files are damaged; measure again"
         )
 
 
@@ -228,13 +232,13 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
     for each, took in zip(ranks, by_layer, strict=True):
         if took > IMPLAUSIBLE * usual:
             raise UserError(
-                f"{each.path} has passes that take {took / usual:.1f} times as long per layer as on the other ranks: "
-                "GPUs do not differ that much; check what else ran on this GPU, and measure again"
+                f"{each.path} has passes that take {took / usual:.1f} times as long per layer as the median of all "
+                "ranks: GPUs do not differ that much; check what else ran on this GPU, and measure again"
             )
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The divisor that makes ranks' times comparable: a rank's layers, or 1 without a layout or with several chunks."""
+    """The divisor that makes rank times comparable: the layer count, or 1 without a layout or with several chunks."""
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0

@@ -1,6 +1,6 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut gives every virtual stage a number of letters, in the order of the stages. Cuts between letters are finer than
+A cut is the number of letters on every virtual stage, in the order of the stages. Cuts between letters are finer than
 cuts between transformer layers, and letters differ in their work.
 """
 
@@ -17,13 +17,14 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
 _HALVINGS = 50
-"""Number of bisection steps to find the busiest rank's work."""
+"""Number of bisection steps in the search for the least possible work of the busiest rank."""
 
 _LONGEST_MOVE = 8
 """Largest number of neighbouring stage boundaries that are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A cut replaces another one only if it reduces the objective below this share, so that rounding errors do not count.
+"""A new cut is accepted only if its objective is below this fraction of the old cut's objective, so that rounding
+errors do not count.
 """
 
 
@@ -44,16 +45,16 @@ def even_cut(
     extra: Sequence[float] | None = None,
     may_be_empty: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Letters per virtual stage that minimise the busiest rank's work; None if there are too few letters.
+    """Find letters per virtual stage that minimise the busiest rank's work; None if there are too few letters.
 
     Args:
         work: work of every letter.
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letter.
 
-    With one chunk per rank, the maximum is the lowest possible. With several chunks, it may not be, because stage
-    boundaries are moved only as long as a single move helps. Among cuts with the same maximum, moves that make the
-    ranks' work more even are preferred. The result depends only on the arguments.
+    With one chunk per rank, the busiest rank has the least work that is possible. With several chunks, less work may be
+    possible, because stage boundaries are moved only as long as a single move helps. A move also helps if the busiest
+    rank's work stays the same but the ranks' work becomes more even. The result depends only on the arguments.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -76,7 +77,7 @@ def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) ->
 
 
 class _Cuts:
-    """Finds cuts of one pattern. A cut is a list of 0 and the ends of all stages, counted in letters."""
+    """Finds cuts of one pattern. In this class, a cut is a list of 0 and the end of every stage, counted in letters."""
 
     def __init__(
         self, work: Sequence[float], placement: Placement, extra: Sequence[float], least: Sequence[int]
@@ -94,12 +95,12 @@ class _Cuts:
         return loads
 
     def figures(self, ends: Sequence[int]) -> tuple[float, float]:
-        """The objective: the busiest rank's work, then how unequal the ranks are."""
+        """The objective as a pair: the busiest rank's work, and the sum of the squares of all ranks' work."""
         loads = self.loads(ends)
         return max(loads), sum(each * each for each in loads)
 
     def by_target(self) -> list[int]:
-        """The cut whose ends are closest to equal work for all ranks."""
+        """The cut whose stage ends are closest to giving all ranks equal work."""
         level = _level(self.extra, self.sums[-1])
         ends, reached = [0], 0.0
         for stage, needed in enumerate(self.needed_after):
@@ -112,7 +113,7 @@ class _Cuts:
         return ends
 
     def by_level(self) -> list[int]:
-        """For one chunk per rank: the cut with the lowest maximum, filling the first ranks first."""
+        """For one chunk per rank: the cut with the least work on the busiest rank; earlier ranks are filled first."""
         low, high = 0.0, max(self.extra) + self.sums[-1]
         found = self._below(high)
         assert found is not None
@@ -123,12 +124,12 @@ class _Cuts:
         return found
 
     def _below(self, level: float) -> list[int] | None:
-        """A cut in which no rank's work exceeds `level`; None if there is none."""
+        """A cut in which no rank's work exceeds `level`; None if no such cut exists."""
         ends = [0]
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # An earlier, fuller rank may have taken a letter that this rank needs.
+                # If an earlier rank took fewer letters, this rank might start with a letter that fits.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
@@ -161,7 +162,7 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Move one or several neighbouring stage boundaries by a letter, as long as that helps."""
+        """Move one or several neighbouring stage boundaries by one letter, as long as that helps."""
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends
@@ -192,12 +193,12 @@ class _Cuts:
 
 
 def _bits(number: int) -> list[int]:
-    """Positions of the bits that are set, in ascending order."""
+    """Positions of the set bits of `number`, in ascending order."""
     return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The highest load of any rank that gets part of `work`, if `work` is distributed as evenly as `extra` allows."""
+    """The common load of all ranks that get part of `work`, if `work` first fills the ranks with the least `extra`."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count
@@ -209,7 +210,7 @@ def _level(extra: Sequence[float], work: float) -> float:
 def unit_length(pattern: str) -> int:
     """The period of the pattern in letters; 0 without a pattern.
 
-    It is 2 for alternating attention and MLP, and the whole length of a pattern that never repeats.
+    The period is 2 for alternating attention and MLP, and the full length for a pattern that never repeats.
     """
     if not pattern:
         return 0
@@ -223,9 +224,10 @@ def unit_length(pattern: str) -> int:
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate cuts for uneven shards, as `layer_choices` lists them for models without a pattern.
 
-    The first group is the most even cut, and any rank may hold rows. The next two groups have k holders of rows, for k
-    = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats, cuts between
-    whole repetitions are added, so that the result is never worse than with whole transformer layers.
+    The first group contains only the most even cut, and any rank may hold rows. The next two groups have k holders of
+    rows, for k = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats,
+    cuts between whole repetitions are added, so that the result is never worse than a layout in whole transformer
+    layers.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

@@ -1,4 +1,4 @@
-"""Distributes work in small units so that the busiest rank has as little as possible."""
+"""Distributes work in small units so that the busiest rank has as little work as possible."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def fill(
         work: work of every rank without any units.
         cost: cost of 0, 1, 2, ... units, which starts at 0 and never falls. The last entry is for all units.
         most: the most units that each rank can hold.
-        slowness: how much longer each rank takes for the same units; by default all are equal.
+        slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.
 
-    First, each rank is filled to just below the final level. Each remaining unit goes to the least loaded rank; among
-    equally loaded ranks, to the first. The result depends only on the arguments.
+    First, each rank is filled to just below the final level. Each remaining unit goes to the rank that has the lowest
+    load with it; if several ranks tie, to the first. The result depends only on the arguments.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

@@ -16,8 +16,8 @@ class Constants:
         counted.
     newer_attention: how many times faster attention is in the newer code base of the V-Half runs.
     bandwidth: share of the memory bandwidth that streaming kernels reach.
-    layer_bytes: bytes that a layer's forward moves outside its products, per token and hidden unit; the backward moves
-        twice as many.
+    layer_bytes: bytes that a layer's forward moves outside its matrix products, per token and hidden unit; the backward
+        moves twice as many.
     score_bytes: bytes per logit that S and T of vocab-1 move together.
     gap: fixed seconds per pass, for kernel launches and the transition to the next pass.
     speed_spread: relative standard deviation of the time that ranks take for the same work.
@@ -38,7 +38,7 @@ class Constants:
     network: float
 
     def with_newer_attention(self) -> Constants:
-        """These constants, with the faster attention of the V-Half runs."""
+        """Return a copy with the faster attention of the V-Half runs."""
         return replace(
             self,
             attention_forward=self.attention_forward * self.newer_attention,
@@ -66,13 +66,14 @@ CALIBRATED = FITTED.with_newer_attention()
 """The constants that predictions use by default."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative errors on setups left out of the fit, rounded (`megatron-vp paper calibrate`), for A100s and fp16.
+"""Largest relative errors of predictions for setups left out of the fit, for A100s and fp16; rounded from the output of
+`megatron-vp paper calibrate`.
 """
 
 
 class Compared(NamedTuple):
-    """A kind of published Megatron runs, their number, and the mean and largest error of their predicted tokens/s in
-    percent.
+    """How well one kind of published Megatron runs is predicted: the number of runs, and the mean and largest error of
+    tokens/s in percent.
     """
 
     kind: str
@@ -96,8 +97,8 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote for a kind of job that has none: the kind with the largest mean error, among those with
-    experts or among the dense ones.
+    """The comparison to quote if `compared` returns None: the one with the largest mean error among jobs with experts,
+    or among dense jobs.
     """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

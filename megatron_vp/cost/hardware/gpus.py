@@ -15,14 +15,14 @@ class Rates:
     """The rates that one GPU sustains, from cited sources; this project has measured none of them.
 
     gemm: FLOP/s of large bf16 products.
-    fp8_gemm: FLOP/s of large fp8 products; 0 if the GPU has no fp8.
+    fp8_gemm: FLOP/s of large fp8 products; 0 if the GPU does not support fp8.
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
     source: where the figures come from.
     any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, so that none is transposed, and support
         scale blocks of 32 elements (mxfp8).
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
-        and heads of 128, counting only the causal half; None: use the shares of the paper's code.
+        and a head size of 128, counting only the causal half; None: use the shares of the paper's code.
     flash_attention_2: the same shares for FlashAttention 2, if it is slower.
     gap: fixed seconds per pass; 0: use the gap of the paper's code.
     """
@@ -40,12 +40,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and its node's memory while all GPUs of the node copy, from cited sources; this project
-    has not measured it.
+    """Bandwidth between one GPU and host memory while all GPUs of the node copy. It comes from cited sources; this
+    project has not measured it.
 
     out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time, because copies of
         activations take turns.
-    memory: bytes of the node's memory per GPU.
+    memory: bytes of host memory per GPU.
     source: where the figures come from.
     """
 
@@ -59,21 +59,21 @@ _PCIE_5 = HostLink(
     out=50 * GIGA,
     back=50 * GIGA,
     memory=256 * GIB,
-    source="bandwidth: estimated, because nvbandwidth reaches 55.6 GB/s with a single GPU on PCIe 5 x16; memory: 2 TB "
-    "per node of 8 GPUs in the data sheets of DGX H100, DGX H200 and DGX B200 (B200: up to 4 TB)",
+    source="bandwidth: estimated from the 55.6 GB/s that nvbandwidth reaches with a single GPU on PCIe 5 x16; memory: "
+    "2 TB per node of 8 GPUs, from the data sheets of DGX H100, DGX H200 and DGX B200 (B200: up to 4 TB)",
 )
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Nominal figures of one GPU and its place in a node.
+    """Nominal figures of one GPU, its links and its node.
 
     peak_flops: dense FLOP/s in bf16 and fp16, without sparsity.
-    memory: bytes that a process can use, as PyTorch reports them.
+    memory: bytes of GPU memory that a process can use, as PyTorch reports them.
     memory_bandwidth: bytes/s.
     link_bandwidth, network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
     source: where the figures come from.
-    host: the link to the node's memory.
+    host: the link to host memory.
     rates: sustained rates; None if they are unknown or this project's kernels do not run on this hardware.
     needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, as it
         does before Blackwell.
@@ -110,8 +110,8 @@ _ALL = (
             back=15 * GIGA,
             memory=256 * GIB,
             source="bandwidth: PipeOffload (arXiv 2503.01328, section 2) for two GPUs on one switch; a single GPU on "
-            "PCIe 4 x16 reaches 24.8 GB/s in one direction, and 24 and 11 in both at once (NVIDIA's developer forum); "
-            "memory: 2 TB per DGX A100",
+            "PCIe 4 x16 reaches 24.8 GB/s in one direction at a time, and 24 and 11 GB/s when copying in both "
+            "directions at once (NVIDIA's developer forum); memory: 2 TB per DGX A100",
         ),
         rates=Rates(
             gemm=254 * TERA,
@@ -119,7 +119,7 @@ _ALL = (
             copy=1.75 * TERA,
             issue=108 * 88 * 1.41 * GIGA,
             gap=0.85e-3,
-            source="products: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
+            source="GEMMs: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
             "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, with half of the H100's 128 fp32 lanes",
         ),
     ),
@@ -141,9 +141,9 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="large products: public benchmarks, which reach 650 to 790 TFLOP/s in bf16, and 1280 in fp8; "
-            "copies: public device-to-device benchmarks; instructions: 132 SMs x 128 lanes at 1.7 GHz; attention: the "
-            "mean of cuDNN 9 and FlashAttention 3, and FlashAttention 2, all as measured in arXiv 2407.08608",
+            source="GEMMs: public benchmarks, which reach 650 to 790 TFLOP/s in bf16, and 1280 TFLOP/s in fp8; copies: "
+            "public device-to-device benchmarks; instructions: 132 SMs x 128 lanes at 1.7 GHz; attention: mean of "
+            "cuDNN 9 and FlashAttention 3, and separately FlashAttention 2, as measured in arXiv 2407.08608",
         ),
     ),
     Hardware(
@@ -164,7 +164,8 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="assumed as for the H100, where copies to the host also reach 0.9 of the nominal bandwidth",
+            source="GEMMs, instructions and attention: as for the H100; copies: assumed to reach 0.9 of the nominal "
+            "memory bandwidth, as on the H100",
         ),
     ),
     Hardware(
@@ -176,7 +177,8 @@ _ALL = (
         link_bandwidth=900 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="one eighth of NVIDIA's DGX B200 data sheet (NVLink 1.8 TB/s both ways); one 400 Gb/s port per GPU",
+        source="one eighth of the totals in NVIDIA's DGX B200 data sheet, with NVLink at 1.8 TB/s both ways and one "
+        "400 Gb/s port per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=1590 * TERA,
@@ -184,7 +186,7 @@ _ALL = (
             copy=6.0 * TERA,
             issue=148 * 128 * 1.7 * GIGA,
             attention=(0.44, 0.35),
-            source="products: assumed to reach the same shares of the nominal bf16 and fp8 rates as on the H100; "
+            source="GEMMs: assumed to reach the same shares of the nominal bf16 and fp8 rates as on the H100; "
             "copies: public benchmarks of just over 6 TB/s; instructions: 148 SMs x 128 lanes at 1.7 GHz",
             any_layout_fp8=True,
         ),
@@ -211,12 +213,13 @@ _ALL = (
         link_bandwidth=2 * GIGA,
         network_bandwidth=0.1 * GIGA,
         gpus_per_node=64,
-        source="order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs per cycle); measure your own",
+        source="order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs per cycle); measure your machine",
         host=HostLink(
             out=5 * GIGA,
             back=5 * GIGA,
             memory=4 * GIB,
-            source="half of the memory bandwidth, because a copy reads and writes the same memory; size: assumed",
+            source="bandwidth: half of the memory bandwidth, because a copy reads and writes the same memory; memory: "
+            "assumed",
         ),
         is_gpu=False,
         needs_one_queue=False,

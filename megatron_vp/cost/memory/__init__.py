@@ -1,1 +1,1 @@
-"""The memory of a layer, of a rank, and outside PyTorch's allocator."""
+"""Memory models of a layer, of a rank, and of everything outside PyTorch's allocator."""

@@ -1,7 +1,7 @@
 """Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
 
-All figures are bytes on one rank. docs/evidence/predictions.md compares them with the bytes that a replay of the real
-program counts.
+All figures are bytes on one rank. docs/evidence/predictions.md compares them with bytes that were counted in a replay
+of the real program.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 
 WORKING_SET = 24.5
-"""For the paper's layers: extra bytes per token and hidden unit in the backward of one layer."""
+"""Temporary bytes per token and hidden unit in the backward of one layer of the paper's code."""
 
 SPLIT_BACKWARD = 34
-"""For the paper's layers: further bytes per token and hidden unit if the backward is split, because one more layer
+"""Further bytes per token and hidden unit in the paper's code if the backward is split, because one more layer then
 waits for its W.
 """
 
@@ -27,17 +27,19 @@ DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
 
 SOFTMAX_IN_PASS = 6
-"""Temporary bytes per score in Megatron's local attention without Apex, on top of the softmax that it keeps."""
+"""Temporary bytes per score in Megatron's local attention without Apex, in addition to the softmax result, which is
+kept.
+"""
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer and microbatch.
+    """Memory of one layer in bytes, for one microbatch.
 
-    kept: kept from F to B.
-    waiting: kept from B to W, if the backward is split.
-    forward, backward: temporary bytes in the pass, in addition to what is kept. With full recomputation, the backward
-        holds all of the layer's activations.
+    kept: activations that are kept from F to B.
+    waiting: tensors that are kept from B to W, if the backward is split.
+    forward, backward: temporary bytes in the pass, in addition to `kept`. With full recomputation, `backward` includes
+        all activations of the layer.
     once: a buffer that a rank allocates once for all its layers.
     """
 
@@ -83,9 +85,10 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes that a layer saves because its backward recomputes part of its MLPs.
+    """Bytes of activations that a layer does not keep because its backward recomputes part of its MLPs.
 
-    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains both.
+    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains norm and
+    MLP.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -100,14 +103,14 @@ def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float
 
 @lru_cache(maxsize=4096)
 def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> LayerMemory:
-    """The memory of one layer; `split`: whether its weight gradients are computed in a pass W."""
+    """The memory of one layer; `split`: whether its weight gradients are computed in a separate pass W."""
     kept = layer_activations(job, kind)
     if job.layers is LayerKind.PAPER:
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
     # The peak is in the MLP's backward, which holds the gradient of the first matrix's output. The second matrix's
-    # input has been freed by then, unless W needs it. A layer without MLPs holds the gradients of attention's queries,
-    # keys, values and output instead.
+    # input has been freed by then, unless W needs it. If a layer has no MLPs, its backward holds the gradients of
+    # attention's queries, keys, values and output.
     model = job.model
     inner = _inner(job, kind)
     if mlp_of(model, kind):
@@ -124,15 +127,16 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         scores = _scores(job)
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
-        # A product gathers its input. The backward also holds the gradient of the whole input, and the rank's part of
-        # that gradient.
+        # With sequence parallelism, each matrix product gathers its input. The backward also holds the gradient of the
+        # gathered input, and the rank's part of that gradient.
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
-    # W needs the inputs of all products and the gradients of their results: as many elements as a layer keeps.
+    # W needs the inputs of all matrix products and the gradients of their results, which have as many elements as the
+    # activations that a layer keeps.
     waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
-        # For the last product of attention and of a dense MLP, however, the gradient of the output is gathered.
+        # For the last matrix product of attention and of a dense MLP, however, the output's gradient is gathered.
         mlp = mlp_of(model, kind)
         gathered = (kind.attends + bool(mlp and not mlp.experts)) * job.tokens * job.element_bytes * model.hidden
         waiting += gathered * (1 - 1 / job.tensor)
@@ -155,9 +159,9 @@ class PassMemory:
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """The temporary bytes in a stage's passes; `letters`: its part of the model's pattern, if there is one.
+    """The temporary bytes in a stage's passes; `letters`: the stage's part of the model's pattern, if there is one.
 
-    While the last attention layer runs its forward, later letters have not kept anything yet. In the backward, the
+    While the last attention layer runs its forward, later layers do not keep any activations yet. In the backward, the
     largest MLP determines the temporary bytes, or attention if the stage has no MLPs.
     """
     if not job.model.pattern:
@@ -178,12 +182,12 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
 
 
 def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
-    """Bytes of the buffers that a rank with layers of these types allocates once."""
+    """Bytes of the buffers that a rank with layers of the types `kinds` allocates only once."""
     return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)
 
 
 def _inner(job: Job, kind: LayerType) -> float:
-    """Bytes of one tensor between the two products of the MLPs that a token goes through."""
+    """Bytes of one tensor between an MLP's two matrix products, summed over the MLPs that each token goes through."""
     mlp = mlp_of(job.model, kind)
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 
@@ -191,25 +195,28 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each tensor that layers of every implementation keep.
 
-    Returns two lists: tensors between the tensor-parallel parts, which sequence parallelism divides, and all others.
+    Returns two lists: tensors outside tensor-parallel regions, which sequence parallelism divides, and all other
+    tensors.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
     inside: list[float] = []
     if kind.attends:
-        # Between: the inputs of the norm and of the projection after it, and the dropout mask. Inside: queries, the
-        # result, keys, values and the result's log-sum-exp.
+        # `between` has the inputs of the norm and of the projection after it, and the dropout mask. `inside` has
+        # attention's queries, result, keys, values and log-sum-exp.
         keys, values = max(model.keys // t, model.head_size), max(model.values // t, model.value_size)
         between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
         inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
         inside.append(4 * model.heads / t)
         if model.latent:
-            # The inputs and results of the norms between compressing and decompressing.
+            # Multi-latent attention also keeps the inputs and results of the norms between its down- and
+            # up-projections.
             latent = model.latent
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # Between: the same three tensors. Inside: the first product's result and the second product's input.
+        # `between` has the same three tensors as for attention. `inside` has the result of the MLP's first matrix
+        # product and the input of its second one.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:
@@ -234,19 +241,20 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         return job.tokens * wide * elements
     statistics = 0.0
     if model.query_key_norms:
-        # The inputs of these norms. Transformer Engine copies them out of the projection's result. A local layer keeps
-        # the whole result, and a copy of the queries if several of them share a group.
+        # The norms of queries and keys keep their inputs. Transformer Engine copies these inputs out of the
+        # projection's result. A local layer keeps the whole result, and a copy of the queries if several query heads
+        # share a group.
         elements += model.queries / t + keys
         if local:
             elements += keys + (model.queries / t if model.kv_groups < model.heads else 0)
         statistics = 4 * (model.heads / t + groups)
     further = job.tokens * (wide * elements + statistics)
     if local and model.rotary:
-        # Sines and cosines in 16 bits, for queries and keys.
+        # Sines and cosines are kept in 16 bits, once for queries and once for keys.
         rotated = model.latent.rotary if model.latent else model.head_size
         further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
-        # Keys and values of whole sequences instead of the rank's part, and a second copy of the result, in two pieces.
+        # Context parallelism keeps keys and values of whole sequences, and a second copy of the result, in two pieces.
         values = max(model.values // t, model.value_size)
         further += job.tokens * wide * ((keys + values) * (job.context - 1) + model.results / t)
     if job.layers is LayerKind.LOCAL:

@@ -1,7 +1,7 @@
 """Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators and fragmentation.
 
 The figures are estimates from the source code of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On
-a device, compare them with the memory in use minus `torch.cuda.memory_reserved()`.
+a GPU, compare all figures except fragmentation with the memory in use minus `torch.cuda.memory_reserved()`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ COMMUNICATOR = 4 * MIB
 """Memory of an unconnected communicator: queues, tables of peers and channels, rounded up to pages."""
 
 MEGATRON_CHANNELS = 16
-"""Channels of Megatron's communicators: NCCL's own choice over NVLink. Between nodes, NCCL chooses fewer."""
+"""Channels of each of Megatron's communicators, as NCCL chooses over NVLink. Between nodes, NCCL chooses fewer
+channels.
+"""
 
 FRAGMENTS = 0.02
 """Fragmentation: memory that PyTorch reserves but cannot use, as a share of the memory that is allocated and freed
-repeatedly. Parameters, gradients and optimizer states are a few large blocks that are allocated once.
+repeatedly. Parameters, gradients and optimizer states do not count, because they are a few large blocks that are
+allocated once.
 """
 
 
 @dataclass(frozen=True)
 class OutsideMemory:
-    """Bytes of one rank by purpose, and the number of communicators that this project creates on it.
+    """Bytes of one rank by purpose, and the number of communicators that this project creates on the rank.
 
     edges: communicators for activations and gradients between stages.
-    vocabulary: communicators of the pipeline's collectives and of a stage's tensor ranks.
-    rows: connections for embedding rows.
-    megatron: communicators of Megatron's own groups.
+    vocabulary: communicators for collectives over the pipeline and over a stage's tensor ranks.
+    rows: connections over which embedding rows are sent.
+    megatron: communicators of Megatron's own process groups.
     """
 
     context: float
@@ -66,13 +69,13 @@ class OutsideMemory:
 
 
 def runs_megatrons_schedule(schedule: Schedule) -> bool:
-    """Whether Megatron's own loop runs `schedule`; this project then creates no communicators."""
+    """Whether Megatron's own loop runs `schedule`; if so, this project creates no communicators."""
     megatrons = schedule.name in FAMILIES and FAMILIES[schedule.name].in_megatron
     return schedule.vocab is VocabMethod.NONE and megatrons and not schedule.offloaded
 
 
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
-    """Memory of a pipeline rank outside its tensors; `moving`: bytes that its tensors allocate and free repeatedly."""
+    """Memory of a pipeline rank outside its tensors; `moving`: bytes that are repeatedly allocated and freed."""
     fragments = FRAGMENTS * moving
     own = None
     if not runs_megatrons_schedule(schedule):
@@ -100,19 +103,19 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
 
 
 def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
-    """Number of an edge's buffer sets on `rank`: one at the receiver, and over the network also one at the sender."""
+    """Number of an edge's buffer sets on `rank`: one at the receiver, and between nodes also one at the sender."""
     source, target, _ = edge
     node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
     return int(rank == target or node[0] != node[1])
 
 
 def _ring(ranks: int, channels: int) -> float:
-    """Bytes of a ring's communicator, with connections to the previous and to the next rank; 0 for a single rank."""
+    """Bytes of a communicator with a ring, which connects to the previous and to the next rank; 0 for a single rank."""
     return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
 
 
 def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
-    """Bytes of the communicators of Megatron's groups on a rank.
+    """Bytes of the communicators of Megatron's process groups on a rank.
 
     The groups are all ranks (for barriers), the model replica (for the gradient norm), and one per kind of parallelism.
     If Megatron's own schedule runs, activations travel in its pipeline group.

@@ -27,8 +27,8 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""For the paper's code: bytes per token and hidden unit that a microbatch in flight adds on the first stage, for the
-exchanged rows and a dropout mask.
+"""Bytes per token and hidden unit that each microbatch in flight adds on the first stage in the paper's code, for the
+exchanged embedding rows and a dropout mask.
 """
 
 SHARED_BUFFERS = 11
@@ -36,7 +36,7 @@ SHARED_BUFFERS = 11
 
 SCORES, OWN_SCORES = 6, 2
 """Bytes per logit in split output layers. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
-for the product. This project's code keeps 16-bit logits of each microbatch from S to T.
+for the matrix product. This project's code keeps 16-bit logits of each microbatch from S to T.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -45,7 +45,7 @@ WORKSPACES = 0.1 * GIB
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at its peak, by content. PyTorch's allocator does not count `outside`."""
+    """Peak memory of one rank in bytes, by content. PyTorch's allocator does not count the memory in `outside`."""
 
     parameters: float
     gradients: float
@@ -62,18 +62,18 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes that the device must have."""
+        """Bytes of device memory that the rank needs."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Bytes by name; everything outside PyTorch's count is one entry."""
+        """Bytes by name; everything that PyTorch's allocator does not count is one entry."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return held | {"outside": self.outside.total}
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The memory of all ranks of `job`, which run `schedule` on `hardware`.
+    """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
 
     layers: layers of every virtual stage, as in `Plan`.
     shard_rows: if the vocabulary is split, rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`);
@@ -105,13 +105,14 @@ class MemoryModel:
         return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
 
     def parameters(self, rank: int) -> int:
-        """Parameters on a rank: its layers, and its rows of the vocabulary layers."""
+        """Number of parameters on a rank: those of its layers, and its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
         held = sum(count * self._weights[kind][0] for kind, count in self._layers(rank))
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count as two copies, because no plain run has both ends of a tied model on one rank.
+        # Tied layers count as two copies, because without vocabulary parallelism, no rank has both ends of a tied
+        # model.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -141,8 +142,8 @@ class MemoryModel:
         return [each for stage in stages for each in self._stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
-        """Parameters that a rank's optimizer steps; with a distributed optimizer, replicas share the parameters of a
-        stage.
+        """Parameters that a rank's optimizer steps; with a distributed optimizer, each replica steps only part of a
+        stage's parameters.
         """
         job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
         if not job.distributed_optimizer:
@@ -150,7 +151,7 @@ class MemoryModel:
         return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
-        """The peak of a rank, inside the passes or in the optimizer step, which also holds 16-bit gradients in fp32."""
+        """The peak memory of a rank, in a pass or in the optimizer step, which needs 16-bit gradients in fp32."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
         widened = 4 * stepped if job.widens_gradients else 0
@@ -183,13 +184,13 @@ class MemoryModel:
         return job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
 
     def _peak_of_passes(self, rank: int) -> tuple[float, float]:
-        """Bytes of activations and of the vocabulary layers at the pass where their sum is largest."""
+        """Bytes of activations and of the vocabulary layers in the pass in which their sum is largest."""
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
         in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
-        # A whole output layer keeps its logits from the forward to the end of B, and 16 bits more while B runs.
+        # A whole output layer keeps its logits from the forward to the end of B, and needs 16 more bits per logit in B.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         kept = self.kept(rank)
         waiting = kept
@@ -241,7 +242,7 @@ class MemoryModel:
                         vocabulary -= (kept_score + 2 * (not left)) * logits
                         if held + at_start >= layers + vocabulary:
                             layers, vocabulary = held, at_start
-                    # If a W follows, it needs the logits' gradient in 16 bits.
+                    # A later W needs the logits' gradient in 16 bits.
                     scores -= (kept_score - 2 * left) * logits
                 if whole and stage == 0:
                     if layers + vocabulary > most:
@@ -258,14 +259,14 @@ class MemoryModel:
         return peak
 
     def shared(self, rank: int) -> list[float]:
-        """Bytes that split vocabulary layers take on a rank during each pass of its order."""
+        """Bytes that split vocabulary layers need on a rank during each pass of the rank's order."""
         placement, order, rows = self.schedule.placement, self.schedule.ranks[rank], self._rows(rank)
         if self.schedule.vocab is VocabMethod.NONE or not (rows or rank in (placement.first_rank, placement.last_rank)):
             return [0.0] * len(order)
         if self.job.layers is LayerKind.PAPER:
             scores = [SCORES] * len(order)
         else:
-            # A V contains an S and its T.
+            # A pass V runs an S and the T of the same microbatch.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
         buffers, score = SHARED_BUFFERS * self._unit, self.job.tokens * rows
@@ -274,7 +275,7 @@ class MemoryModel:
     def kept(self, rank: int) -> dict[int, float]:
         """Bytes that a microbatch keeps from F to B, by virtual stage of `rank`, without a whole output layer's logits.
 
-        Logits are counted separately, because they grow within the forward.
+        Logits are counted separately, because they are created during the forward.
         """
         placement = self.schedule.placement
         kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
@@ -287,7 +288,7 @@ class MemoryModel:
     def offloaded(self, rank: int) -> dict[int, float]:
         """Bytes of activations that leave the device when a stage is offloaded; see `small_activations`.
 
-        Logits of a whole output layer stay on the device, because the backward of that stage follows at once.
+        Logits of a whole output layer stay on the device, because the backward of the last stage follows at once.
         """
         kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
@@ -309,7 +310,7 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """The change in memory when a split backward reaches the embedding; by then, only one of the paper's layers
+        """The change in memory when a split backward reaches the embedding; in the paper's code, only one layer still
         waits for W.
         """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
@@ -326,7 +327,7 @@ class MemoryModel:
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
     def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
-        """Bytes of a microbatch on every virtual stage of `rank`, if a layer of each type holds `each` bytes."""
+        """Bytes of a microbatch on every virtual stage of `rank`; `each`: bytes of one layer of each type."""
         job, stages = self.job, self._stages
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:
@@ -337,12 +338,12 @@ class MemoryModel:
                     (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
                 )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # The rows themselves are already counted as the first layer's input.
+            # The embedding rows are already counted as the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
-    """Largest number of these spans that overlap at one place; a span includes both of its ends."""
+    """Largest number of `spans` that overlap at any position; each span includes both of its ends."""
     ends = [(first, 1) for first, _ in spans] + [(last + 1, -1) for _, last in spans]
     return max(accumulate(change for _, change in sorted(ends)))
