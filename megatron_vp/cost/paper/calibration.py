@@ -38,8 +38,8 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is the 52 of a whole output layer, plus
-8 for a rescaling.
+"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is the sum of 52 bytes per logit, as in
+a whole output layer, and 8 bytes for rescaling.
 """
 
 SPREAD = Constants(
@@ -55,15 +55,15 @@ SPREAD = Constants(
     idle_boost=0.01,
     network=0.1,
 )
-"""Prior uncertainty: a fitted value that is one spread away from its prior costs as much as an error of 1 percent in
-one cell.
+"""Uncertainty of each prior value: a constant that is fitted this far from its prior value counts like an error of 1
+percent in one cell.
 """
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
-"""Weight of an error in a pass time, and in one of Table 3's factors, relative to an error in a cell."""
+"""Weights of errors in pass times and in Table 3's factors, relative to errors in cells."""
 
 WORST = 0.1
-"""Larger errors count only as much as this one, so that a cell with an unexpected layout does not distort the fit."""
+"""Weighted errors are clipped at this value, so that a cell with an unexpected layout does not distort the fit."""
 
 ROUNDS = 3
 """Number of rounds. Each round simulates the schedules again, because other paths may have become critical."""
@@ -195,10 +195,10 @@ class LeftOut:
 def leave_out(
     cells: Mapping[Cell, Measurement], parts: Iterable[Part], progress: Callable[[], None] = lambda: None
 ) -> list[LeftOut]:
-    """Predict every part of the cells with constants fitted to the other parts.
+    """Predict the cells of each of the `parts` with constants that are fitted to all other cells.
 
-    Pass times and Table 3 stay in the fit. Cells with `redis` on more than 8 GPUs do not count in the errors, because
-    their layout is unknown and may itself cause an error.
+    Pass times and Table 3 are always part of the fit. Cells with `redis` on more than 8 GPUs do not count in the
+    errors, because their layout is unknown and may itself cause an error.
     """
     found = []
     for part in parts:
@@ -223,7 +223,7 @@ def report(constants: Constants) -> list[str]:
         sizes = [100 * abs(error) for error in errors]
         lines.append(f"  {name:15} {fmean(sizes):5.2f} {max(sizes):5.2f}")
     sizes = [100 * abs(error) for error in factor_errors(constants)]
-    return [*lines, f"table 3, output layer: mean {fmean(sizes):.2f}, largest {max(sizes):.2f} points"]
+    return [*lines, f"table 3, output layer: mean error {fmean(sizes):.2f}, largest error {max(sizes):.2f} points"]
 
 
 def known_to_fit() -> dict[Cell, Measurement]:

@@ -11,7 +11,7 @@ from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.files import MIB, read_text
 
 WARM_UP = 3
-"""The number of iterations at the start that do not count, because kernels are still being compiled and tuned."""
+"""Number of initial iterations that are ignored, because kernels are still being compiled and tuned."""
 
 # Megatron's log lines: the last rank prints times, every rank its memory in MiB.
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 class Run:
     """A finished run: seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB.
 
-    Both are None if the run ran out of memory; memory is also None if no log reports it.
+    `seconds` and `memory` are None if the run ran out of memory; `memory` is also None if no log reports it.
     """
 
     seconds: float | None
@@ -31,7 +31,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run | str:
-    """Read the run whose ranks logged to FOLDER/rank_*.log, or return why it does not count."""
+    """Read the run whose ranks logged to FOLDER/rank_*.log, or return the reason why it cannot be used."""
     logs = sorted(folder.glob("rank_*.log"))
     if not logs:
         return "not run"

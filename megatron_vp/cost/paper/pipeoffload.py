@@ -1,7 +1,7 @@
-"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's orders of passes.
+"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's pass orders.
 
 As in the published figure, memory includes only activations: the largest number of layers whose activations a rank
-holds at once, times the bytes of one layer. This number is counted in the rank's own order of passes.
+holds at once, times the bytes of one layer. The number of layers is counted in the pass order of each rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from megatron_vp.schedule.ledger import changes
 SEQUENCES = (4096, 8192, 16384, 32768)
 
 METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
-"""The figure's methods, in its order. PO-H offloads half of the chunks, rounded up; PO-F offloads all."""
+"""Methods of the figure, in the figure's order. PO-H offloads half of the chunks, rounded up; PO-F offloads all chunks.
+"""
 
 VOCABULARY = 50_304
-"""Size of the vocabulary: an assumption, because it was not published. The first and the last rank hold the vocabulary
-layers, and one transformer layer fewer than the other ranks.
+"""Assumed vocabulary size, because the paper does not publish it. The first and the last rank hold the vocabulary
+layers and have one transformer layer fewer than the other ranks.
 """
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: what remains of 34 without
-dropout and with norms and GELU recomputed, plus 0.7 for all small tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: what remains of the usual 34
+bytes without dropout and with norms and GELU recomputed, plus 0.7 for all small tensors.
 """
 
 COMPUTED_AGAIN = 12
@@ -120,7 +121,7 @@ class CellPrediction:
 
 
 def published() -> dict[Cell, Measurement]:
-    """The runs of the figure that the paper reports."""
+    """Read the published values of the figure's runs."""
 
     def number(text: str) -> float | None:
         return float(text) if text else None
@@ -147,7 +148,7 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 
 
 def predict_cell(cell: Cell) -> CellPrediction:
-    """The cost model's prediction for a cell.
+    """Predict a cell with the cost model.
 
     With offloading, one layer and the tensors that its backward recomputes are added, because the published figures
     with offloading include a buffer for reloading a layer.

@@ -92,7 +92,7 @@ def known_cells() -> dict[Cell, Measurement]:
 def read_cells(path: Path) -> dict[Cell, Measurement]:
     """Read the cells of a file in the format of the package's `published_mfu.csv`.
 
-    Raises UserError for a file that cannot be read, lacks a column, has a cell twice, or has a cell that is not in the
+    Raises UserError for a file that cannot be read, lacks a column, repeats a cell, or has a cell that is not in the
     tables.
     """
     text = read_text(path, "published cells", MIB)

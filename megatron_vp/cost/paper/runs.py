@@ -21,7 +21,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""The A100 without rates, because the fitted constants describe the authors' code, not this project's kernels."""
+"""The A100 without its rates, because the fitted constants describe the authors' code, not this project's kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of
@@ -30,15 +30,15 @@ takes as long as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""All cells of a model and method use the order of passes that was found for the costs at this vocabulary and sequence
-length. That order is at most 0.3 percent slower than an order for the cell's own costs.
+"""All cells of a model and method use the pass order that was found for the costs at this vocabulary and sequence
+length. The shared order is at most 0.3 percent slower than an order for the cell's own costs.
 """
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""Equal costs, for which the passes of V-Half's baseline are ordered, as in its published building block. The real
-costs include a whole output layer; an order for these would delay W while rank 0 holds the most activations, and so
-take up to 16 percent more memory than published.
+"""Equal costs of F, B and W, as in the published building block of V-Half. The passes of V-Half's baseline are ordered
+for equal costs, because the real costs include a whole output layer. An order for the real costs would delay W while
+rank 0 holds the most activations, and would need up to 16 percent more memory than published.
 """
 
 
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """MFU in percent, allocated peak in GiB, and whether the device has the memory, for a cell run with `layers`."""
+    """MFU in percent, allocated peak in GiB, and whether a cell with `layers` fits into the device's memory."""
 
     cell: Cell
     mfu: float
@@ -92,7 +92,7 @@ def software(constants: Constants, table: int) -> Constants:
 
 
 def simulator_of(cell: Cell) -> Simulator:
-    """The simulator of `cell`'s order of passes, which other cells of the same model and method share."""
+    """The simulator of `cell`'s pass order, which is shared by all cells of the same model and method."""
     plan = plan_of(cell)
     return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
@@ -104,7 +104,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
         # The authors' baseline is the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
         return Simulator(made, EQUAL)
-    # The constants were fitted with these orders.
+    # The constants were fitted without trying further orders.
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 
@@ -140,8 +140,8 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions of `cells`, as the authors ran them or in another setting. Cells that share an order of
-    passes are predicted together.
+    """Yield the predictions of `cells`, as the authors ran them or in another setting. Cells that share a pass order
+    are predicted together.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
@@ -159,7 +159,7 @@ def _predict_group(cells: list[Cell], setting: Setting | None) -> list[CellPredi
 
 
 def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
-    """Layouts of a `redis` cell with one layer more or less on the last stage than `redistributed_layers` gives."""
+    """Layouts of a `redis` cell whose last stage has one layer more or fewer than `redistributed_layers` gives."""
     layers = redistributed_layers(jobs()[cell])
     found = []
     for last in (layers[-1] - 1, layers[-1] + 1):

@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with another layout than `redistributed_layers` returns.
+    """Whether a cell may have been run with a different layout from the one that `redistributed_layers` returns.
 
     The paper publishes the layouts of `redis` only for 8 GPUs.
     """
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def mfu_error(self) -> float | None:
-        """Relative error of the predicted MFU in percent; positive if too high."""
+        """Relative error of the predicted MFU in percent; positive if the prediction is too high."""
         published = self.published and self.published.mfu
         return 100 * (self.predicted.mfu / published - 1) if published else None
 
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute relative errors in percent."""
+    """Mean and largest absolute relative error in percent, and the number of errors."""
 
     mean: float
     largest: float
@@ -89,7 +89,7 @@ def _order(cell: Cell) -> tuple:
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and largest absolute value of `of`, over the rows where it is not None; None if there are no such rows."""
+    """Mean and largest absolute error, which `of` returns for each row; None if `of` returns None for all rows."""
     found = [abs(error) for error in map(of, rows) if error is not None]
     return Errors(fmean(found), max(found), len(found)) if found else None
 

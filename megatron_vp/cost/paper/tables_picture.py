@@ -1,4 +1,4 @@
-"""Draws predicted and published MFU and memory over the vocabulary, in one panel per setup."""
+"""Plots predicted and published MFU and memory against vocabulary size, in one panel per setup."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
         )
     compared = any(row.published for row in rows)
     if compared:
-        lines.append("errors relative to the published values follow, in percent; oom: the published run did not fit")
+        lines.append("each value is followed by its relative error in percent; oom: the published run did not fit")
     for (table, gpus, sequence), setup in groupby(rows, key=lambda row: row.cell.setup):
         lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *_block(list(setup), compared)]
     if setting is None:

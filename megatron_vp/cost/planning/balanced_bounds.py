@@ -1,4 +1,4 @@
-"""Lower bounds for all layers and rows among which `balance.balanced` chooses."""
+"""Lower bounds on time and memory, for all layers and rows that `balance.balanced` may choose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """Lower bounds for all layers and rows that `balance.balanced` may choose for `plan`.
+    """Lower bounds on time and memory, for all layers and rows that `balance.balanced` may choose for `plan`.
 
     The bounds are means over the ranks, because the total work and memory do not depend on the choice. Raises UserError
     if the job cannot run the plan.
@@ -40,7 +40,8 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
         )
         held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
         least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
-        # A layer holds a microbatch until all later layers have run its forward and its backward.
+        # A layer keeps a microbatch's activations until all later layers have run the microbatch's forward and
+        # backward.
         byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2
         byte_seconds += model.layers * (forward * kept.forward + backward * kept.backward)
         byte_seconds *= (1 + FRAGMENTS) * simulated / job.pipeline
@@ -51,5 +52,5 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
 def bounds_of_choices(
     plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Bound]:
-    """The bounds of each layout from which `balance.balanced` chooses for `plan` and `limit` bytes per rank."""
+    """The bounds of each layout that `balance.balanced` may choose for `plan` within `limit` bytes per rank."""
     return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]

@@ -23,7 +23,7 @@ PLAIN, REDISTRIBUTED = "plain", "redistributed"
 
 MOST_BALANCED = 16
 """`plan` balances shards for up to this many pipeline ranks, because balancing takes a few simulations per candidate.
-`simulate` always balances them.
+`simulate` always balances shards.
 """
 
 LARGEST = 128
@@ -98,7 +98,7 @@ def balanced_layers(
     """Find the layers of each virtual stage that minimise the busiest rank's work, including whole vocabulary layers.
 
     For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
-    there are fewer layers than stages between the first and the last.
+    there are fewer layers than stages other than the first and the last.
     """
     times = PassTimes(job, hardware, constants)
     if job.model.pattern:
@@ -142,7 +142,7 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
 
 
 def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
-    """The most even layout in whole layers (letters of a hybrid model); None if all stages get equally many."""
+    """The most even layout in layers (or letters, for a hybrid model); None if all stages get equally many of them."""
     letters = None
     if job.model.pattern:
         letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)

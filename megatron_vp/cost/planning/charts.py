@@ -110,10 +110,10 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """Draw a PNG that plots iteration time over memory for every run.
+    """Draw a PNG that plots iteration time against memory for every run.
 
-    Colours show the schedule, and filled markers show that chunks are offloaded. A line joins the runs for which no
-    other run is both faster and smaller.
+    Colours show the schedule; filled markers show runs with offloaded chunks. A line joins the runs that no other run
+    beats in both time and memory.
     """
     from matplotlib.figure import Figure
 
@@ -166,7 +166,7 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG that plots iteration time over memory for every simulated run, coloured by pipeline size, and the
+    """Draw a PNG that plots iteration time against memory for every simulated run, coloured by pipeline size, and the
     frontier.
     """
     from matplotlib.figure import Figure

@@ -18,12 +18,12 @@ from megatron_vp.schedule import Simulator, StageCosts
 from megatron_vp.schedule.gc_paused import gc_paused
 
 SMALL = 0.05
-"""A bottleneck is named only if it takes at least this share of the iteration."""
+"""A bottleneck is named only if it takes at least this fraction of the iteration time."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How an iteration's seconds are spent; the parts add up to the iteration.
+    """How an iteration's time is spent, in seconds; the parts add up to the iteration time.
 
     work: mean work of the ranks.
     imbalance: excess of the busiest rank's work over the mean.
@@ -41,7 +41,7 @@ class Loss:
     copies: float = 0.0
 
     def largest(self) -> str:
-        """Name of the largest part other than the work, or `compute` if all are small."""
+        """Name of the largest part other than the work, or `compute` if all parts other than the work are small."""
         names = ("imbalance", "bubble", "communication", "step", "copies")
         name = max(names, key=lambda each: getattr(self, each))
         total = self.work + sum(getattr(self, each) for each in names)
@@ -50,7 +50,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One candidate's prediction in seconds and bytes; `busy` and `memory` are by pipeline rank."""
+    """One candidate's prediction in seconds and bytes; `busy` and `memory` have one entry per pipeline rank."""
 
     candidate: Candidate
     iteration_seconds: float
@@ -75,7 +75,7 @@ class Evaluation:
         return self.peak_memory <= limit
 
     def is_tight(self, limit: float) -> bool:
-        """Whether memory may exceed `limit` bytes if the prediction is wrong by its stated error."""
+        """Whether memory may exceed `limit` bytes if the predicted memory is too low by its stated error."""
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:

@@ -1,4 +1,4 @@
-"""Fits a plan's flexible schedules to the available memory if the base schedule with the most memory (the largest base)
+"""Fits flexible schedules to the available memory if the base schedule that needs the most memory (the largest base)
 does not fit.
 """
 
@@ -25,30 +25,30 @@ from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 
 STEPS = 3
-"""Number of limits that are tried, in steps of one chunk's activations. The first limit is estimated, and a prediction
-shows whether it fits.
+"""Number of memory limits to try, in steps of one chunk's activations. The first limit is an estimate; a prediction
+shows whether a schedule with this limit fits.
 """
 
 FITTED_PER_RANK = 3
-"""Microbatches per rank for which a plan fits a shape. Training fits it for all microbatches, and may find another
-shape within the limit.
+"""Number of microbatches per rank for which `plan` searches the shape of a flexible schedule. Training searches with
+all microbatches, and may find another shape within the limit.
 """
 
 
 def flexible_candidates(
     job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
 ) -> list[Candidate]:
-    """Candidates for `fitted_evaluation`: each flexible schedule with each method, on the layers of its largest base.
+    """Candidates for `fitted_evaluation`: each flexible schedule with each method, with the layers of its largest base.
 
     With `offload`, each candidate is also tried with one chunk in host memory, if passes can hide its copies. (With all
-    chunks in host memory, shapes differ little.) Plain layers are left out if they can be redistributed. There are no
-    candidates for more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    chunks in host memory, shapes differ little.) The method `plain` is left out if `redistributed` is possible. The
+    list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
     tried, found = candidates(job, hardware, constants), []
     for record in FAMILIES.values():
-        # A redistributed candidate follows the plain one, and replaces it below.
+        # A redistributed candidate follows the plain one in `fullest`, and replaces it in the dict below.
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
@@ -81,9 +81,9 @@ def fitted_evaluations(
 def fitted_evaluation(
     candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> Evaluation | None:
-    """Find the shape that makes the candidate fastest within `limit` bytes per rank.
+    """Find the shape of the flexible schedule that makes the candidate fastest within `limit` bytes per rank.
 
-    Returns None if its largest base fits, if no shape fits, or if no shape is faster than all bases that fit.
+    Returns None if the largest base fits, if no shape fits, or if no shape is faster than all bases that fit.
     """
     record = family(candidate.plan.schedule)
     try:
@@ -111,7 +111,9 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches of a whole rank, if memory is linear between the smallest and the largest base."""
+    """Limits to try, in microbatches on all chunks of a rank, assuming that memory is linear from the smallest to the
+    largest base.
+    """
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:
@@ -131,7 +133,7 @@ def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardwar
 
 
 def _held(plan: Plan, job: Job, hardware: Hardware) -> int:
-    """Number of chunk activations that the fullest rank holds on the device if chunks are offloaded."""
+    """Number of (chunk, microbatch) activations that the fullest rank keeps on the device if chunks are offloaded."""
     sample = _sample(job)
     placed = plan.request(sample, costs=order_costs(sample, plan, hardware)).placed().schedule
     return max(peak(order, Held.ACTIVATIONS) for order in placed.ranks)

@@ -1,4 +1,4 @@
-"""Keeps the frontier of time and memory of a search's runs so far, and decides whether further runs may improve it."""
+"""Keeps the frontier of time and memory of a search's runs, and decides whether more runs may improve the frontier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOWEST = 1.5
 
 @dataclass
 class Front:
-    """Time and memory of the simulated runs that fit `limit` and that no other run beats in both, fastest first."""
+    """(Seconds, bytes) of the simulated runs that fit `limit` and that no run beats in both time and memory."""
 
     limit: float
     points: list[tuple[float, float]] = field(default_factory=list)
@@ -44,5 +44,5 @@ class Front:
         )
 
     def expects(self, bound: Bound) -> bool:
-        """Whether a run within this bound may improve the front if it needs as much memory as is expected."""
+        """Whether a run within this bound may improve the front if its memory is as high as expected."""
         return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

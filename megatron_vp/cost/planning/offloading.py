@@ -1,4 +1,4 @@
-"""Chooses how many chunks of every planned schedule move to host memory, and predicts how much time that costs."""
+"""Chooses how many chunks of each planned schedule are offloaded to host memory, and predicts what offloading costs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
-"""Largest planned ratio of a rank's copy time to its pass time. With a higher ratio, passes would have to wait for
-copies.
+"""Largest ratio of a rank's copy time to its pass time that `plan` allows. With a higher ratio, passes would have to
+wait for copies.
 """
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
-"""Schedule families with which a plan tries offloading: all except flexible ones."""
+"""Schedule families with which `plan` tries offloading: all except flexible ones."""
 
 
 def offloaded_evaluations(
@@ -31,9 +31,9 @@ def offloaded_evaluations(
 ) -> list[Evaluation]:
     """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
 
-    The numbers tried are half and all of the chunks, then one more and one fewer than the best so far. Plans are left
-    out if their copies would take more than MOST_LOAD of a rank's time, if they need more host memory than a node has,
-    or if they offload no chunk.
+    Half and all of the chunks are tried first, then one chunk more and one chunk fewer than the best number so far.
+    Plans are left out if their copies would take more than MOST_LOAD of a rank's time, if they need more host memory
+    than a node has, or if they offload no chunk.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
@@ -74,9 +74,8 @@ def with_chosen_offload(
 ) -> Plan:
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
-    This is the number with which the plan is fastest within `limit` bytes per rank (None: the device's memory), or 0 if
-    the plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing
-    fits.
+    The chosen number makes the plan fastest within `limit` bytes per rank (None: the device's memory), or is 0 if the
+    plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -111,7 +110,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
 
 
 def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the fastest run of every schedule and method, for which a plan then tries offloading."""
+    """Return the fastest run of every schedule and method; `plan` then tries offloading with these runs."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
         candidate: Candidate = each.candidate
@@ -122,7 +121,7 @@ def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the runs for which no other run is both faster and smaller, fastest first."""
+    """Return the runs that no other run beats in both time and memory, fastest first."""
     found: list[Evaluation] = []
     for each in sorted(evaluations, key=lambda one: (one.iteration_seconds, one.peak_memory)):
         if not found or each.peak_memory < found[-1].peak_memory:

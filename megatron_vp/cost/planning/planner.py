@@ -42,12 +42,11 @@ def plan(
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot.
 
-    If balanced shards are faster within `limit` bytes per rank, a candidate is evaluated again with them
-    (`balance.balanced`). Flexible schedules are fitted to the same limit (`flexible`). With `offload`, more schedules
-    are tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process per core
-    makes the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the number of
-    finished candidates and the total; a candidate and its balanced version count as one. Raises UserError as
-    `candidates` does.
+    If balanced shards are faster within `limit` bytes per rank, a candidate is also evaluated with balanced shards
+    (`balance.balanced`). Flexible schedules are fitted to `limit` (`flexible`). With `offload`, more schedules are
+    tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process per core makes
+    the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the number of finished
+    candidates and the total; a candidate and its balanced version count as one. Raises UserError as `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
@@ -98,7 +97,7 @@ def _offloaded(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """Evaluate a group of candidates; each one is followed by its balanced version if that differs."""
+    """Evaluate a group of candidates, and each one also with balanced shards unless balancing keeps even shards."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
@@ -140,9 +139,10 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """Choose what to run from evaluations sorted fastest first.
 
-    Candidates that fit and are slower than the fastest by no more than the share `band` tie; see `ties.tie_of`. Among
-    these, runs whose free memory exceeds the stated error of predicted memory are preferred, and then the simplest run
-    (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
+    Candidates that fit tie if they are at most the fraction `band` slower than the fastest; see `ties.tie_of`. Among
+    candidates that tie, those whose free memory exceeds the stated error of predicted memory are preferred, and then
+    the simplest one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if
+    nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]
@@ -151,7 +151,9 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
         without_split = next((each for each in fitting if each.candidate.method in WITHOUT_SPLIT), None)
         return Choice(min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each))), tied, without_split)
     if not offered:
-        raise UserError("none of the remaining schedules can run this job")
+        raise UserError(
+            "none of the schedules that a plan may choose can run this job (interlaced is only for comparison)"
+        )
     least = min(offered, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
     raise UserError(
@@ -164,7 +166,7 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
     """Sort key that decides a tie, lowest first.
 
-    It prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
+    The key prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
     fewer chunks; plain layers, then redistributed ones, vocab-2 and vocab-1; balanced shards, which training uses by
     default; less memory.
     """

@@ -1,12 +1,12 @@
-"""Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, and the fastest with less
-memory.
+"""Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, and alternatives that are
+slower but need less memory.
 
 Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
-Combinations with the job's own sizes are simulated first. All others follow by increasing bound on time: first all that
-are expected to improve the frontier of time and memory, and then all that may improve it. A combination is skipped if
-its bounds show that a simulated one beats it in both time and memory. Next, the search may try to offload activations
-to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the job's own sizes and
-for the sizes of the fastest run.
+Combinations with the job's own sizes are simulated first. All other combinations follow in two rounds, each by
+increasing bound on time: those that are expected to improve the frontier of time and memory, and then those that may
+improve it. A combination is skipped if its bounds show that a simulated combination beats it in both time and memory.
+Next, the search may try to offload activations to host memory (`searched_offload`). Finally, flexible schedules are
+fitted to the memory for the job's own sizes and for the sizes of the fastest run.
 
 The simulations and the result do not depend on the machine, its cores or its load: the budget is a number of
 simulations, and each decision to simulate uses the results of all earlier simulations except the last WINDOW.
@@ -40,7 +40,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 BUDGET = 250
-"""The largest number of simulations by default, not counting the job's own sizes."""
+"""Default for the largest number of simulations, not counting those with the job's own sizes."""
 
 BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
@@ -71,7 +71,7 @@ class Found:
 class Search:
     """The results of a search, fastest first.
 
-    too_large: number of combinations whose bound exceeds the memory.
+    too_large: number of combinations whose memory bound exceeds the limit.
     dominated: number of combinations that a simulated one beats, that cannot run, or that equal another combination.
     untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; each takes at
         least `untried_seconds`.
@@ -151,8 +151,8 @@ def search(
 
     At most `budget` simulations are run, not counting those with the job's own sizes. `chunks` is the number of chunks
     of `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the
-    number done and the total. With `offload`, the job's own sizes and a few others are also tried with chunks in host
-    memory. Raises UserError if nothing fits.
+    number done and the total. With `offload`, the job's own sizes and a few other sizes are also tried with chunks in
+    host memory. Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []
@@ -215,7 +215,7 @@ def _offloaded(
     chunks: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Found]:
-    """Evaluate these variants with chunks in host memory, also with the schedules that are designed for offloading."""
+    """Evaluate the chosen variants with chunks in host memory, also with schedules that are designed for offloading."""
     bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
     running = [
         (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
