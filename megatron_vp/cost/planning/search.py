@@ -63,7 +63,7 @@ class Found:
 
     @property
     def memory(self) -> float:
-        """Bytes that the fullest rank needs."""
+        """Memory of the fullest rank, in bytes."""
         return self.evaluation.peak_memory
 
 
@@ -100,10 +100,11 @@ class Search:
         return len(self.found) + self.too_large + self.dominated + self.untried
 
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
-        """Runs that fit and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
+        """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
 
-        Runs whose free memory exceeds the error of predicted memory come first, then simpler ones: fewer context ranks,
-        no recomputation, fewer tensor ranks, fewer expert ranks, then by `planner.simplicity`.
+        Runs whose free memory exceeds the error of predicted memory come first. Other things being equal, a simpler run
+            comes first: one with fewer context ranks, without recomputation, with fewer tensor ranks, with fewer expert
+            ranks, and finally one that `planner.simplicity` prefers.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
@@ -123,12 +124,12 @@ class Search:
         return sorted(near, key=simplest)
 
     def fitting(self, limit: float) -> list[Found]:
-        """Runs that fit `limit` bytes per rank, fastest first."""
+        """Runs that need at most `limit` bytes per rank, fastest first."""
         return [each for each in self.found if each.memory <= limit]
 
     def frontier(self, limit: float) -> list[Found]:
-        """Runs that fit and that no other run beats in both time and memory, fastest first, up to SLOWEST times the
-        fastest time.
+        """Runs that fit in memory and that no other run beats in both time and memory, fastest first. Runs that take
+        more than SLOWEST times the fastest time are left out.
         """
         kept: list[Found] = []
         for each in self.fitting(limit):
@@ -252,7 +253,7 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
     here = f"{limit / 2**30:.4g} GiB per rank on these GPUs"
     if result.partial:
         return (
-            f"none of the {len(found)} runs that --search-budget {result.budget} simulated fits into {here}, but "
+            f"none of the {len(found)} runs simulated within --search-budget {result.budget} fits into {here}, but "
             f"{result.untried} others may: give a larger --search-budget"
         )
     if found:
@@ -294,7 +295,7 @@ class _Simulations:
         return own or self._left > 0
 
     def start(self, option: _Option) -> None:
-        """Simulate `option`, unless tighter bounds show that it cannot win."""
+        """Simulate `option` in a worker, unless tighter bounds show that it cannot improve the front."""
         job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
         self._running.append((option, self._pool.submit(_evaluation, option, job, *asked)))
         self._spend(option, BALANCED if option.balanced else 1)
@@ -304,7 +305,7 @@ class _Simulations:
             self._left -= simulations
 
     def finish(self) -> None:
-        """Wait for all results."""
+        """Wait for the results of all simulations in progress."""
         while self._running:
             self._take()
 
@@ -335,7 +336,8 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
 
 
 class _Option(NamedTuple):
-    """A combination that has not been simulated. Options sort by their lower bound on seconds.
+    """A combination of parallel sizes, schedule and vocabulary method that has not been simulated. Options are ordered
+    by their lower bound on iteration time.
 
     balanced: whether layers and rows are chosen later, by `balance.balanced`.
     """
@@ -348,8 +350,8 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; None if the job cannot run it, if it cannot improve the front, or if even shards are as fast
-    as balanced ones.
+    """Evaluate an option; return None if the job cannot run it, if it cannot improve the front, or if even shards are
+    as fast as balanced ones.
     """
     candidate = option.candidate
     try:
@@ -375,7 +377,7 @@ def _options(variant: int, what: Variant, hardware: Hardware, constants: Constan
     if job.pipeline == 1:
         tried = [Candidate(PLAIN, Plan())]
     elif job.pipeline > min(LARGEST, job.model.layers):
-        tried = []  # only for the job's own sizes: `candidates` would refuse them
+        tried = []  # happens only with the job's own sizes, which `candidates` would refuse
     else:
         tried = [
             each

@@ -15,16 +15,16 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 SIZES = 4
-"""The number of parallel sizes, in addition to the job's own, for which a search tries offloading. Each takes up to
-about 50 simulations.
+"""The largest number of size combinations, in addition to the job's own, for which a search tries offloading. Each
+combination takes up to about 50 simulations.
 """
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
     """Choose the variants that could be on the frontier of time and memory if activations took no device memory,
-    fastest first. If there are more than SIZES, evenly spaced ones are kept.
+    fastest first. If there are more than SIZES such variants, evenly spaced ones are kept.
 
-    least: lower bounds of runs, without the memory of their activations, each with its variant.
+    least: pairs of a run's lower bounds, without the memory of its activations, and the index of its variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):
@@ -36,7 +36,9 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 
 
 def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
-    """For each schedule whose passes can hide the copies, return the candidate with the lowest bound on time."""
+    """For each schedule whose passes can hide the copies to and from the host, return the candidate with the lowest
+    bound on time.
+    """
     best: dict[str, tuple[Bound, int, Candidate]] = {}
     for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
         try:
@@ -52,8 +54,8 @@ def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks:
 def offloaded_runs(
     base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """Evaluate `base` without offloading and with the numbers of chunks that `offloaded_evaluations` tries; return an
-    empty list if the job cannot run it.
+    """Evaluate `base` without offloading, and with each number of offloaded chunks that `offloaded_evaluations` tries.
+    Return an empty list if the job cannot run `base`.
     """
     try:
         found = evaluate(base, job, hardware, constants)

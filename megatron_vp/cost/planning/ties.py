@@ -1,4 +1,4 @@
-"""Decides from published errors how much two predictions of one job must differ before one run counts as faster."""
+"""Decides by how much the predicted times of two runs of a job must differ before one run counts as faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from megatron_vp.cost.sizes.shapes import Job
 
 @dataclass(frozen=True)
 class Tie:
-    """Runs within `share` of the fastest one tie with it; `basis` says where this share comes from."""
+    """Runs that take at most the fraction `share` longer than the fastest run tie with it; `basis` says where `share`
+    comes from.
+    """
 
     share: float
     basis: str
@@ -23,12 +25,13 @@ class Tie:
 
 
 def tie_of(job: Job, hardware: Hardware) -> Tie:
-    """The tie for `job`: the mean error of published runs of its kind, but at least the error on the paper's setups.
+    """The tie for `job`: the mean prediction error on published runs of its kind, but at least the error on the paper's
+    setups.
 
-    Runs of one job share most of their error, so the ratio of two runs is predicted better than either of them. In the
-    paper's tables, the ratio is off by 0.7 percent on average and 2.8 percent at worst. Too few jobs were published in
-    two layouts for a separate figure. The ratios of those few are off by as much as the mean error of their kind
-    (docs/evidence/public_runs.md), so that error is used.
+    The predicted times of two runs of one job share most of their error, so the ratio of the two times is more accurate
+    than either time. In the paper's tables, the predicted ratio is off by 0.7 percent on average and 2.8 percent at
+    worst. Other jobs were rarely published in two layouts; where they were, the predicted ratio is off by as much as
+    the mean error of their kind (docs/evidence/public_runs.md), so the tie is this mean error.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

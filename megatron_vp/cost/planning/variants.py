@@ -1,4 +1,4 @@
-"""Lists the ways to distribute a job over GPUs that a search compares."""
+"""Lists the ways of distributing a job over GPUs, for a search to compare."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of sequences per microbatch that a search tries."""
 
 CONTEXT_TOKENS = 4096
-"""The fewest tokens of a sequence per context-parallel rank; with fewer, attention cannot hide the exchange of keys and
-values.
+"""The fewest tokens of a sequence per context-parallel rank; with fewer tokens, attention cannot hide the exchange of
+keys and values.
 """
 
 DIMENSIONS = {
@@ -30,7 +30,7 @@ DIMENSIONS = {
     "micro-batch": ("micro_batch_size",),
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
-"""The dimensions that a search varies, and their arguments. Data parallelism uses the remaining GPUs."""
+"""The dimensions that a search varies, each with its Megatron arguments. Data parallelism uses the remaining GPUs."""
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
@@ -38,7 +38,9 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job on all GPUs, and the arguments that turn the configuration into it; `own`: the job is unchanged."""
+    """A job distributed over all GPUs, and the arguments to change in its configuration (`settings`). `own` marks the
+    job as configured.
+    """
 
     job: Job
     settings: dict[str, Any]
@@ -46,17 +48,18 @@ class Variant:
 
 
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
-    """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names dimensions that do not vary.
+    """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names the dimensions that do not vary.
 
-    If the job's own sizes suit the number of GPUs, they come first, even if a search would not try them. Tensor ranks
-    are in one node, and use sequence parallelism. Sizes that do not suit the model or the global batch are left out.
-    Raises UserError if the arguments have no global batch size, or if no sizes are left.
+    The first variant has the job's own sizes, if the job can run on `gpus` GPUs with them. In all other variants, each
+    tensor-parallel group lies within one node and uses sequence parallelism. Combinations of sizes that the model or
+    the global batch size does not allow are left out. Raises UserError if the arguments have no global batch size, or
+    if no combination is left.
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
-    # Errors that do not depend on the sizes, such as a missing size, are raised here.
+    # Errors that do not depend on the searched sizes, such as a missing hidden size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"no parallel sizes suit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
+    found, reason = [], f"no parallel sizes fit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
     for sizes in _sizes(arguments, gpus, hardware, keep):
         settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
         try:
@@ -66,9 +69,7 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
             continue
         found.append(Variant(job, settings))
     if not found:
-        raise UserError(
-            f"no combination of parallel sizes runs this job on {gpus} GPUs; the last was refused: {reason}"
-        )
+        raise UserError(f"no combination of parallel sizes runs this job on {gpus} GPUs; for the last one: {reason}")
     try:
         own = Variant(job_of(arguments, gpus), {}, own=True)
     except UserError:
@@ -83,7 +84,7 @@ def _varied(keep: Collection[str]) -> set[str]:
 def _sizes(
     arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of sizes that use all GPUs."""
+    """Yield all combinations of the searched sizes that use all GPUs."""
 
     def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
         return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
@@ -117,7 +118,9 @@ def _powers(most: int) -> list[int]:
 
 
 def is_neighbour(one: Job, other: Job) -> bool:
-    """Whether two variants differ in exactly one of the searched sizes, by one step."""
+    """Whether two jobs differ in exactly one searched dimension: in one size by at most a factor of 2, or in
+    recomputation.
+    """
     sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
     ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
     steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)

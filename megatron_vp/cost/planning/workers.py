@@ -19,8 +19,8 @@ from megatron_vp.errors import UserError
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A process pool that ends immediately and silently if an exception, such as an interruption, leaves its block. The
-    workers also exit if the parent is killed.
+    """A process pool whose workers are terminated at once if an exception, such as KeyboardInterrupt, leaves the `with`
+    block. The workers also exit if the parent is killed.
     """
     with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
@@ -34,9 +34,10 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls `answer` in another process. That process first calls `prepare`, while this one
-    continues. Both must be module-level functions. The process ends with the block. Unlike a pool, it needs no thread
-    in this process, so a pool that is started inside the block can still fork its workers.
+    """Yield a function that calls `answer` in another process. The other process first calls `prepare`, while this
+    process continues, and ends with the `with` block. `prepare` and `answer` must be module-level functions. Unlike a
+    pool, the other process needs no thread in this process, so a pool that is started inside the block can still fork
+    its workers.
     """
     context = _context()
     ours, theirs = Pipe()
@@ -71,10 +72,10 @@ def _answer(questions: Connection, prepare: Callable[[], None], answer: Callable
 
 
 def _context() -> ForkContext | SpawnContext:
-    """Choose how processes are started.
+    """Choose whether processes are forked or spawned.
 
-    Forked processes are ready at once, but a fork is safe only if no other thread can hold a lock; torch has threads
-    that Python does not count. Otherwise processes are spawned, and import what they need.
+    Forked processes are ready at once, but a fork is safe only if no other thread can hold a lock. Once torch is
+    imported, processes are always spawned, because torch has threads that Python does not count.
     """
     alone = threading.active_count() == 1 and "torch" not in sys.modules
     return get_context("fork") if alone else get_context("spawn")
@@ -89,7 +90,7 @@ def _start(pool: ProcessPoolExecutor, processes: int) -> None:
 
 @contextmanager
 def _deaf_to_interruptions() -> Iterator[None]:
-    """Block SIGINT for the processes that are started inside, so that Ctrl-C in the terminal does not reach them."""
+    """Block SIGINT in processes that are started inside the block, so that Ctrl-C does not end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -98,12 +99,12 @@ def _deaf_to_interruptions() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Exit this worker when its parent is gone; otherwise it would wait for work that never comes."""
+    """Exit this worker when its parent process ends; otherwise the worker would wait forever for work."""
     threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 
 def _watch_parent() -> None:
     parent = parent_process()
-    assert parent is not None  # this runs in a worker
+    assert parent is not None  # this function runs only in worker processes
     parent.join()
     os._exit(1)

@@ -1,9 +1,10 @@
 """Computes lower bounds on an iteration's time and memory without a simulation.
 
-Between F and B of a stage, all later stages run their forwards and backwards, so a rank holds each microbatch for at
-least a known time. By Little's law, the average number of microbatches that it holds is their total number times that
-time, divided by the iteration's time. The peak is at least as high as this average. The shorter the iteration, the more
-microbatches a rank must hold at once. Conversely, a schedule that holds few microbatches must take longer.
+Between a stage's F and B of a microbatch, all later stages run their F and B of this microbatch, so a rank holds each
+microbatch for at least a known time. By Little's law, the average number of microbatches that a rank holds is the
+number of all microbatches times this holding time, divided by the iteration's time. The peak is at least as high as the
+average. The shorter the iteration, the more microbatches a rank must hold at once. Conversely, a schedule that holds
+few microbatches must take longer.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes, plus `byte_seconds` for microbatches, which are spread over the whole iteration
-    except `idle` seconds.
+    """A rank's memory: `always` bytes throughout an iteration, plus bytes of microbatches, whose integral over time is
+    `byte_seconds`. For `idle` seconds of an iteration, the rank may hold no microbatch.
     """
 
     always: float
@@ -47,13 +48,13 @@ class HeldBytes:
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """Lower bounds: an iteration takes at least `seconds`, and one of t seconds needs at least `memory_within(t)`
-    bytes.
+    """Lower bounds: an iteration takes at least `seconds`, and an iteration of t seconds needs at least
+    `memory_within(t)` bytes.
 
     memory: bytes that an iteration needs, however long it takes.
     ranks: the data behind `memory_within`.
-    expected: bytes on the fullest rank if it holds as many activations as the family allows, as in most orders. This is
-        not a bound.
+    expected: bytes on the fullest rank if it holds as many activations as the schedule family allows, as most orders
+        do. `expected` is not a bound.
     """
 
     seconds: float
@@ -78,11 +79,11 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    With chunks in host memory, `memory` and `ranks` are not bounds.
+    If chunks are offloaded to host memory, `memory` and `ranks` are not bounds.
 
-    A rank must do its own work for all microbatches. Its first forward waits for one forward of every earlier stage.
-    After its last backward, one backward of every earlier stage follows. A few of its vocabulary passes may run before
-    its first forward and after its last backward: see the limits in `schedule.reorder`.
+    A rank must do its own work for all microbatches. The rank's first forward waits for one forward of every earlier
+    stage. After the rank's last backward, one backward of every earlier stage follows. A rank may run a few vocabulary
+    passes before its first forward and after its last backward; OUTSIDE limits their number.
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
@@ -114,13 +115,13 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
             held += stays + weight
             byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
             byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
-        idle = later + before[first] + drain  # a W may come after the very last backward
+        idle = later + before[first] + drain  # `drain` is 0 if backwards are split: a W may follow the last B
         if not plan.offload_chunks:
             seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
-            # Logits are held from S to T, which may come after the last backward with vocab-2.
+            # Logits are held from S to T. With vocab-2, T may come after the last backward, so only S counts.
             scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
             byte_seconds += scored * (logits - buffers)
         always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds
@@ -130,7 +131,9 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """The least time between F and B of the last stage, in which every rank computes its part of the output layer."""
+    """The shortest time between F and B of a microbatch on the last stage, in which every rank computes its shard of
+    the output layer.
+    """
     if not vocab.is_sharded:
         return 0.0
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)

@@ -12,7 +12,8 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 
 HOST_SHARE = 0.8
-"""Share of a node's memory that activations may use; the rest is for processes, data and checkpoint writing."""
+"""Share of a node's host memory that activations may use; the remainder is for processes, data and checkpoint writing.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RankCopies:
 
 
 def copies_of(prediction: Prediction) -> tuple[RankCopies, ...]:
-    """The copies of every rank."""
+    """Time and volume of every rank's copies between device and host."""
     timeline, schedule = prediction.timeline, prediction.timeline.schedule
     memory = memory_model(prediction.job, prediction.plan, schedule, prediction.hardware)
     took, found = copy_seconds(memory), []
@@ -51,7 +52,7 @@ def copies_of(prediction: Prediction) -> tuple[RankCopies, ...]:
 
 
 def host_room(hardware: Hardware) -> float:
-    """Bytes of a node's memory that activations may use."""
+    """Bytes of a node's host memory that offloaded activations may use."""
     return HOST_SHARE * hardware.host.memory * hardware.gpus_per_node
 
 

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
-    """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches of a whole rank or in GiB.
+    """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches per rank or in GiB.
 
     `costs`: the costs for which passes are ordered; None: the costs from `order_costs`. Raises UserError as `fitted`
     does.

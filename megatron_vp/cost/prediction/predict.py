@@ -47,7 +47,7 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the time between the first and last pass in which ranks do not compute."""
+        """Share of the ranks' time between the first and the last pass that is not spent computing."""
         return self.timeline.bubble_fraction
 
     @property
@@ -57,7 +57,7 @@ class Prediction:
 
     @cached_property
     def peak_memory(self) -> float:
-        """Largest of the ranks' peaks, counted as PyTorch's allocator does."""
+        """The largest peak of any rank, in bytes as PyTorch's allocator counts them."""
         return max(rank.allocated for rank in self.memory)
 
     def fits(self, limit: float | None = None) -> bool:
@@ -79,8 +79,7 @@ def predict(
         measured: pass times in seconds from the trace of a run, which replace the modelled times.
         simulator: a simulator of the schedule; by default, a simulator of the order that training runs.
 
-    Raises UserError for a schedule that is unknown or does not suit the job, and for layers that do not fit the
-    schedule.
+    Raises UserError if the schedule is unknown or cannot run the job, or if the layers do not fit the schedule.
     """
     simulator = simulator or make_simulator(job, plan, hardware, constants)
     costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
@@ -99,7 +98,7 @@ def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
 def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
     """Seconds from the last pass to the end of the iteration, on the rank with the most parameters.
 
-    In this time, gradients are reduced over the replicas and the optimizer runs.
+    After the last pass, gradients are reduced over the replicas and the optimizer runs.
     """
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
@@ -123,7 +122,7 @@ def make_simulator(
     further_orders: bool = True,
 ) -> Simulator:
     """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); jobs with nearly equal costs
-    share it.
+    share one simulator.
 
     `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """

@@ -1,4 +1,4 @@
-"""Extrapolates jobs with very many microbatches from a simulation of enough of them to show all phases."""
+"""Extrapolates a job with very many microbatches from a simulation of just enough microbatches to show all phases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
-"""The number of microbatches times ranks that is simulated, and the fewest microbatches per rank. Extrapolated times
-are then accurate to 0.3 percent, or to 4 percent for `v-min`, whose order depends on the number of microbatches.
+"""Simulations have SAMPLED / p microbatches for p ranks, but at least SAMPLED_PER_RANK microbatches per rank. With
+these values, extrapolated times are accurate to 0.3 percent, or to 4 percent for `v-min`, whose order depends on the
+number of microbatches.
 """
 
 MANY, SAMPLED_OF_MANY = 16, 3
@@ -24,7 +25,9 @@ STEADY = (0.4, 0.75)
 
 
 def sampled(job: Job) -> Job:
-    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the others."""
+    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the remaining
+    microbatches.
+    """
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
@@ -62,6 +65,6 @@ def _steady_seconds(timeline: Timeline) -> float:
 
 
 def iteration_seconds(prediction: Prediction, job: Job) -> float:
-    """Seconds of an iteration of `job`, extrapolated from the `prediction` for its sample."""
+    """Seconds of an iteration of `job`, extrapolated from `prediction`, which is for `sampled(job)`."""
     after = prediction.iteration_seconds - prediction.timeline.makespan
     return extended(prediction.timeline, job.microbatches) + after

@@ -1,6 +1,4 @@
-"""Seconds of every pass, message and collective of a plan, by stage and rank, and the costs by which a schedule is
-ordered.
-"""
+"""Computes the seconds of every pass, message and collective of a plan, and the costs by which passes are ordered."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ IDLE = 0.85
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
-    """Transformer layers of every virtual stage. Raises UserError if they do not fit the job or the placement."""
+    """Number of layers of every virtual stage. Raises UserError if the layers do not fit the job or the placement."""
     if plan.layers is None:
         return equal_layers(job, placement.stages)
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
         raise UserError(
             f"layers {list(plan.layers)} are not a layout of {job.model.layers} layers on {placement.stages} stages; "
-            "give each stage its layers, or leave the layout out"
+            "give the number of layers of each stage, or leave the layout out"
         )
     return plan.layers
 
@@ -96,11 +94,12 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
 
 
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
-    """The costs by which a schedule for `plan` is ordered, in training and in simulation.
+    """The costs by which the passes of `plan`'s schedule are ordered, in training and in simulation.
 
-    They are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. If layers or
-    rows differ, every stage and rank has its own costs; otherwise all ranks have the same. All GPUs are assumed to be
-    equally fast, because it is not known before a run which of them is the slowest.
+    The costs are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. If the
+    number of layers or rows differs between ranks, every stage and rank has separate costs; if not, all ranks have the
+    same costs. All GPUs are assumed to be equally fast, because it is not known before a run which of them is the
+    slowest.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = single_microbatch(plan, job)
@@ -116,7 +115,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        # Copies of one chunk take only a few units.
+        # Copy times keep two decimals, because the copies of one chunk take only a few units.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )
@@ -152,7 +151,9 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
 
 
 def _members(plan: Plan, placement: Placement) -> Sequence[int]:
-    """Members of the vocabulary's collectives: ranks with rows, and the ranks of the first and the last stage."""
+    """Ranks that take part in the vocabulary layers' collectives: ranks with rows, and the ranks of the first and the
+    last stage.
+    """
     if plan.vocab_rows is None:
         return range(placement.ranks)
     return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])
@@ -161,8 +162,8 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
 def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
     """Each rank's slowdown relative to a mean rank at sustained speed, given every rank's `work` in a microbatch.
 
-    The slowest of all `gpus` (expected maximum of normal samples, Blom's approximation) is placed in the middle of the
-    pipeline. Its tensor ranks and replicas wait for it.
+    The slowest of all `gpus` GPUs (expected maximum of normal samples, Blom's approximation) is assumed to be in the
+    middle of the pipeline. The other tensor ranks and replicas of its stage wait for this GPU.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
     slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))

@@ -13,10 +13,10 @@ from megatron_vp.trace.rank_files import read_traces
 
 
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
-    """Mean pass and collective times, in seconds, of the run that traced into `folder` with `--pipeline-trace`.
+    """Mean pass and collective times, in seconds, of the run that wrote its trace to `folder` with `--pipeline-trace`.
 
-    Raises UserError if the folder holds no trace, or if its run had other stages or another method than `plan` on
-    `job`, because its times would not apply.
+    Raises UserError if the folder holds no trace. Also raises it if the schedule, vocabulary method or placement of the
+    traced run differs from that of `plan` on `job`, because the traced times would not apply.
     """
     first, *_ = traces = read_traces(folder)
     ours = single_microbatch(plan, job)

@@ -67,7 +67,7 @@ class GroupError:
 
 
 def layout(row: PublicRow) -> str:
-    """A run's layout in short: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
+    """A short text of a run's layout: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
     sizes = [f"{name}{row[name]}" for name in ("tp", "pp", "cp", "vp", "ep") if row[name] not in ("", "1")]
     return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
 
@@ -86,13 +86,13 @@ def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
 
 
 def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:
-    """Errors of all judged runs by group, and finally of all groups together."""
+    """Errors of the judged runs in each group and, as the last entry, in all groups together."""
     judged = [(each.row.group, each.error) for each in outcomes if each.row.judged and each.error is not None]
     return group_errors(judged)
 
 
 def group_errors(found: Iterable[tuple[str, float]]) -> list[GroupError]:
-    """Errors by group, from (group, error) pairs."""
+    """Compute the errors of each group, and of all groups together, from (group, error) pairs."""
     groups: dict[str, list[float]] = {}
     for group, error in found:
         groups.setdefault(group, []).append(error)
@@ -132,7 +132,7 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     for gpu in sorted({each.row["gpu"] for each in outcomes}):
         held = [each for each in outcomes if each.row["gpu"] == gpu and each.fits is not None]
         fitting = sum(bool(each.fits) for each in held)
-        lines += ["", f"{fitting} of {len(held)} runs on {gpu.upper()} are predicted to fit; all of them ran."]
+        lines += ["", f"All {len(held)} runs on {gpu.upper()} ran; {fitting} of them are predicted to fit in memory."]
     for group in sorted({each.row.group for each in outcomes}):
         lines += ["", f"**{group}**", ""]
         lines += [

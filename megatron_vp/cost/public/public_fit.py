@@ -20,7 +20,7 @@ from megatron_vp.cost.public.comparison import GroupError, group_errors, predict
 from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 
 MOVED = 0.02
-"""Relative change of each constant used to compute the slopes."""
+"""Relative change of a constant from which the slopes are computed."""
 
 SPREAD, NOISE = 0.05, 0.06
 """Prior uncertainty of a constant, and the part of a run's error that no constant explains, both as logarithms."""
@@ -31,7 +31,7 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant of the H100 that is fitted. `value` reads the constant, and `times` returns the hardware with the
+    """A constant of the H100 to be fitted. `value` reads the constant, and `times` returns the hardware with the
     constant multiplied by a factor.
     """
 
@@ -78,8 +78,8 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""The constants that affect predictions most. Scaling a bandwidth also stands for scaling the share of it that is
-reached, because times depend only on the product.
+"""The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling the share of it that
+is reached, because times depend only on the product of the two.
 """
 
 

@@ -1,7 +1,8 @@
 """Reads published runs from a file, and converts each into Megatron options and tokens/s per GPU.
 
 `data/h100.csv` holds published throughputs with their configurations, and `data/models.csv` the sizes of the models.
-Both contain facts from public pages, with a source for each row. docs/evidence/public_runs.md describes the columns.
+Both files contain facts from public pages, with a source for each row. docs/evidence/public_runs.md describes the
+columns.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ Columns = Mapping[str, str]
 
 _MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
 _SOFTWARE = {
-    "sc21": ["--transformer-impl", "local"],  # 2021, before Transformer Engine
-    "nemo-longseq": ["--attention-backend", "flash"],  # early 2024, before FlashAttention 3 and cuDNN 9
+    "sc21": ["--transformer-impl", "local"],  # From 2021, before Transformer Engine.
+    "nemo-longseq": ["--attention-backend", "flash"],  # From early 2024, before FlashAttention 3 and cuDNN 9.
 }
-"""Options for sources whose software had older attention kernels."""
+"""Megatron options for published sources whose software had older attention kernels."""
 _STATES = {
-    # optim.dtype in nemotron4-340b-synth.yaml: both moments in 16 bits. Megatron's nearest setting keeps 2 bytes more.
+    # `optim.dtype` in nemotron4-340b-synth.yaml puts both moments in 16 bits. Megatron's nearest setting keeps 2 bytes
+    # more per parameter.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options of the precision-aware optimizer for runs with optimizer states below fp32, by text in the run's `where`
-column.
+"""Options of the precision-aware optimizer for runs with optimizer states below fp32, keyed by text in the run's
+`where` column.
 """
 _FLEXIBLE = ("moe-zoo",)
-"""Sources whose scripts dispatch with DeepEP unless a run's note says otherwise."""
+"""Sources whose scripts dispatch tokens with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
 """Prefix of the values in the `options` column that name recomputed parts of a layer."""
 _RECIPES = {"current": "tensorwise"}
 
 _FREE_TEXT = ("where", "releases", "assumed", "note", "family", "fsdp", "not_in_flags")
-"""Columns that a file may lack."""
+"""Columns that a file of published runs may omit."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,8 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
     for number, row in enumerate(_read(runs, "h100.csv"), 2):
         if row["model"] not in sizes:
             raise UserError(
-                f"{runs or 'h100.csv'}, line {number}: the sizes of model {row['model']!r} are unknown; add it to a "
-                "copy of the package's cost/public/data/models.csv, and pass the copy as --models"
+                f"{runs or 'h100.csv'}, line {number}: the sizes of model {row['model']!r} are unknown; add the model "
+                "to a copy of the package's cost/public/data/models.csv, and pass the copy as --models"
             )
         found.append(PublicRow(row, sizes[row["model"]]))
     return found
@@ -207,5 +209,5 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
 
 
 def _columns(packaged: str) -> list[str]:
-    """The required columns: all columns of the package's own file except free text."""
+    """The required columns: all columns of the package's own file except those with free text."""
     return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]

@@ -12,8 +12,9 @@ from megatron_vp.errors import UserError
 def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
     """Return, for each of the model's `layers`, whether it has experts.
 
-    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list of 0 and 1. Either may
-    also be a text with numbers, lists, + and *, such as "([0]*3+[1]*58)". Raises UserError for anything else.
+    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list of 0 and 1. A string
+    with an expression of numbers, lists, + and * is also accepted, such as "([0]*3+[1]*58)". Raises UserError for
+    anything else.
     """
     found = frequency
     if isinstance(frequency, str):
@@ -48,7 +49,7 @@ def _value(node: ast.expr) -> Any:
             if max(_length(first), _length(second)) > MOST_LAYERS:
                 raise ValueError("too long")
             return first * second
-    raise ValueError("neither a number nor a list")
+    raise ValueError("an expression may contain only numbers, lists, + and *")
 
 
 def _length(value: Any) -> int:

@@ -11,7 +11,9 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """Weight matrices of the same shape on one rank; each of the `copies` multiplies `tokens` of a microbatch."""
+    """Weight matrices of the same shape on one rank; each of the `copies` matrices multiplies `tokens` tokens of a
+    microbatch.
+    """
 
     inputs: int
     outputs: int
@@ -20,7 +22,7 @@ class Matrix(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Parameters of all copies on the rank."""
+        """Parameters of all `copies`."""
         return self.inputs * self.outputs * self.copies
 
     @property
@@ -52,8 +54,8 @@ def layer_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix,
 def attention_matrices(job: Job) -> tuple[Matrix, ...]:
     """The matrices of one layer's attention on one rank.
 
-    In latent attention, every tensor rank holds the whole compressing matrices; with sequence parallelism, it
-    multiplies them only with its part of the tokens.
+    In latent attention, every tensor rank holds the complete down-projection matrices; with sequence parallelism, the
+    rank multiplies these matrices only with its own tokens.
     """
     model, t, tokens, latent = job.model, job.tensor, job.tokens, job.model.latent
     result = Matrix(model.results // t, model.hidden, tokens)
@@ -70,7 +72,7 @@ def attention_matrices(job: Job) -> tuple[Matrix, ...]:
 
 
 def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """FLOPs of scores and weighted values in one layer's forward on one rank, not halved for causality."""
+    """FLOPs of attention scores and weighted values in one layer's forward on one rank, not halved for causality."""
     widths = job.model.queries + job.model.results
     return 2 * job.tokens * job.sequence * widths / job.tensor if kind.attends else 0.0
 
@@ -89,11 +91,11 @@ def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
     The count is 3 x (output layer + layers), with only the causal half of attention. Multi-token prediction adds the
-    norms and the product that join two embeddings; latent attention adds its norms. The input embedding, routers and
-    recomputation do not count. Quick GeGLU counts with its three matrices, although Megatron's function counts only
-    two.
+    norms and the matrix product that join two embeddings; latent attention adds its norms. The input embedding, routers
+    and recomputation are not counted. Quick GeGLU is counted with three matrices, although Megatron's function counts
+    only two.
     """
-    # Count as for a single rank, because tensor ranks beyond the number of key-value groups repeat the same keys.
+    # Count for a single rank, because tensor ranks beyond the number of key-value groups compute the same keys again.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
     hidden, heads = job.model.hidden, 0 if job.model.is_hybrid else len(job.model.mtp_heads)
     joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)
@@ -121,7 +123,9 @@ def _flops(job: Job, of_attention: float) -> float:
 
 
 def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer on one rank, with its norms: two in a whole layer, one in a layer of a hybrid model."""
+    """Parameters of one layer on one rank, including norms: two in a transformer layer, one in a layer of a hybrid
+    model.
+    """
     norms = int(2 * kind.share)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)) + norms * 2 * job.model.hidden
 

@@ -1,7 +1,7 @@
-"""Counts the bytes that fp8 recipes move and keep in transformer layers. Nothing here was measured.
+"""Counts the bytes that fp8 recipes move and keep in transformer layers. None of these counts was measured.
 
-The products of a layer (queries, keys and values; projection; both products of the MLP) read fp8 operands and write
-16-bit results. Everything else is unchanged: norms, attention, router, the vocabulary layers, gradients and the
+The matrix products of a layer (queries, keys and values; output projection; both products of the MLP) read fp8 operands
+and write 16-bit results. fp8 changes nothing else: norms, attention, router, the vocabulary layers, gradients and the
 optimizer.
 
     F   quantises X for X W^T and, in columns, for the weight gradient; W only once per iteration
@@ -9,7 +9,7 @@ optimizer.
     W   computes dY^T X from the tensors that F and B have quantised
 
 With one scale per tensor, "in columns" means the transpose, which is needed on GPUs whose tensor cores multiply fp8 in
-only one layout. With one scale per block, it means a second quantisation.
+only one layout. With one scale per block, "in columns" means a second quantisation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element to quantise a tensor for two products: read in 16 bits, written in rows, and written in
-    columns.
+    """Bytes per element that quantising a tensor for two products moves: bytes read, bytes written in rows, and bytes
+    written in columns.
     """
 
     read: float
@@ -34,17 +34,17 @@ class Quantised(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes read and written."""
+        """Bytes read and written per element."""
         return self.read + self.rows + self.columns
 
     @property
     def kept(self) -> float:
-        """Bytes kept for a weight, which needs both forms."""
+        """Bytes per element kept for a weight, which is needed in rows and in columns."""
         return self.rows + self.columns
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes of an input that are kept for the weight gradient."""
+        """Bytes per element of an input that are kept for the weight gradient."""
         return self.columns or self.rows
 
 
@@ -64,7 +64,7 @@ def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
 
 
 def refuse_fp8(job: Job, hardware: Hardware) -> None:
-    """Raise UserError if `hardware` cannot run the job's fp8 recipe, or if its rates are unknown."""
+    """Raise UserError if `hardware` cannot run the job's fp8 recipe, or if the fp8 rates of `hardware` are unknown."""
     if job.fp8 is None:
         return
     rates = hardware.rates
@@ -79,7 +79,9 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 
 def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """The matrices of a layer that are multiplied in fp8: all but the router's, which precedes the experts' two."""
+    """The matrices of a layer that are multiplied in fp8: all except the router's matrix, which comes just before the
+    experts' two matrices.
+    """
     matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
     return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
 
@@ -93,9 +95,9 @@ def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOL
 def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of a microbatch's activations that fp8 saves in a layer on one rank, compared with 16 bits.
 
-    The inputs of queries, keys and values, of the MLP and of its second product are kept in fp8. The projection's input
-    is kept twice, because attention's backward needs it in 16 bits. Tensors that the backward recomputes are not kept
-    at all.
+    The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
+    input of the output projection is kept in both formats, because attention's backward needs it in 16 bits. Tensors
+    that the backward recomputes are not kept at all.
     """
     assert job.fp8 is not None
     model, t = job.model, job.tensor
