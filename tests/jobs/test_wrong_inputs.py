@@ -91,7 +91,7 @@ OF_SIZES = [
     ("plan LLAMA --vocab-size 99999999999", "is too large; give at most"),
     ("plan LLAMA --num-layers 3", "3 layers cannot fill 8 virtual stages"),
     ("plan LLAMA --hidden-size 4097", "hidden size 4097 is not a multiple of 32 attention heads"),
-    ("plan LLAMA --num-query-groups 5", "32 attention heads cannot share 5 groups"),
+    ("plan LLAMA --num-query-groups 5", "32 attention heads cannot be divided equally among 5 query groups"),
     ("plan LLAMA --global-batch-size 0", "--global-batch-size 0 is not a whole number of at least 1"),
     ("plan LLAMA --micro-batch-size 3", "is not a multiple of 1 replicas x micro_batch_size 3"),
     ("plan LLAMA --pipeline-model-parallel-size 1", "one pipeline stage needs no plan"),
@@ -121,7 +121,7 @@ OF_SIZES = [
     ("simulate LLAMA --padded-vocab-size 1000", "padded_vocab_size 1000 is smaller than vocab_size 128256"),
     ("simulate LLAMA --recompute-granularity all", "must be one of full, selective"),
     ("simulate LLAMA --fp8-format hybrid --fp8-recipe mxfp8", "tensor cores cannot scale blocks of 32"),
-    ("simulate LLAMA --num-experts 8 --moe-router-topk 9", "a token cannot go through 9 of 8 experts"),
+    ("simulate LLAMA --num-experts 8 --moe-router-topk 9", "a token cannot be routed to 9 of 8 experts"),
 ]
 OF_ARGUMENTS = [
     ("check", "Missing option '--ranks'"),

@@ -103,8 +103,8 @@ class Search:
         """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
 
         Runs whose free memory exceeds the error of predicted memory come first. Other things being equal, a simpler run
-            comes first: one with fewer context ranks, without recomputation, with fewer tensor ranks, with fewer expert
-            ranks, and finally one that `planner.simplicity` prefers.
+        comes first: one with fewer context ranks, without recomputation, with fewer tensor ranks, with fewer expert
+        ranks, and finally one that `planner.simplicity` prefers.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]

@@ -37,8 +37,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes throughout an iteration, plus bytes of microbatches, whose integral over time is
-    `byte_seconds`. For `idle` seconds of an iteration, the rank may hold no microbatch.
+    """A rank's memory: `always` bytes throughout an iteration, plus the activations of microbatches. `byte_seconds` is
+    the integral of the activations' bytes over time. For `idle` seconds of the iteration, there may be no activations.
     """
 
     always: float

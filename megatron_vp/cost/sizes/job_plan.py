@@ -18,7 +18,7 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, 
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
-    # Layers of other shapes.
+    # Layers whose shapes are not modelled.
     **dict.fromkeys(("mtp_hybrid_override_pattern",), (0,)),
     **dict.fromkeys(("is_hybrid_model",), ()),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
@@ -57,12 +57,12 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
 """Options that change time or memory but that the cost model ignores, with the values at which they change nothing."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
-"""The parts named by `--recompute-modules` whose memory and time are counted; see `mlp_recompute`."""
+"""The values of `--recompute-modules` whose effect on memory and time is counted; see `mlp_recompute`."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
     """List the job's options that change time or memory but that the cost model ignores, and the letters of a hybrid
-    model's pattern that it counts as another layer.
+    model's pattern that the cost model counts as attention.
     """
     values = config.values
     found = [
@@ -81,7 +81,9 @@ def uncounted(config: JobConfig) -> list[str]:
     pattern = pattern_in(values)
     if values.get("mtp_num_layers") or (pattern is not None and pattern.heads):
         option = "--mtp-num-layers" if pattern is None else "--hybrid-layer-pattern"
-        found.append(f"{option} (each head's projection before its layers, and the memory of its logits)")
+        found.append(
+            f"{option} (the projection before each prediction head's layers, and the memory of each head's logits)"
+        )
     if pattern is None:
         return found
     letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]
@@ -124,7 +126,8 @@ def plan_of(config: JobConfig) -> Plan:
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
-    """Layers per virtual stage in the configuration's layout, or between the bars of its pattern; None without either.
+    """Number of layers of each virtual stage, from the configuration's layout or from the bars of its pattern; None if
+    the configuration has neither.
 
     Raises UserError for options that Megatron refuses together with a pattern.
     """
@@ -141,7 +144,7 @@ def layers_given(config: JobConfig) -> tuple[int, ...] | None:
 
 
 def layout_option(values: Mapping[str, Any]) -> str:
-    """The option that cuts this job's layers into stages."""
+    """The Megatron option that divides the job's layers into stages."""
     return "--pipeline-model-parallel-layout" if pattern_in(values) is None else "--hybrid-layer-pattern"
 
 
@@ -150,11 +153,13 @@ _LAYOUT_OPTIONS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Arguments that cut a GPT model into stages; a hybrid model's pattern is cut by its bars."""
+"""Arguments that divide a GPT model into stages; bars in the pattern divide a hybrid model."""
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The layers that training assigns to a family's stages without a layout; None if all stages get equally many."""
+    """The number of layers that training assigns to each stage if no layout is given; None if all stages get equally
+    many.
+    """
     chunks = chosen.chunks or 1
     if chunks == 1:
         return None
@@ -166,7 +171,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     """Arguments, by long name, that make this configuration run `plan`; None and False unset an argument."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
-    # Without vocabulary passes, Megatron's own schedule is interleaved as soon as there are several chunks.
+    # Without vocabulary passes, Megatron's own schedule is interleaved if a rank has several chunks.
     own = not split and plan.schedule == megatrons_own(chunks).name
     bars = bars_of(config, plan, job)
     if bars is None:
@@ -194,7 +199,7 @@ def _stages(plan: Plan, job: Job) -> int:
 
 
 def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    """The settings that cut a GPT model as `plan` does."""
+    """The settings that divide a GPT model into the stages of `plan`."""
     layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))
@@ -208,7 +213,7 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
-    """A hybrid model's pattern with the bars of `plan`; None for a GPT model.
+    """A hybrid model's pattern, with bars between the stages of `plan`; None for a GPT model.
 
     The bars are always written, because Megatron deprecates pipelines whose pattern has none.
     """
@@ -217,14 +222,14 @@ def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
 
 
 def _shards_text(plan: Plan) -> str | None:
-    """The value of --vocab-shards, with the predicted rows written out so that training does not choose others."""
+    """The value of --vocab-shards, with the predicted rows, so that training does not choose different rows."""
     if not plan.vocab.is_sharded:
         return None
     return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
 def chunks_given(config: JobConfig) -> int | None:
-    """The chunks per rank that the configuration asks for; None for one chunk or if sizes contradict each other."""
+    """The number of chunks per rank in the configuration; None for one chunk, or if the sizes contradict each other."""
     try:
         return _chunks(config)
     except UserError:
@@ -246,7 +251,7 @@ def _chunks(config: JobConfig) -> int | None:
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # Megatron does the same. A layout that does not match the ranks is refused later.
+        # Megatron derives the chunks in the same way. A layout that does not match the ranks is refused later.
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

@@ -27,8 +27,8 @@ from megatron_vp.jobs.pattern_text import pattern_in
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
 
-    By default, the job has the smallest number of replicas that can hold the experts. `arguments` may come from a
-    configuration file or from a run's resolved configuration. Raises UserError if a size is missing or if sizes
+    If `ranks` is None, the job has the smallest number of replicas that can hold the experts. `arguments` may come from
+    a configuration file or from a run's resolved configuration. Raises UserError if a size is missing or if sizes
     contradict each other.
     """
 
@@ -46,7 +46,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
     pipeline, tensor = given("pipeline_model_parallel_size", 1), given("tensor_model_parallel_size", 1)
     hidden, gated = size("hidden_size"), bool(given("swiglu") or given("quick_geglu"))
-    # Megatron's default is 4 h, or with SwiGLU two thirds of that, rounded down to a multiple of 64.
+    # Megatron's default is 4 h; with SwiGLU, it is 8/3 h, rounded down to a multiple of 64.
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
     rows = given("make_vocab_size_divisible_by", 128) * tensor
     padded = given("padded_vocab_size")
@@ -81,7 +81,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
-        # In latent attention these are norms of the compressed tensors, which are counted separately.
+        # In latent attention, the options apply to norms of the compressed tensors, which are counted separately.
         query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")) and latent is None,
         rotary=given("position_embedding_type") == "rope" or latent is not None,
         pattern=letters,
@@ -152,17 +152,17 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""Dispatchers by the option's value. Megatron's default, `allgather`, counts as not stated, because recipes with
-experts do not use it.
+"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, counts as not stated,
+because recipes with experts do not use it.
 """
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Published recipes used delayed scaling until early 2025. During that period, attention on H100 moved from
-    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use either. A job with the backend `flash` uses
-    FlashAttention 2, and all other jobs use today's kernels.
+    Published recipes used delayed scaling until early 2025, and before then, attention on H100 moved from
+    FlashAttention 2 to cuDNN 9. A job with delayed scaling may therefore use either. A job with the backend `flash`
+    uses FlashAttention 2, and all other jobs use today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -181,7 +181,7 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""The names in `_BYTES` by the dtypes with which Megatron replaces them when it parses its arguments."""
+"""Maps the dtypes that Megatron stores when it parses its arguments to the names in `_BYTES`."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:
@@ -195,9 +195,9 @@ def _bytes_of(given: Callable[..., Any], name: str) -> int:
 def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
     """The states of the precision-aware optimizer; None if the job does not use it.
 
-    The states are both moments and, for a 16-bit parameter, the rest of its fp32 copy as Transformer Engine keeps it
-    (for bf16, the other 16 bits). With fp8 recipes other than delayed scaling, Megatron itself keeps fp32 parameters
-    and widens gradients for them.
+    The states are both moments and, for a 16-bit parameter, its fp32 copy. Of a bf16 parameter's copy, Transformer
+    Engine keeps only the 16 bits that the parameter lacks. With fp8 recipes other than delayed scaling, Megatron itself
+    keeps fp32 parameters and converts gradients to fp32.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -211,7 +211,9 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
-    """The pattern of a GPT model with experts in only some layers: t for those, d for the others; otherwise empty."""
+    """The pattern of a GPT model with experts in only some layers: t for a layer with experts, d for a layer without.
+    The pattern of any other model is empty.
+    """
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
 
@@ -225,14 +227,14 @@ def _latent(given: Callable[..., Any]) -> Latent | None:
 
 
 def _window(given: Callable[..., Any]) -> int:
-    """Window size in tokens, including the token itself; 0 without a window or with an unlimited one."""
+    """Window size in tokens, including the token itself; 0 if attention has no window or an unlimited one."""
     before = re.search(r"-?\d+", str(given("window_size", "")))
     return max(0, int(before[0]) + 1) if before else 0
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Share of the layers that have windows: all, or all but every n-th. If the option lists layers, windows are
-    ignored.
+    """Share of the layers that have windows: all, or all but every n-th. If `--window-attn-skip-freq` lists layers,
+    windows are ignored.
     """
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
@@ -251,9 +253,9 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
     """The number of intermediate tensors that a gated MLP keeps.
 
-    Fused SwiGLU keeps none, because it recomputes them from its input. Megatron's unfused code keeps the activated
-    half, and a copy of the other half with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU is fused
-    only in experts with biases.
+    Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps the
+    activated half, and a copy of the other half with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU
+    is fused only in experts with biases.
     """
     if given("quick_geglu"):
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
@@ -279,7 +281,7 @@ def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
     """The fp8 recipe, and how many layers at the start and end of the model stay in 16 bits, as in Megatron."""
-    fp8_format = given("fp8_format", given("fp8"))  # the flag, and the name under which Megatron stores it
+    fp8_format = given("fp8_format", given("fp8"))  # Megatron stores `--fp8-format` as `fp8`
     if fp8_format is None:
         return None, 0, 0
     if fp8_format not in ("e4m3", "hybrid"):

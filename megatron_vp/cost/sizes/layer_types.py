@@ -1,7 +1,7 @@
 """Types of layers: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
 
-`Plan.layers` holds the number of layers of each virtual stage. In a hybrid model, a layer is a letter, and each stage
-has the next letters of the pattern. An attention letter and an MLP letter together make a transformer layer.
+`Plan.layers` holds the number of layers of each virtual stage. In a hybrid model, each letter of the pattern is a
+layer, and each stage has consecutive letters. An attention letter and an MLP letter together make a transformer layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LayerType(StrEnum):
     WHOLE = "t"
     """attention, then an MLP or experts: a layer of a GPT model"""
     DENSE = "d"
-    """attention, then an MLP, in a GPT model with experts in other layers"""
+    """attention, then an MLP: a layer without experts in a GPT model that has experts in other layers"""
     ATTENTION = "*"
     MLP = "-"
     EXPERTS = "E"
@@ -50,7 +50,7 @@ class Mlp(NamedTuple):
 
 
 def mlp_of(model: ModelShape, kind: LayerType) -> Mlp | None:
-    """The MLPs of a layer of this type; None if it has none."""
+    """The MLPs of a layer of type `kind`; None if the type has no MLP."""
     if kind is LayerType.ATTENTION:
         return None
     if kind in (LayerType.MLP, LayerType.DENSE):
@@ -63,7 +63,7 @@ class MlpRecompute(StrEnum):
 
     NONE = "none"
     ACTIVATION = "activation"
-    """the input of the second product, from the result of the first"""
+    """the input of the MLP's second matrix product, from the result of the first product"""
     ALL = "all"
     """everything between the MLP's input and its result"""
 
@@ -82,7 +82,7 @@ def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
 
 
 def type_of(letter: str) -> LayerType:
-    """The layer type as which the cost model counts a letter of a pattern.
+    """The layer type that the cost model uses for a letter of a pattern.
 
     Mamba (M), gated delta net (G) and latent attention (D, +) are counted as plain attention, because the cost model
     does not know their costs.

@@ -13,7 +13,7 @@ from megatron_vp.schedule import Placement
 
 
 def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
-    """Give every stage the same number of layers. Raises UserError if that is not possible."""
+    """Give every stage the same number of layers. Raises UserError if the layers cannot be divided equally."""
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
         raise UserError(
@@ -24,7 +24,7 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
 
 
 def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """Spread layers over the ranks as evenly as possible; None if all stages get equally many."""
+    """Spread layers over the ranks as evenly as possible; return None if all stages get equally many."""
     total, p = job.model.layers, placement.ranks
     if not total % placement.stages:
         return None
@@ -32,10 +32,10 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 
 
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Layers of every virtual stage, given the layers of every rank.
+    """Number of layers of every virtual stage, given each rank's number of layers (`counts`).
 
-    If a rank's chunks cannot share its layers equally, some of them get one more. Different ranks start with different
-    chunks.
+    If a rank's layers cannot be divided equally among its chunks, some chunks get one layer more. Which chunks get more
+    layers varies from rank to rank.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):
@@ -49,10 +49,10 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
     """Layers per virtual stage in the paper's method `redis`, which puts fewer layers on the rank with the output
     layer.
 
-    That rank gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers with as many FLOPs as
-    the output layer. This rule gives all four published layouts for eight GPUs. The other stages share the remaining
-    layers as evenly as possible, and later stages get the larger shares. By default, every rank has one stage. Raises
-    UserError if there are too few layers for the other stages.
+    The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers
+    with as many FLOPs as the output layer. This formula reproduces all four published layouts for eight GPUs. The other
+    stages share the remaining layers as evenly as possible, with more layers in later stages. By default, every rank
+    has one stage. Raises UserError if there are too few layers for the other stages.
     """
     placement = placement or Placement.linear(job.pipeline)
     layers, p = job.model.layers, placement.ranks
@@ -73,7 +73,7 @@ def least_work_layers(count: int, layer: float, work: Sequence[float], placement
     """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
     First, all stages except the model's first and last get one layer. Each additional layer goes to the least loaded
-    rank. A rank spreads its layers over its stages, and the model's first and last stage get the smaller shares.
+    rank. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and last stage.
 
     Args:
         count: number of layers.

@@ -13,7 +13,7 @@ from megatron_vp.schedule.flex import shaped
 
 
 class Recompute(StrEnum):
-    """The activations that the backward recomputes instead of keeping them."""
+    """Which activations are recomputed in the backward instead of being kept."""
 
     NONE = "none"
     FULL = "full"
@@ -24,9 +24,9 @@ class Fp8Recipe(StrEnum):
     """How Transformer Engine scales fp8 tensors (`--fp8-recipe`)."""
 
     TENSORWISE = "tensorwise"
-    """one scale per tensor, from its own largest value"""
+    """one scale per tensor, computed from the largest value in this tensor"""
     DELAYED = "delayed"
-    """one scale per tensor, from the largest values of earlier microbatches"""
+    """one scale per tensor, computed from the largest values in earlier microbatches"""
     BLOCKWISE = "blockwise"
     """one scale for 128 elements, or for 128 x 128 elements of a weight"""
     MXFP8 = "mxfp8"
@@ -34,7 +34,9 @@ class Fp8Recipe(StrEnum):
 
 
 class CrossEntropy(StrEnum):
-    """The implementation that computes losses from a whole output layer's logits (`--cross-entropy-fusion-impl`)."""
+    """The implementation of the loss if the output layer is not split over pipeline ranks
+    (`--cross-entropy-fusion-impl`).
+    """
 
     EAGER = "eager"
     """Megatron's unfused implementation, its default"""
@@ -45,25 +47,25 @@ class CrossEntropy(StrEnum):
 
 
 class AttentionKernels(StrEnum):
-    """The generation of fused attention kernels; the hardware description has the rate of each."""
+    """The generation of fused attention kernels; the hardware description has a rate for each generation."""
 
     NEWEST = "newest"
     """cuDNN 9, FlashAttention 3"""
     FLASH_2 = "flash-2"
     """FlashAttention 2, or other kernels of the same generation"""
     EITHER = "either"
-    """either of the two; their times are averaged"""
+    """either generation; the times of the two are averaged"""
 
 
 class Dispatcher(StrEnum):
     """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
 
     ALL_TO_ALL = "alltoall"
-    """a token travels once for each of its experts"""
+    """a token is sent once for each of its experts"""
     FLEXIBLE = "flex"
-    """DeepEP or similar: a token travels once for all of its experts on a rank"""
+    """DeepEP or similar: a token is sent once for all of its experts on a rank"""
     UNSAID = "unsaid"
-    """not stated: as in published recipes, all-to-all inside a node, and the flexible dispatcher between nodes"""
+    """not stated; assumed as in published recipes: all-to-all inside a node, the flexible dispatcher between nodes"""
 
 
 MOST_LAYERS = 10_000
@@ -74,7 +76,7 @@ MOST_LAYERS = 10_000
 class Latent:
     """Sizes of multi-latent attention.
 
-    query_rank: rank of the compressed queries; 0: they are not compressed.
+    query_rank: rank of the compressed queries; 0: queries are not compressed.
     key_rank: rank of the compressed keys and values.
     rotary: width of the part of a head's queries and keys that is rotated.
     value_size: width of a head's values.
@@ -92,15 +94,16 @@ class ModelShape:
 
     ffn: width of an MLP, or of one expert.
     kv_groups: number of query groups, each with its own keys and values; 0: one group per head.
-    head_size: of queries and keys; 0: hidden / heads.
+    head_size: width of a head's queries and keys; 0: hidden / heads.
     gated: whether an MLP has three matrices.
-    experts, experts_per_token: MLPs of a layer with experts, and how many of them a token goes through.
-    pattern: for a hybrid model, one letter for each of its `layers`, without bars. Only letters E have experts then.
-        For a GPT model with experts in only some layers, t for these and d for the others. Otherwise empty.
+    experts, experts_per_token: number of experts in a layer with experts, and number of experts that process a token.
+    pattern: one letter for each of the `layers`. In a hybrid model, these are the letters of its pattern without bars,
+        and only E has experts. In a GPT model with experts in only some layers, t is a layer with experts, and d a
+        layer without. The pattern of any other model is empty.
     dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
     mtp_heads: for each additional token that multi-token prediction predicts, the layers that predict it: letters of a
-        pattern, or t for a transformer layer. They follow the last stage's own layers.
+        pattern, or t for a transformer layer. These layers follow all others on the last stage.
     windowed: share of the layers in which a token sees only the last `window` tokens.
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
@@ -148,12 +151,12 @@ class ModelShape:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.kv_groups:
             raise UserError(
-                f"{self.heads} attention heads cannot share {self.kv_groups} groups of keys and values equally; use a "
+                f"{self.heads} attention heads cannot be divided equally among {self.kv_groups} query groups; use a "
                 "divisor of the number of heads"
             )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise UserError(
-                f"a token cannot go through {self.experts_per_token} of {self.experts} experts; give a number from 1 "
+                f"a token cannot be routed to {self.experts_per_token} of {self.experts} experts; give a number from 1 "
                 f"to {self.experts}"
             )
         assert not self.pattern or len(self.pattern) == self.layers
@@ -198,7 +201,7 @@ class ModelShape:
 class OptimizerStates:
     """States of `--use-precision-aware-optimizer`.
 
-    kept: bytes that the optimizer keeps for each parameter that it steps.
+    kept: bytes that the optimizer keeps for each parameter that it updates.
     takes_gradients: whether the step reads gradients in the dtype in which they were accumulated.
     """
 
@@ -215,20 +218,21 @@ class Job:
     wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16; otherwise in the model's
         dtype.
     element_bytes: bytes of an element of parameters and activations.
-    fp8: recipe of the transformer layers' products, except in `bf16_at_start` layers at the start of the model and
-        `bf16_at_end` layers at its end.
-    cross_entropy: implementation for whole output layers; split output layers use this project's.
-    exact_shards: whether vocabulary shards are cut unrounded, as in the authors' code.
-    layers: the implementation of the transformer layers, which determines what activations they keep.
+    fp8: recipe of the transformer layers' matrix products, except in `bf16_at_start` layers at the start of the model
+        and `bf16_at_end` layers at its end.
+    cross_entropy: implementation of the loss for an output layer that is not split; split output layers use this
+        project's implementation.
+    exact_shards: whether the size of vocabulary shards is left unrounded, as in the paper's code.
+    layers: the implementation of the transformer layers, which determines which activations the layers keep.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.
-    attention_dropout: whether attention drops scores.
+    attention_dropout: whether dropout is applied to attention scores.
     wide_softmax: whether Megatron's own attention computes its softmax in fp32.
     data_overlap: whether gradients are reduced while the last backward runs.
     gather_overlap: whether parameters are gathered while the first forward runs.
-    tensor_overlap: whether products run while tensor ranks exchange hidden states.
-    expert_overlap: whether tokens travel to their experts while another microbatch's passes run.
+    tensor_overlap: whether matrix products run while tensor ranks exchange hidden states.
+    expert_overlap: whether tokens are sent to their experts while another microbatch's passes run.
     expert_tensor: tensor ranks of an expert; 0: `tensor`.
-    fp8_parameters: whether the weights of the layers' products are kept and gathered only in fp8.
+    fp8_parameters: whether the weights of the layers' matrix products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes per token and hidden unit that one of the paper's layers keeps; 0: computed from the sizes.
@@ -236,7 +240,7 @@ class Job:
     dispatcher: how tokens reach their experts.
     states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.
 
-    Raises UserError for sizes that contradict each other.
+    Raises UserError if sizes contradict each other.
     """
 
     model: ModelShape
@@ -317,8 +321,8 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps for each parameter that it steps: both moments, and for 16-bit parameters the
-        fp32 copy or its equivalent.
+        """Bytes that the optimizer keeps for each parameter that it updates: both moments, and for 16-bit parameters
+        the fp32 copy or its equivalent.
         """
         if self.states is not None:
             return self.states.kept
@@ -366,8 +370,8 @@ class Plan:
     """The plan for a job's pipeline: its schedule, vocabulary method, layers and vocabulary rows.
 
     layers: transformer layers (letters of a hybrid pattern) of each virtual stage; None: equally many.
-    vocab_rows: vocabulary rows of each pipeline rank, counting all its tensor ranks; None: even shards. They add up to
-        the padded vocabulary. A rank without rows has no vocabulary passes.
+    vocab_rows: vocabulary rows of each pipeline rank, counting all its tensor ranks; None: even shards. The rows of all
+        ranks add up to the padded vocabulary. A rank without rows has no vocabulary passes.
     """
 
     schedule: str = DEFAULT_SCHEDULE
@@ -378,9 +382,9 @@ class Plan:
     shape: str = ""
     """shape that a flexible schedule got when it was fitted to a memory limit; see `prediction.limit`"""
     activation_limit: str = ""
-    """that limit, as given to `--activation-limit`"""
+    """memory limit of a flexible schedule, as given to `--activation-limit`"""
     offload_chunks: int = 0
-    """chunks per rank whose activations wait in host memory between forward and backward"""
+    """chunks per rank whose activations are kept in host memory between forward and backward"""
 
     @property
     def label(self) -> str:
@@ -393,7 +397,7 @@ class Plan:
     ) -> ScheduleRequest:
         """The schedule request of this plan for `job` with `microbatches` (None: as many as the job has).
 
-        Raises UserError if no schedule can be made for it.
+        Raises UserError if the plan has no schedule for `job`.
         """
         holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
         record = family(self.schedule)
@@ -426,8 +430,8 @@ class Plan:
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
-        Even shards count as full on all ranks, although the last ones may be shorter. Raises UserError for rows that do
-        not fit the job, and for assigned rows if the method needs even shards.
+        Even shards count as full on all ranks, although the last ones may be shorter. Raises UserError if assigned rows
+        do not fit the job, or if rows are assigned but the method needs even shards.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline

@@ -1,4 +1,4 @@
-"""The assumptions that a prediction makes about settings that the job leaves open."""
+"""Lists the assumptions that a prediction makes about settings that the job leaves open."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_vp.jobs.layer_kind import LayerKind
 
 
 def assumed(job: Job, hardware: Hardware) -> list[str]:
-    """List the assumptions in words, each with the option that decides it."""
+    """List the assumptions as text, each with the option that would make it unnecessary."""
     found = []
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
         found.append(
-            "attention takes the mean of FlashAttention 2's and cuDNN 9's times, because published runs with delayed "
-            "scaling used either; --attention-backend flash or fused decides"
+            "attention time is the mean of FlashAttention 2's and cuDNN 9's, because published runs with delayed "
+            "scaling used either; choose one with --attention-backend flash or fused"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
         kind = "flex" if is_flexible(job, hardware) else "alltoall"

@@ -1,4 +1,6 @@
-"""Time of a layer's attention, from published rates for fused kernels and from fitted constants for all others."""
+"""Computes the time of a layer's attention, from published rates for fused kernels and from fitted constants for all
+others.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ BACKWARD = 2.5
 
 HALF = 350
 """Number of keys in a sequence at which fused kernels reach half of their rate. Published times of cuDNN and
-FlashAttention 3 on H100, for 512 to 16384 keys, put it at 200 to 500.
+FlashAttention 3 on H100, for 512 to 16384 keys, correspond to 200 to 500 keys.
 """
 
 NARROW = 0.4
-"""Share of the rate that is lost with very narrow heads; heads of 64 lose half of this share. Published rates for heads
-of 64 are 0.77 to 0.84 of those for heads of 128.
+"""Share of the rate that is lost with very narrow heads; heads of width 64 lose half of this share. Published rates for
+heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
 """
 
 TILE = 128
@@ -30,12 +32,13 @@ TILE = 128
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
 """Weight of FlashAttention 2's time, which is one half if the job may use either kernel. The 29 published fp8 runs with
-delayed scaling put that weight at 0.5 to 0.8; those with at most 8192 tokens put it at 0.25 to 0.5.
+delayed scaling correspond to a weight of 0.5 to 0.8; those of them with at most 8192 tokens correspond to a weight of
+0.25 to 0.5.
 """
 
 SCORE_BYTES = 13
-"""Bytes per score that unfused attention moves in its forward: the results of product, softmax and dropout are each
-written and read.
+"""Bytes per score that unfused attention moves in its forward: the results of the product, the softmax and the dropout
+are each written and read.
 """
 
 
@@ -49,7 +52,9 @@ class AttentionTimes(NamedTuple):
 def attention_times(
     job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
 ) -> AttentionTimes:
-    """Times of the attention in a layer of this type on one rank of `job`, without the products before and after it."""
+    """Times of the attention in a layer of this type on one rank of `job`, without the matrix products before and after
+    the attention.
+    """
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
         # All scores are computed, written and read. On CPU cores, all layer implementations are modelled alike.

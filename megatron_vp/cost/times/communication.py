@@ -1,4 +1,4 @@
-"""Times of messages and collectives, which use NVLink or similar inside a node and the network between nodes."""
+"""Computes times of messages and collectives, over NVLink or similar inside a node and the network between nodes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Share of the time of sums over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the last
-piece have no product to overlap with.
+"""Share of the communication time over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the
+last piece have no matrix product to overlap with.
 """
 
 BUCKET = 40e6
-"""Smallest number of parameters whose gradients are reduced at once (Megatron's default), or a million per replica if
-that is more. No backward remains to hide the last bucket's reduction.
+"""Megatron's default number of parameters in a gradient bucket, unless a million per replica is more. No backward remains
+to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""A hidden collective delays the products that it overlaps with by this share of its time, because it uses their SMs
-and memory.
+"""A hidden collective delays the matrix products that run at the same time by this share of the collective's duration,
+because the products and the collective share SMs and memory bandwidth.
 """
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
 """Latency per hop of a message or collective in seconds, inside a node and between nodes. NCCL's own tuning tables
-assume 0.6 to 3.4 and 2.7 to 14 microseconds, depending on the protocol.
+assume 0.6 to 3.4 microseconds inside a node and 2.7 to 14 between nodes, depending on the protocol.
 """
 
 
@@ -42,7 +42,7 @@ class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
     In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes,
-    each node has the network bandwidth of one GPU, however many members it has.
+    each node has the network bandwidth of one GPU, even if several of its GPUs are members.
     """
 
     job: Job
@@ -69,7 +69,7 @@ class CommunicationModel:
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
-        """Latency of one round through a ring of `ranks` on `nodes`; the ring leaves each node once."""
+        """Latency of one round through a ring of `ranks` ranks on `nodes` nodes; the ring leaves each node once."""
         crossings = min(ranks, nodes) if nodes > 1 else 0
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 
@@ -93,7 +93,7 @@ class CommunicationModel:
 
     @property
     def whole_hidden_bytes(self) -> float:
-        """Bytes of the hidden states of a microbatch."""
+        """Bytes of a microbatch's hidden states, before sequence parallelism divides them among tensor ranks."""
         return self.job.element_bytes * self.job.tokens * self.job.model.hidden
 
     @property
@@ -115,7 +115,7 @@ class CommunicationModel:
         return self.nodes_of(range(self.job.pipeline))
 
     def nodes_of(self, ranks: Sequence[int]) -> int:
-        """The number of nodes that these pipeline ranks occupy."""
+        """The number of nodes that the pipeline ranks in `ranks` occupy."""
         return len({self.node(rank) for rank in ranks})
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
@@ -132,8 +132,8 @@ class CommunicationModel:
         """Seconds of every collective of a microbatch over the pipeline ranks, including the sums and gathers over
         tensor ranks.
 
-        `members`: the pipeline ranks that take part; empty: all. Each embedding row travels once, in the pipeline of
-        the tensor rank that holds it.
+        `members`: the pipeline ranks that take part; empty: all. Each embedding row is sent once, in the pipeline of
+        the tensor rank that holds the row.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -150,7 +150,7 @@ class CommunicationModel:
         }
 
     def synchronous_vocabulary(self) -> float:
-        """Seconds that V waits for all-reduces of the embedding, the input gradient and the statistics."""
+        """Seconds that a V pass waits for all-reduces of the embedding, the input gradient and the statistics."""
         p, nodes = self.job.pipeline, self.pipeline_nodes
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
@@ -181,9 +181,9 @@ class CommunicationModel:
     def dispatch(self, count: float, per_token: int) -> float:
         """Seconds to send a rank's tokens to their experts or back.
 
-        `count` is the size of the tokens in bytes, counting each one once for each of its `per_token` experts.
-        All-to-all sends each copy separately. The flexible dispatcher sends a token once per node and once per rank,
-        and overlaps the transfers inside the node with the network.
+        `count` is the size of the tokens in bytes, where a token counts once for each of its `per_token` experts.
+        All-to-all sends a token to each of its experts separately. The flexible dispatcher sends a token once per node
+        and once per rank, and overlaps the transfers inside the node with the network.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
@@ -197,7 +197,8 @@ class CommunicationModel:
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
         """Seconds that a layer's forward waits for keys and values of other context ranks.
 
-        They travel round a ring while attention, which takes `attention` seconds in all, runs on the previous part.
+        Keys and values are passed around a ring while attention, which takes `attention` seconds in total, runs on the
+        part received before.
         """
         job = self.job
         if job.context == 1 or not kind.attends:
@@ -213,8 +214,8 @@ class CommunicationModel:
         """Seconds of an all-gather or reduce-scatter of `count` bytes over `ranks` replicas of a stage with `spread`
         GPUs.
 
-        Each replica in a node has its own network port, and the links inside the node are fast enough to feed all of
-        them.
+        Each replica in a node has its own network port, and the links inside the node are fast enough to keep all ports
+        busy.
         """
         if ranks == 1:
             return 0.0
@@ -226,11 +227,10 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Seconds per iteration of reducing gradients over the replicas and gathering parameters that no pass hides.
-
-        `backward` seconds can hide the reduction, and `forward` seconds the gathering. All replicas hold the `shared`
-        parameters; each of the `experts` parameters is on `job.expert_replicas` ranks. `narrow` parameters are gathered
-        in fp8.
+        """Seconds per iteration that no pass hides, for reducing gradients over the replicas and for gathering
+        parameters. The reduction can be hidden for `backward` seconds, and the gathering for `forward` seconds. All
+        replicas hold the `shared` parameters; each of the `experts` parameters is on `job.expert_replicas` ranks.
+        `narrow` parameters are gathered in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts

@@ -1,4 +1,4 @@
-"""Work of a layer with experts outside its matrix products: launches, copies, separate activations."""
+"""Computes a layer's work for experts outside matrix products: launches, copies and separate activations."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ the host waits, and about a hundred launches. The backward takes twice as long.
 """
 
 PRODUCT = 20e-6
-"""Extra seconds per matrix product of an expert if a rank has several experts: for its launch, and for a last wave of
-tiles that leaves SMs idle. Chosen by hand; published runs on H100 suggest 15 to 30 microseconds.
+"""Extra seconds per matrix product of an expert if a rank has several experts: for the product's launch, and for a last
+wave of tiles that leaves SMs idle. The value was chosen by hand; published runs on H100 suggest 15 to 30 microseconds.
 """
 
 COPIES, SORTED = 8, 4
-"""How often all-to-all reads or writes the experts' tokens in 16 bits: to sort them by rank and back, with kernels that
-gather short rows, and in the exchange itself. SORTED is added if a rank has several experts, for sorting by expert and
-back.
+"""How often all-to-all reads or writes the experts' tokens in 16 bits: in kernels that gather short rows to sort the
+tokens by rank and back, and in the exchange itself. SORTED is added if a rank has several experts, for sorting tokens
+by expert and back.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""The same for the flexible dispatcher: to sort tokens by expert and back, and for the tokens that it sends once per
-rank.
+"""How often the flexible dispatcher reads or writes tokens: FLEXIBLE times to sort them by expert and back, and
+FLEXIBLE_DISTINCT times for a token that is sent once per rank.
 """
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
-"""Bytes moved per element to clamp an expert's activation in 16 bits: both halves are read and written, and joined in a
-copy. The backward reads them again.
+"""Bytes moved per element to clamp an expert's activation in 16 bits: both halves are read and written, and then joined
+in a copy. The backward reads both halves again.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36
@@ -53,8 +53,8 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens; without an option, it is assumed if experts are on several
-    nodes.
+    """Whether the flexible dispatcher moves the tokens; if the job names no dispatcher, the flexible one is assumed if
+    the ranks that together hold all experts span several nodes.
     """
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
@@ -72,7 +72,7 @@ def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
 
 
 def separate_activation(job: Job, kind: LayerType) -> Separate:
-    """Bytes for clamped activations (GPT-OSS) and expert biases, neither of which Megatron fuses."""
+    """Bytes moved for clamped activations (GPT-OSS) and expert biases, neither of which Megatron fuses."""
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts or not job.model.clamped:
         return Separate(0.0, 0.0)

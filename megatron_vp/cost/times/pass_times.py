@@ -1,4 +1,6 @@
-"""Time of each pass on one rank: tensor cores limit matrix products, and memory bandwidth limits everything else."""
+"""Computes the time of each pass on one rank: tensor cores limit matrix products, and memory bandwidth limits
+everything else.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ scale 4.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
-"""Bytes per token and hidden unit in IF and IB for masks, copies and the exchange, derived from the published times of
-both.
+"""Bytes that IF and IB move per hidden unit of a token, for masks, copies and the exchange; derived from the published
+times of IF and IB.
 """
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
@@ -45,15 +47,15 @@ to the V-Half baselines.
 """
 
 FUSED_HIDDEN = 22
-"""Bytes per token and hidden unit in a fused layer's forward. Each of the layer's two blocks moves 4 for a norm, and 7
-to add the residual and copy the sum. Dropout masks are counted separately.
+"""Bytes that a fused layer's forward moves per hidden unit of a token. Each of the layer's two blocks moves 4 bytes for
+a norm, and 7 bytes to add the residual and copy the sum. Dropout masks are counted separately.
 """
 
 OWN_SHARE = 0.4
-"""Share of norms, dropouts and residuals in the bytes that the paper's layers move between their products."""
+"""Share of norms, dropouts and residuals in the bytes that the paper's layers move between matrix products."""
 
 SHARED_HIDDEN = 50
-"""Bytes per token and hidden unit that S and T move for X and for its gradient in fp32 and 16 bits."""
+"""Bytes that S and T move per hidden unit of a token, for X and for its gradient in fp32 and 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
 """Bytes that vocab-2 moves in addition, to scale a gradient after computing it: per hidden unit of a token, and per
@@ -78,11 +80,11 @@ class PassTimes:
     constants: Constants
 
     def compute(self, flops: float, share: float) -> float:
-        """Time of arithmetic that reaches `share` of the peak."""
+        """Seconds of `flops` operations at `share` of the hardware's peak rate."""
         return flops / (self.hardware.peak_flops * share)
 
     def memory_time(self, count: float) -> float:
-        """Time to read and write `count` bytes of memory in total."""
+        """Seconds to read and write memory, `count` bytes in total."""
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
@@ -96,7 +98,7 @@ class PassTimes:
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
     def fp8_gemm_time(self, matrix: Matrix) -> float:
-        """Seconds as in `gemm_time`, but with fp8 operands and a result in 16 bits."""
+        """Seconds of the same product as in `gemm_time`, but with fp8 operands and a result in 16 bits."""
         operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
         assert self.hardware.rates is not None  # see `refuse_fp8`
         arithmetic = matrix.flops / self.hardware.rates.fp8_gemm
@@ -104,7 +106,7 @@ class PassTimes:
         return max(arithmetic, self.memory_time(operands))
 
     def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """Seconds of one layer, with its products in the job's precision."""
+        """Seconds of one layer, with matrix products in the job's precision."""
         plain, job = self.plain_layer(kind), self.job
         if job.fp8 is None:
             return plain
@@ -142,7 +144,7 @@ class PassTimes:
         forward = products + attention + elementwise + keys[0] + launches + self.memory_time(separate.forward)
         backward = products + twice + 2 * elementwise + keys[1] + 2 * launches + self.memory_time(separate.backward)
         weight = products + self.memory_time(self.accumulated * sum(matrix.weights for matrix in matrices))
-        # Recomputed parts exchange their hidden states again.
+        # Recomputation repeats the communication of hidden states.
         if job.recompute is Recompute.FULL:
             again = forward + communication.layer_traffic(kind)
         else:
@@ -167,15 +169,17 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether layers are modelled as Transformer Engine's: the job uses them, and the hardware's attention rates
-        are known.
+        """Whether the layers are modelled as Transformer Engine's: the job uses these layers, and the hardware's
+        attention rates are known.
         """
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
     @property
     def fused_local(self) -> bool:
-        """Whether layers are Megatron's own on a GPU. On CPU cores, all layer implementations are modelled alike."""
+        """Whether the job runs Megatron's local layers on a GPU. On CPU cores, all layer implementations are modelled
+        alike.
+        """
         return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
@@ -190,15 +194,15 @@ class PassTimes:
         return rates.gap if rates and rates.gap else self.constants.gap
 
     def layer_bytes(self, kind: LayerType) -> float:
-        """Bytes that a layer's forward moves outside its products; the backward moves twice as many.
+        """Bytes that a layer's forward moves outside its matrix products; the backward moves twice as many.
 
         For fused layers, and for Megatron's local layers with the same fusions, the bytes are counted (`FUSED_HIDDEN`).
-        For the paper's layers, they are fitted.
+        For the paper's layers, the number of bytes is a fitted constant.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
         if not (self.counted or self.fused_local):
-            # Without sequence parallelism, tensor ranks share only the work between the two products of a block.
+            # Without sequence parallelism, tensor ranks share only the work between the two matrix products of a block.
             inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
             return kind.share * self.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
@@ -212,7 +216,7 @@ class PassTimes:
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
-        """Seconds of the last stage's whole output layer and of the loss."""
+        """Seconds of the last stage's output layer if it is not split, including the loss."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
@@ -223,7 +227,7 @@ class PassTimes:
         )
 
     def whole_embedding(self) -> Split:
-        """Seconds of the first stage's whole input embedding."""
+        """Seconds of the first stage's input embedding if it is not split."""
         job = self.job
         units = job.tokens * job.model.hidden
         return Split(
@@ -233,10 +237,10 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """The model of this project's vocabulary kernels; None if the hardware has no rates, so the paper's code is
-        modelled.
+        """The model of this project's vocabulary kernels; None if the hardware's rates are unknown, in which case the
+        paper's code is modelled.
 
-        `rows`: vocabulary rows of the rank's shard; here and below, None means an even shard.
+        `rows`: vocabulary rows of the rank's shard; None: an even shard.
         """
         job, rates = self.job, self.hardware.rates
         if rates is None:
@@ -274,7 +278,7 @@ class PassTimes:
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """Seconds of IF and IB.
 
-        Each tensor rank's pipeline exchanges only the tokens whose rows are in its own shards.
+        The pipeline of each tensor rank exchanges only tokens whose rows are in that pipeline's shards.
         """
         job, own = self.job, self.own_kernels(rows)
         if own:
@@ -286,14 +290,16 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage to reorder exchanged rows; 0 for the paper's IF and IB, which
-        include it.
+        """Extra seconds of F and B on the first stage to reorder exchanged rows; 0 for the paper's code, in which IF
+        and IB include this time.
         """
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of the embedding's forward and backward inside V, without the time that V waits for exchanges."""
+        """Seconds of the embedding's forward and backward inside a V pass, without the time that the pass waits for
+        exchanges.
+        """
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),

@@ -17,7 +17,7 @@ GPUS = ("h100", "h200", "b200")
 
 @dataclass(frozen=True)
 class Line:
-    """S and T of one shape on one GPU, in bf16 with gradients in fp32."""
+    """The S and T passes for one shape on one GPU, in bf16 with gradients in fp32."""
 
     gpu: str
     passes: ShardPasses
@@ -39,7 +39,7 @@ def lines(
     hidden: Sequence[int] = HIDDEN,
     gpus: Sequence[str] = GPUS,
 ) -> Iterator[Line]:
-    """Yield every shape on each of the `gpus`, which must have rates."""
+    """Yield a line for every shape on each of the `gpus`, whose rates must be known."""
     for n in tokens:
         for columns in rows:
             for h in hidden:

@@ -1,12 +1,12 @@
-"""Times of S, T, IF and IB with this project's kernels: GEMMs, and kernels counted in bytes and instructions.
+"""Times of S, T, IF and IB with this project's kernels: GEMMs, and kernels whose bytes and instructions were counted.
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
     IF  rows looked up    IB  rows added up
 
-A kernel takes the time to move its bytes at the speed of a copy, or to issue its instructions at the issue rate,
-whichever is longer. Nothing here was measured: bytes were counted in the source code, instructions in the machine code
-for compute capability 9.0.
+A kernel that is not a GEMM takes as long as moving its bytes at the speed of a copy or issuing its instructions at the
+issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions in
+the machine code for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6
-"""Fixed seconds per additional kernel: the gap before it, its start-up and its tail. The host is assumed to run ahead.
+"""Fixed seconds per additional kernel: the gap before it, its start-up and its tail. The host is assumed to launch
+kernels ahead of the GPU.
 """
 
 ISSUE_SHARE = 0.75
@@ -33,14 +34,14 @@ RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions per element to rescale E W, and to weight the rows of X in T."""
 
 ADD_LAUNCHES = 4
-"""Number of kernels in IB: two of PyTorch, which find the rows of the owned tokens, and two of this project, which add
-them up. The tokens have already been sorted on the second stream.
+"""Number of kernels in IB: two PyTorch kernels, which find the rows of the owned tokens, and two of this project's
+kernels, which add up these rows. The tokens have already been sorted on the second stream.
 """
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds of one kernel that is not a GEMM, by each resource that could limit it."""
+    """Seconds that a kernel other than a GEMM needs for each resource that could limit it."""
 
     memory: float
     issue: float
@@ -58,7 +59,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ShardPasses:
-    """Passes over one shard with `rows` of the vocabulary, for `tokens` of a microbatch and `hidden` units.
+    """The vocabulary passes of one microbatch over one shard, for given numbers of tokens, rows and hidden units.
 
     rates: the rates of the GPU.
     element_bytes: bytes of an element of logits, X and weights.
@@ -73,13 +74,13 @@ class ShardPasses:
     gradient_bytes: int = 4
 
     def gemm(self) -> float:
-        """Seconds of X W^T, and also of E W."""
+        """Seconds of X W^T; E W takes as long."""
         tokens, rows, hidden = self.tokens, self.rows, self.hidden
         operands = self.element_bytes * (tokens * hidden + rows * hidden + tokens * rows)
         return max(self._arithmetic, operands / self.rates.copy)
 
     def weight_gemm(self) -> float:
-        """Seconds of E'^T X', added to the accumulated gradient, which is read and written."""
+        """Seconds of E'^T X', including reading and writing the accumulated gradient to which the product is added."""
         tokens, rows, hidden = self.tokens, self.rows, self.hidden
         operands = self.element_bytes * (tokens * hidden + tokens * rows)
         return max(self._arithmetic, (operands + 2 * self.gradient_bytes * rows * hidden) / self.rates.copy)
@@ -107,15 +108,15 @@ class ShardPasses:
         return Kernel(moved * elements / self.rates.copy, issue)
 
     def output(self, method: VocabMethod) -> tuple[float, float]:
-        """Seconds of S and T. vocab-2 rescales E W at its barrier; that time is charged to S."""
+        """Seconds of S and T. vocab-2 rescales E W at its barrier; the time of this kernel is counted in S."""
         scores = self.gemm() + self.softmax().seconds
         gradients = self.enter_targets().seconds + self.weight_gemm()
         early = self.gemm() + self.rescale().seconds
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
     def embedding(self, shards: float) -> tuple[float, float]:
-        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming that it owns the same share of
-        the tokens.
+        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming that the rank owns the same
+        share of the tokens.
         """
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
@@ -123,5 +124,7 @@ class ShardPasses:
         return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
-        """Seconds that the first stage needs to scatter received rows into token order, or to gather them from it."""
+        """Seconds that the first stage needs to scatter received rows into token order, or to gather rows from token
+        order.
+        """
         return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy
