@@ -179,7 +179,7 @@ def test_bars_are_the_users_layout():
     config, job, plan = read("*-*-/*-/*-", "--vocab-parallel")
     assert settings_of(config, replace(plan, layers=(1, 3)), job)["hybrid_layer_pattern"] == "*|-*-/*-/*-"
     (said,) = uncounted(config)
-    assert said.startswith("--hybrid-layer-pattern (each head's projection")
+    assert said.startswith("--hybrid-layer-pattern (the projection before each prediction head's layers")
 
 
 def test_letters_that_are_not_known_are_named():

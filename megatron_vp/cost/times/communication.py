@@ -22,8 +22,8 @@ last piece have no matrix product to overlap with.
 """
 
 BUCKET = 40e6
-"""Megatron's default number of parameters in a gradient bucket, unless a million per replica is more. No backward remains
-to hide the last bucket's reduction.
+"""Megatron's default number of parameters in a gradient bucket, unless a million per replica is more. No backward
+remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
