@@ -96,7 +96,7 @@ class ModelShape:
     kv_groups: number of query groups, each with its own keys and values; 0: one group per head.
     head_size: width of a head's queries and keys; 0: hidden / heads.
     gated: whether an MLP has three matrices.
-    experts, experts_per_token: number of experts in a layer with experts, and number of experts that process a token.
+    experts, experts_per_token: number of experts in a layer with experts, and number of experts for each token.
     pattern: one letter for each of the `layers`. In a hybrid model, these are the letters of its pattern without bars,
         and only E has experts. In a GPT model with experts in only some layers, t is a layer with experts, and d a
         layer without. The pattern of any other model is empty.
