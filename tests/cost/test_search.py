@@ -91,11 +91,12 @@ def test_long_sequences_are_cut_over_context_ranks():
         ({"global_batch_size": None}, 16, "set --global-batch-size"),
         ({"global_batch_size": 7}, 128, "global_batch_size 7 is not a multiple"),
         ({"num_layers": None}, 16, "num_layers is missing"),
+        ({"tensor_model_parallel_size": 3}, 16, "the sizes that --keep tensor fixes do not divide the number of GPUs"),
     ],
 )
 def test_what_no_sizes_can_run_is_refused(changed, gpus, said):
     with pytest.raises(UserError, match=said):
-        variants(MODEL | changed, gpus, H100)
+        variants(MODEL | changed, gpus, H100, ["tensor"] if "tensor_model_parallel_size" in changed else [])
 
 
 def everything(arguments: dict, gpus: int, keep=(), limit: float = H100.memory):

@@ -120,7 +120,8 @@ _ALL = (
             issue=108 * 88 * 1.41 * GIGA,
             gap=0.85e-3,
             source="GEMMs: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
-            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, with half of the H100's 128 fp32 lanes",
+            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, assumed to run 88 per clock: more than "
+            "their 64 fp32 lanes, less than the 128 that can be issued",
         ),
     ),
     Hardware(

@@ -59,17 +59,17 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the searched sizes, such as a missing hidden size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"no parallel sizes fit --global-batch-size {arguments['global_batch_size']} and {gpus} GPUs"
+    found, reason = [], f"the sizes that --keep {', '.join(keep)} fixes do not divide the number of GPUs"
     for sizes in _sizes(arguments, gpus, hardware, keep):
         settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
         try:
             job = job_of(dict(arguments) | settings, gpus)
         except UserError as error:
-            reason = str(error)
+            reason = f"the last one was refused: {error}"
             continue
         found.append(Variant(job, settings))
     if not found:
-        raise UserError(f"no combination of parallel sizes runs this job on {gpus} GPUs; for the last one: {reason}")
+        raise UserError(f"no combination of parallel sizes runs this job on {gpus} GPUs: {reason}")
     try:
         own = Variant(job_of(arguments, gpus), {}, own=True)
     except UserError:
