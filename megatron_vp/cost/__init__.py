@@ -1,1 +1,1 @@
-"""The cost model, which counts FLOPs and bytes and predicts time and memory. It does not import torch."""
+"""The cost model, which counts FLOPs and bytes and predicts time and memory. This package does not import torch."""

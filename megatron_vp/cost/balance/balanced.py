@@ -1,8 +1,9 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
-A layer cannot be divided, but rows can, so ranks with fewer layers get more rows (`water_filling`). Rows are assigned
-for several layouts. The most promising layouts are simulated with the job's schedule, and the fastest one is kept. This
-module assumes that all GPUs are equally fast; `measured_rows.py` uses the measured speed of each GPU.
+A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows
+(`water_filling`). Rows are assigned for several layouts. The most promising layouts are simulated with the job's
+schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast; `measured_rows.py` uses the
+measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ EVEN_BAND = 0.01
 """Even shards are kept if they are predicted to be at most this fraction slower than the best shards."""
 
 UNITS = (128, 64, 8)
-"""Candidate sizes, in vocabulary rows, of the unit in which rows are assigned. `unit_of_rows` picks the largest one for
-which an even shard contains at least FINE_ENOUGH units. GEMMs are fastest if shards are multiples of 128 rows. With
+"""Candidate sizes, in vocabulary rows, of the unit in which rows are assigned. `unit_of_rows` picks the largest unit
+for which an even shard contains at least FINE_ENOUGH units. GEMMs are fastest if shards are multiples of 128 rows. With
 multiples of 64 rows, the 16-bit logits of every token start at a 128-byte boundary; with multiples of 8 rows, at a
 16-byte boundary.
 """
@@ -43,8 +44,8 @@ multiples of 64 rows, the 16-bit logits of every token start at a 128-byte bound
 FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
-"""Smallest non-empty shard, as a fraction of an even shard. A smaller shard would not be worth the fixed time of its
-passes.
+"""Smallest non-empty shard, as a fraction of an even shard. A smaller shard would not be worth the fixed overhead of
+its passes.
 """
 
 TIE = 0.002
@@ -112,7 +113,7 @@ def balanced(
     for each in sorted(least, key=least.__getitem__):
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
-            if found.fits:  # slower plans cannot tie with the best one
+            if found.fits:  # slower plans cannot tie with the best plan
                 longest = min(longest, (1 + TIE) * found.seconds)
     outcomes = [first, *(simulated[each] for each in least if each in simulated)]
     outcomes = [each for each in outcomes if each.fits] or outcomes
@@ -273,9 +274,7 @@ class _Search:
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """The most units that each rank can hold within the memory limit, interpolated because memory is linear in
-        rows.
-        """
+        """The most units that fit into each rank's memory limit, by interpolation, because memory is linear in rows."""
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -338,7 +337,7 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
 
 @lru_cache(maxsize=16)
 def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
-    """Seconds of a microbatch's vocabulary passes with 0, 1, 2, ... and finally all `units` of `each` rows."""
+    """Seconds of a microbatch's vocabulary passes with 0 to `units` units, each of `each` rows."""
     return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 

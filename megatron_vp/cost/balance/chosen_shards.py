@@ -21,7 +21,7 @@ from megatron_vp.trace.partition import Partition
 
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
-    """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support it."""
+    """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support its value."""
     given = config.values.get("vocab_shards")
     if isinstance(given, int) and not isinstance(given, bool):
         given = str(given)
@@ -44,7 +44,7 @@ def with_shards(
 ) -> Plan:
     """Return a configuration's `plan` with the layers and rows that training would use.
 
-    If the user gave a layout, rows are assigned for it; otherwise layers and rows are assigned together. Raises
+    If the user gave a layout, only rows are assigned; otherwise, layers and rows are assigned together. Raises
     UserError if the given `--vocab-shards` cannot be used for this job.
     """
     choice = shard_choice(config, plan)

@@ -1,6 +1,6 @@
 """Assigns vocabulary rows for a job's next start, based on the GPU speeds that were measured in an earlier run.
 
-GPUs of one kind differ in speed by a few percent. Moving whole layers is too coarse to compensate for these
+GPUs of the same model differ in speed by a few percent. Moving whole layers is too coarse to compensate for these
 differences, but moving rows is not. The earlier run's rank reports or traces say how long each rank computes per
 microbatch, and how many rows it has. Rows are then assigned so that all ranks take about the same time
 (`water_filling`).
@@ -92,9 +92,9 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         pass_seconds: pass times of every pipeline rank; see `Seconds`.
         most: rows for which each rank has memory (see `balanced.most_rows`); None: any number.
 
-    The returned `gain` is the longest time of any rank per microbatch with the old rows, divided by the longest with
-    the new rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, the time
-    per row is estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises
+    The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by the busiest rank's time
+    with the new rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, the
+    time per row is estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises
     UserError if the run's vocabulary passes took no time, or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows

@@ -1,7 +1,7 @@
 """Reads a run's pass times from its rank reports or traces, and refuses files that may be wrong.
 
 A report that is damaged, belongs to another run or covers too few iterations would put rows on the wrong ranks, and no
-later check would detect that.
+later check would detect the mistake.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ median.
 """
 
 IMPLAUSIBLE = 4.0
-"""A measurement is refused if any rank's time per layer exceeds this many times the median of all ranks."""
+"""A measurement is refused if any rank's time per layer is more than this many times the median of all ranks."""
 
 Seconds = Mapping[str, float]
 """A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
@@ -42,7 +42,7 @@ Seconds = Mapping[str, float]
 class MeasuredRun:
     """Measurements of a run: pass times of every pipeline rank (medians over iterations), and properties of the job.
 
-    uncertainty: relative standard deviation of the median time per microbatch, on the rank where it is largest.
+    uncertainty: relative standard deviation of the median time per microbatch; the largest value of all ranks.
     """
 
     seconds: tuple[Seconds, ...]
@@ -54,7 +54,7 @@ class MeasuredRun:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Vocabulary rows of every pipeline rank, counting all its tensor ranks."""
+        """Vocabulary rows of every pipeline rank, summed over its tensor ranks."""
         return self.partition.vocab_rows or ()
 
 

@@ -45,12 +45,12 @@ def even_cut(
     extra: Sequence[float] | None = None,
     may_be_empty: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Find letters per virtual stage that minimise the busiest rank's work; None if there are too few letters.
+    """Find the letter counts of all virtual stages that minimise the busiest rank's work; None if letters are too few.
 
     Args:
         work: work of every letter.
         extra: other work of every rank.
-        may_be_empty: virtual stages that may have no letter.
+        may_be_empty: virtual stages that may have no letters.
 
     With one chunk per rank, the busiest rank has the least work that is possible. With several chunks, less work may be
     possible, because stage boundaries are moved only as long as a single move helps. A move also helps if the busiest
@@ -222,12 +222,12 @@ def unit_length(pattern: str) -> int:
 
 
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
-    """Candidate cuts for uneven shards, as `layer_choices` lists them for models without a pattern.
+    """List candidate cuts for uneven shards, as `layer_choices` does for models without a pattern.
 
     The first group contains only the most even cut, and any rank may hold rows. The next two groups have k holders of
     rows, for k = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats,
-    cuts between whole repetitions are added, so that the result is never worse than a layout in whole transformer
-    layers.
+    cuts between whole repetitions are added, so that the result is never worse than the best layout in whole
+    transformer layers.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

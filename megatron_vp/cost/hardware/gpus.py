@@ -214,7 +214,8 @@ _ALL = (
         link_bandwidth=2 * GIGA,
         network_bandwidth=0.1 * GIGA,
         gpus_per_node=64,
-        source="order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs per cycle); measure your machine",
+        source="order of magnitude for fp32 on one core with AVX2 at 3 GHz (32 FLOPs per cycle); measure your own "
+        "machine",
         host=HostLink(
             out=5 * GIGA,
             back=5 * GIGA,

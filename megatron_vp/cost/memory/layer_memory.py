@@ -87,8 +87,8 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of activations that a layer does not keep because its backward recomputes part of its MLPs.
 
-    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains norm and
-    MLP.
+    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains both norm
+    and MLP.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -132,7 +132,7 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
-    # W needs the inputs of all matrix products and the gradients of their results, which have as many elements as the
+    # The tensors that W needs, inputs of matrix products and gradients of their results, have as many elements as the
     # activations that a layer keeps.
     waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
@@ -226,13 +226,13 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
 
 
 def _common_activations(job: Job, kind: LayerType) -> float:
-    """Activations that every layer implementation keeps."""
+    """Bytes of activations that every layer implementation keeps."""
     between, inside = _common_tensors(job, kind)
     return job.tokens * (sum(between) / (job.tensor if job.sequence_parallel else 1) + sum(inside))
 
 
 def _further_activations(job: Job, kind: LayerType) -> float:
-    """Activations that only Transformer Engine's or only Megatron's local layers keep."""
+    """Bytes of activations that only Transformer Engine's or only Megatron's local layers keep."""
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)

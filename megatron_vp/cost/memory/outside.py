@@ -33,8 +33,8 @@ channels.
 """
 
 FRAGMENTS = 0.02
-"""Fragmentation: memory that PyTorch reserves but cannot use, as a share of the memory that is allocated and freed
-repeatedly. Parameters, gradients and optimizer states do not count, because they are a few large blocks that are
+"""Fragmentation: memory that PyTorch reserves but cannot use, as a fraction of the memory that is repeatedly allocated
+and freed. Parameters, gradients and optimizer states do not count, because they are a few large blocks that are
 allocated once.
 """
 
@@ -110,7 +110,7 @@ def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
 
 
 def _ring(ranks: int, channels: int) -> float:
-    """Bytes of a communicator with a ring, which connects to the previous and to the next rank; 0 for a single rank."""
+    """Bytes of a ring communicator, which connects to the previous and to the next rank; 0 for a single rank."""
     return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
 
 

@@ -32,7 +32,7 @@ exchanged embedding rows and a dropout mask.
 """
 
 SHARED_BUFFERS = 11
-"""Bytes per token and hidden unit for copies of X and of its gradient between S, T and their collectives."""
+"""Bytes per token and hidden unit for the copies of X and of X's gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 2
 """Bytes per logit in split output layers. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
@@ -98,21 +98,21 @@ class MemoryModel:
 
     @cached_property
     def _weights(self) -> dict[LayerType, tuple[int, int]]:
-        """For each type of layer, its parameters and how many of them belong to experts."""
+        """For each type of layer, the number of all parameters and the number of expert parameters."""
         return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
 
     def _rows(self, rank: int) -> int:
         return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
 
     def parameters(self, rank: int) -> int:
-        """Number of parameters on a rank: those of its layers, and its rows of the vocabulary layers."""
+        """Number of parameters on a rank, in its layers and in its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
         held = sum(count * self._weights[kind][0] for kind, count in self._layers(rank))
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count as two copies, because without vocabulary parallelism, no rank has both ends of a tied
-        # model.
+        # Tied layers count as two copies, because without vocabulary parallelism, no rank has both the first and the
+        # last stage of a tied model.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -151,7 +151,7 @@ class MemoryModel:
         return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
-        """The peak memory of a rank, in a pass or in the optimizer step, which needs 16-bit gradients in fp32."""
+        """The peak memory of a rank, in a pass or in the optimizer step, which copies 16-bit gradients to fp32."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
         widened = 4 * stepped if job.widens_gradients else 0
@@ -173,7 +173,7 @@ class MemoryModel:
         """The number of microbatches whose hidden states are in transit to or from a rank: two, or four with several
         chunks.
 
-        Chunks take turns, so eight chunks have no more in transit than two.
+        Chunks take turns, so a rank with eight chunks has no more microbatches in transit than a rank with two.
         """
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
@@ -221,7 +221,7 @@ class MemoryModel:
             elif given:
                 after -= own.pop(account)
             elif left and kind is PassKind.B:
-                # Layer by layer, the tensors that wait for W replace those that were kept.
+                # Layer by layer, the tensors that wait for W replace the tensors that were kept for B.
                 after -= own[account] - waiting[stage]
                 own[account] = waiting[stage]
             layers, vocabulary = held, scores + shared  # during the pass
@@ -300,7 +300,7 @@ class MemoryModel:
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
 
-        Each chunk has one host buffer for every microbatch whose activations are on the host at the same time.
+        Each chunk has as many host buffers as microbatches whose activations are on the host at the same time.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}

@@ -71,9 +71,7 @@ ROUNDS = 3
 Residuals = Callable[[Constants], list[float]]
 
 Part = tuple[int, ...]
-"""A selection of cells by the beginning of their setup: (table, GPUs, sequence length), or (table, GPUs) for any
-length.
-"""
+"""Selects cells by the beginning of their setup: (table, GPUs, sequence length), or (table, GPUs) for any length."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Errors on the cells that a fit left out.
+    """Prediction errors for the cells that a fit left out.
 
     cells: number of cells.
     mfu, memory: mean and largest absolute error in percent.

@@ -165,7 +165,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
     """Yield the predictions of `cells`, in the order in which they finish."""
-    # The largest cells come first, so that no process has to finish one alone at the end.
+    # The largest cells start first, so that none of them is left running alone at the end.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):

@@ -25,7 +25,7 @@ A100 = replace(HARDWARE["a100"], rates=None)
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of
-table 6 is not published. With 312 TFLOP/s, the A100's nominal peak, which the authors' scripts use, the output layer
+table 6 is not published. The authors' scripts use the A100's nominal peak of 312 TFLOP/s, with which the output layer
 takes as long as in table 5.
 """
 
@@ -109,7 +109,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
 
 
 def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, ...] | None = None) -> CellPrediction:
-    """Predict `cell`, with another layout if `layers` are given."""
+    """Predict `cell`, with the layout `layers` if it is given."""
     plan = plan_of(cell)
     if layers is not None:
         plan = replace(plan, layers=layers)
@@ -124,7 +124,7 @@ def paper_mfu(found: Prediction, peak_flops: float) -> float:
 
 
 def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
-    """Predict `cell` run by this project in another setting; MFU is relative to the nominal 16-bit peak."""
+    """Predict `cell` as this project would run it in `setting`; MFU is relative to the nominal 16-bit peak."""
     plan, job = plan_of(cell), setting.job(cell)
     simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
     found = predict(job, plan, setting.hardware, simulator=simulator)
@@ -140,14 +140,14 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions of `cells`, as the authors ran them or in another setting. Cells that share a pass order
-    are predicted together.
+    """Yield the predictions of `cells`, as the authors ran them or in `setting`. Cells that share a pass order are
+    predicted together.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest groups come first, so that no process has to finish one alone at the end.
+    # The largest groups start first, so that none of them is left running alone at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):

@@ -95,8 +95,8 @@ def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | N
 
 
 def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """Predict each `redis` cell whose layout is unknown and whose MFU error exceeds `worse_than` percent with the
-    layout that matches the published MFU best.
+    """For each `redis` cell with an unknown layout and an MFU error above `worse_than` percent, predict the cell with
+    the layout that matches the published MFU best.
     """
     found = []
     for row in rows:

@@ -61,7 +61,7 @@ class Evaluation:
     memory: tuple[RankMemory, ...]
     loss: Loss
     vocab_rows: tuple[int, ...] | None = None
-    """Vocabulary rows of every pipeline rank, counting all its tensor ranks; None if the vocabulary is not split."""
+    """Vocabulary rows of every pipeline rank, summed over its tensor ranks; None if the vocabulary is not split."""
     copies: tuple[RankCopies, ...] = ()
     """copies of offloaded activations, by pipeline rank"""
 
@@ -117,9 +117,9 @@ class Evaluation:
 
 @gc_paused()
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
-    """Predict one candidate. Raises UserError if the job cannot run it.
+    """Predict one candidate. Raises UserError if the job cannot run the candidate.
 
-    If there are very many microbatches, only some are simulated; see `extended`.
+    If there are very many microbatches, only some of them are simulated; see `extended`.
     """
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:

@@ -97,7 +97,7 @@ def fitted_evaluation(
             if found.fits(limit):
                 rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
                 return found if found.iteration_seconds < min(rivals, default=math.inf) else None
-    except UserError:  # no base can run this job, or nothing reaches the limit
+    except UserError:  # no base can run this job, or no schedule keeps the limit
         pass
     return None
 
@@ -111,8 +111,8 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches on all chunks of a rank, assuming that memory is linear from the smallest to the
-    largest base.
+    """Limits to try, in microbatches whose activations a rank keeps on all its chunks. Memory is assumed to be linear
+    between the smallest and the largest base.
     """
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
@@ -133,7 +133,7 @@ def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardwar
 
 
 def _held(plan: Plan, job: Job, hardware: Hardware) -> int:
-    """Number of (chunk, microbatch) activations that the fullest rank keeps on the device if chunks are offloaded."""
+    """Largest number of (chunk, microbatch) pairs whose activations one rank keeps on the device, with offloading."""
     sample = _sample(job)
     placed = plan.request(sample, costs=order_costs(sample, plan, hardware)).placed().schedule
     return max(peak(order, Held.ACTIVATIONS) for order in placed.ranks)

@@ -13,7 +13,7 @@ SLOWEST = 1.5
 
 @dataclass
 class Front:
-    """(Seconds, bytes) of the simulated runs that fit `limit` and that no run beats in both time and memory."""
+    """The simulated runs that fit `limit` and that no other run beats in both time and memory, fastest first."""
 
     limit: float
     points: list[tuple[float, float]] = field(default_factory=list)

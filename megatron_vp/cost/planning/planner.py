@@ -40,13 +40,14 @@ def plan(
     limit: float | None = None,
     offload: bool = False,
 ) -> tuple[list[Evaluation], list[Infeasible]]:
-    """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot.
+    """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot run.
 
     If balanced shards are faster within `limit` bytes per rank, a candidate is also evaluated with balanced shards
-    (`balance.balanced`). Flexible schedules are fitted to `limit` (`flexible`). With `offload`, more schedules are
-    tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process per core makes
-    the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the number of finished
-    candidates and the total; a candidate and its balanced version count as one. Raises UserError as `candidates` does.
+    (`balance.balanced`). Flexible schedules are fitted to `limit` bytes per rank (`flexible`). With `offload`, more
+    schedules are tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process
+    per core makes the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the
+    number of finished candidates and the total; a candidate and its balanced version count as one. Raises UserError as
+    `candidates` does.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0

@@ -40,7 +40,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 BUDGET = 250
-"""Default for the largest number of simulations, not counting those with the job's own sizes."""
+"""Default limit on the number of simulations, not counting those with the job's own sizes."""
 
 BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
