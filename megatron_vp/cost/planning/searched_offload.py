@@ -24,7 +24,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
     """Choose the variants that could be on the frontier of time and memory if activations took no device memory,
     fastest first. If there are more than SIZES such variants, evenly spaced ones are kept.
 
-    least: pairs of a run's lower bounds, without the memory of its activations, and the index of its variant.
+    least: for each run, the lower bounds without the memory of activations, and the index of the run's variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):

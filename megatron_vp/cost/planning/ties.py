@@ -30,8 +30,8 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
 
     The predicted times of two runs of one job share most of their error, so the ratio of the two times is more accurate
     than either time. In the paper's tables, the predicted ratio is off by 0.7 percent on average and 2.8 percent at
-    worst. Other jobs were rarely published in two layouts; where they were, the predicted ratio is off by as much as
-    the mean error of their kind (docs/evidence/public_runs.md), so the tie is this mean error.
+    worst. For the few other jobs that were published in two layouts, the predicted ratio is off by as much as the mean
+    error of their kind (docs/evidence/public_runs.md), so the tie is this mean error.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

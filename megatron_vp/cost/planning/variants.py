@@ -38,8 +38,8 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job distributed over all GPUs, and the arguments to change in its configuration (`settings`). `own` marks the
-    job as configured.
+    """A job distributed over all GPUs, and the arguments to change in its configuration (`settings`). `own`: whether
+    this is the job as configured.
     """
 
     job: Job

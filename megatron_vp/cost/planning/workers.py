@@ -35,9 +35,9 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Yield a function that calls `answer` in another process. The other process first calls `prepare`, while this
-    process continues, and ends with the `with` block. `prepare` and `answer` must be module-level functions. Unlike a
-    pool, the other process needs no thread in this process, so a pool that is started inside the block can still fork
-    its workers.
+    process continues. When the `with` block ends, the other process is terminated. `prepare` and `answer` must be
+    module-level functions. Unlike a pool, the other process needs no thread in this process, so a pool that is started
+    inside the block can still fork its workers.
     """
     context = _context()
     ours, theirs = Pipe()

@@ -1,10 +1,10 @@
 """Computes lower bounds on an iteration's time and memory without a simulation.
 
 Between a stage's F and B of a microbatch, all later stages run their F and B of this microbatch, so a rank holds each
-microbatch for at least a known time. By Little's law, the average number of microbatches that a rank holds is the
-number of all microbatches times this holding time, divided by the iteration's time. The peak is at least as high as the
-average. The shorter the iteration, the more microbatches a rank must hold at once. Conversely, a schedule that holds
-few microbatches must take longer.
+microbatch for at least a known time. By Little's law, the average number of microbatches that a rank holds is the total
+number of microbatches times the time for which each is held, divided by the iteration's time. The peak number is at
+least as high as the average. The shorter the iteration, the more microbatches a rank must hold at once. Conversely, a
+schedule that holds few microbatches must take longer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory: `always` bytes throughout an iteration, plus the activations of microbatches. `byte_seconds` is
-    the integral of the activations' bytes over time. For `idle` seconds of the iteration, there may be no activations.
+    """The memory of a rank that holds `always` bytes throughout an iteration, plus activations. `byte_seconds` is the
+    integral of the activations' bytes over time. For `idle` seconds of the iteration, there may be no activations.
     """
 
     always: float
@@ -121,7 +121,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
         least = max(least, own.total)
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
-            # Logits are held from S to T. With vocab-2, T may come after the last backward, so only S counts.
+            # Logits are held from S to T, but with vocab-2, only S counts, because T may come after the last backward.
             scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
             byte_seconds += scored * (logits - buffers)
         always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds

@@ -163,7 +163,7 @@ def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
     """Each rank's slowdown relative to a mean rank at sustained speed, given every rank's `work` in a microbatch.
 
     The slowest of all `gpus` GPUs (expected maximum of normal samples, Blom's approximation) is assumed to be in the
-    middle of the pipeline. The other tensor ranks and replicas of its stage wait for this GPU.
+    middle of the pipeline. The other tensor ranks and replicas of the same stage wait for the slowest GPU.
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
     slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))

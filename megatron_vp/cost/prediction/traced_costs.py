@@ -15,8 +15,8 @@ from megatron_vp.trace.rank_files import read_traces
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     """Mean pass and collective times, in seconds, of the run that wrote its trace to `folder` with `--pipeline-trace`.
 
-    Raises UserError if the folder holds no trace. Also raises it if the schedule, vocabulary method or placement of the
-    traced run differs from that of `plan` on `job`, because the traced times would not apply.
+    Raises UserError if the folder holds no trace, or if the traced run and `plan` on `job` differ in schedule,
+    vocabulary method or placement, because the traced times would not apply.
     """
     first, *_ = traces = read_traces(folder)
     ours = single_microbatch(plan, job)

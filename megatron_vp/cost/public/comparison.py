@@ -67,7 +67,7 @@ class GroupError:
 
 
 def layout(row: PublicRow) -> str:
-    """A short text of a run's layout: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
+    """Describe a run's layout briefly: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
     sizes = [f"{name}{row[name]}" for name in ("tp", "pp", "cp", "vp", "ep") if row[name] not in ("", "1")]
     return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
 

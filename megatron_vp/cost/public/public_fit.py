@@ -20,7 +20,7 @@ from megatron_vp.cost.public.comparison import GroupError, group_errors, predict
 from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 
 MOVED = 0.02
-"""Relative change of a constant from which the slopes are computed."""
+"""Relative change of each constant when the slopes are computed."""
 
 SPREAD, NOISE = 0.05, 0.06
 """Prior uncertainty of a constant, and the part of a run's error that no constant explains, both as logarithms."""

@@ -25,7 +25,7 @@ _SOFTWARE = {
 }
 """Megatron options for published sources whose software had older attention kernels."""
 _STATES = {
-    # `optim.dtype` in nemotron4-340b-synth.yaml puts both moments in 16 bits. Megatron's nearest setting keeps 2 bytes
+    # `optim.dtype` in nemotron4-340b-synth.yaml sets both moments to 16 bits. Megatron's nearest setting keeps 2 bytes
     # more per parameter.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }

@@ -44,7 +44,7 @@ class Quantised(NamedTuple):
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes per element of an input that are kept for the weight gradient."""
+        """Bytes kept per element of an input for the weight gradient."""
         return self.columns or self.rows
 
 

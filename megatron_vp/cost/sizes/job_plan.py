@@ -251,7 +251,7 @@ def _chunks(config: JobConfig) -> int | None:
     layers = layers_given(config)
     chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
     if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # Megatron derives the chunks in the same way. A layout that does not match the ranks is refused later.
+        # Like Megatron, derive the chunks from the layout. A layout that does not match the ranks is refused later.
         chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

@@ -235,7 +235,7 @@ class Job:
     fp8_parameters: whether the weights of the layers' matrix products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
-    kept_bytes: bytes per token and hidden unit that one of the paper's layers keeps; 0: computed from the sizes.
+    kept_bytes: bytes that one of the paper's layers keeps per hidden unit of a token; 0: computed from the sizes.
     attention: the attention kernels.
     dispatcher: how tokens reach their experts.
     states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.

@@ -32,8 +32,8 @@ TILE = 128
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
 """Weight of FlashAttention 2's time, which is one half if the job may use either kernel. The 29 published fp8 runs with
-delayed scaling correspond to a weight of 0.5 to 0.8; those of them with at most 8192 tokens correspond to a weight of
-0.25 to 0.5.
+delayed scaling correspond to a weight of 0.5 to 0.8; the runs among them with at most 8192 tokens correspond to a
+weight of 0.25 to 0.5.
 """
 
 SCORE_BYTES = 13

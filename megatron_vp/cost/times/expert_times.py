@@ -25,8 +25,8 @@ by expert and back.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""How often the flexible dispatcher reads or writes tokens: FLEXIBLE times to sort them by expert and back, and
-FLEXIBLE_DISTINCT times for a token that is sent once per rank.
+"""The flexible dispatcher reads or writes tokens FLEXIBLE times to sort them by expert and back, and FLEXIBLE_DISTINCT
+times to send them once per rank.
 """
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24

@@ -1,4 +1,4 @@
-"""Times of S, T, IF and IB with this project's kernels: GEMMs, and kernels whose bytes and instructions were counted.
+"""Times of S, T, IF and IB in GEMMs and in this project's kernels, whose bytes and instructions were counted.
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
