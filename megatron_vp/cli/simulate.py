@@ -159,8 +159,9 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts them, "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
-            f"of it: mean work per rank {seconds(loss.work)} s, more work on the busiest rank {loss.imbalance:.3g} s, "
-            f"bubble {loss.bubble:.3g} s, communication {loss.communication:.3g} s, after the passes {loss.step:.3g} s"
+            f"iteration time: mean work per rank {seconds(loss.work)} s, "
+            f"excess of the busiest rank {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
+            f"communication {loss.communication:.3g} s, gradient synchronisation and optimizer {loss.step:.3g} s"
             + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
             f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
             f"{found.bound_by(request.limit)}",
