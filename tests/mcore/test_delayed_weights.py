@@ -60,9 +60,15 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
         [
             *("vocab_parallel", "tp_comm_overlap", "use_transformer_engine_op_fuser"),
             *("use_grouped_gemm_for_shared_expert", "moe_single_grouped_weight", "moe_single_grouped_bias"),
+            "virtual_pipeline_model_parallel_size",
         ]
     )
-    options = {"pipeline_schedule": "zb-h1", "offload_chunks": "0", "transformer_impl": "transformer_engine"}
+    options = {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-h1",
+        "offload_chunks": "0",
+        "transformer_impl": "transformer_engine",
+    }
     args = argparse.Namespace(**absent | options | changes)
     split = "--pipeline-schedule {pipeline_schedule} "
     messages = ((each, each.message) for each in refusals.REFUSALS)
