@@ -185,7 +185,7 @@ def test_what_a_job_leaves_open_is_said(small):
     words = [*sixteen.split(), "--pipeline-model-parallel-size", "1", "--fp8-format", "hybrid"]
     document = json.loads(run("simulate", small, *words, "--format", "json").stdout)
     attention, experts = document["assumed"]
-    assert "FlashAttention 2's and cuDNN 9's times" in attention and "--moe-token-dispatcher-type is flex" in experts
+    assert "times of FlashAttention 2 and cuDNN 9" in attention and "--moe-token-dispatcher-type is flex" in experts
     assert (
         f"assumptions about what the job does not specify: {attention}; {experts}"
         in run("simulate", small, *words).stdout

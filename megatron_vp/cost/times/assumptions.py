@@ -14,8 +14,8 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
         found.append(
-            "attention time is the mean of FlashAttention 2's and cuDNN 9's, because published runs with delayed "
-            "scaling used either; choose one with --attention-backend flash or fused"
+            "attention time is the mean of the times of FlashAttention 2 and cuDNN 9, because published runs with "
+            "delayed scaling used either; choose one with --attention-backend flash or fused"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
         kind = "flex" if is_flexible(job, hardware) else "alltoall"
