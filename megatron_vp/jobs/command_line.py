@@ -17,9 +17,9 @@ class Flag(NamedTuple):
     """One occurrence of `--name`, `--name=value` or `--name value value ...`."""
 
     option: str
-    """Includes the leading dashes."""
+    """The flag's name with its leading dashes."""
     values: tuple[str, ...]
-    """Empty for a bare flag."""
+    """The words that follow the name; empty for a bare flag."""
 
 
 def flags_in(words: Sequence[str]) -> Iterator[Flag]:

@@ -2,7 +2,7 @@
 
 The arguments go *before* the flags of the command line: argparse keeps the last value, so the command line overrides
 the files. A switch that a file turned on can be turned off by a later file, but not by the command line, because most
-of Megatron's switches have no opposite.
+of Megatron's switches have no flag that turns them off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
         action = options.get(leaf.key)
         if action is None or isinstance(action, argparse._HelpAction):
             nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
-            raise UserError(f"{leaf} is not a known argument; the nearest known one is '{nearest[0]}'")
+            raise UserError(f"{leaf} is not a known argument; the nearest known argument is '{nearest[0]}'")
         if action in seen:
             raise UserError(f"{leaf} is also set in {seen[action]}; keep one of them")
         seen[action] = leaf.section

@@ -84,7 +84,8 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Largest accepted values of sizes; all others are limited by LARGEST_SIZE. A larger value is taken for a typing error.
+"""Largest accepted values of sizes; all other sizes are limited by LARGEST_SIZE. A larger value is assumed to be a
+typing error.
 """
 
 
@@ -146,9 +147,9 @@ def read_sizes(
 ) -> JobConfig:
     """Read a job as `read_job_config` does, and check that its sizes are whole numbers within limits, or None.
 
-    `commands_own` lists the options of the calling command, which are suggested for a misspelled name. Raises UserError
-    also for an unknown argument, a value that its option does not accept, a size that is out of range, NaN and
-    infinity.
+    `commands_own` lists the options of the calling command, which are also suggested for a misspelled option. Also
+    raises UserError for an unknown argument, a value that its option does not accept, a size that is out of range, NaN
+    and infinity.
     """
     config = read_job_config(files, flags)
     for name, origin in config.origins.items():

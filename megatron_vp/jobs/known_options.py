@@ -2,7 +2,8 @@
 
 The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
 Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
-installed Megatron. An option of a newer series passes here, but training refuses it if the installed Megatron lacks it.
+installed Megatron. Commands therefore accept an option of a newer series, but training refuses the option if the
+installed Megatron lacks it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHORT = {
     "schedule": "pipeline_schedule",
     "vocab": "vocab_size",
 }
-"""Common short names, and the options that they stand for; their spellings are too different to be matched."""
+"""Common short names and the options that they stand for, which a search for similar spellings would not find."""
 
 _KINDS = {"int": (int,), "float": (int, float)}
 _EXPECTED = {"int": "an integer", "float": "a number", "text": "a string", "bool": "true or false"}
@@ -44,10 +45,10 @@ class Option:
     """The kind of values that an option accepts."""
 
     kind: str
-    """switch, int, float, bool or text."""
+    """One of `switch`, `int`, `float`, `bool` and `text`."""
     several: bool
     choices: tuple[str, ...]
-    """Empty if the option accepts any value of its kind."""
+    """The accepted values; empty if the option accepts any value of its kind."""
 
 
 @cache
@@ -67,17 +68,17 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for an option that training does not have; it suggests a similar one, also of `commands_own`."""
+    """Raise UserError for an option that training does not have; suggest one that exists or is in `commands_own`."""
     known = known_options()
     if name in known:
         return
     nearest = nearest_name(name, [*commands_own, *known])
     if isinstance(origin, Leaf):
-        hint = f"the nearest known one is '{nearest}'"
+        hint = f"the nearest known argument is '{nearest}'"
         if origin.section == "the top level" and not isinstance(origin.value, str | int | float):
-            hint = "a section holds 'argument_name: value' lines"
+            hint = "a section must contain 'argument_name: value' lines"
         raise UserError(f"{origin} is not a known argument; {hint}")
-    raise UserError(f"{origin} is not a known option; the nearest known one is {option_of(nearest)}")
+    raise UserError(f"{origin} is not a known option; the nearest known option is {option_of(nearest)}")
 
 
 def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
@@ -93,7 +94,7 @@ def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
         raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
     if value is True and not isinstance(origin, Leaf):
         if option.several:
-            return  # an empty list, which only training can judge
+            return  # no values: only training can tell whether the option accepts an empty list
         raise UserError(f"{origin} needs a value: {_expected(option)}")
     if isinstance(value, list) and not option.several:
         raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
@@ -106,7 +107,7 @@ def _fits(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return option.kind == "bool"
     if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # probably a misspelled option: no value starts with a dash
+        return False  # probably a misspelled option, because values do not start with a dash
     if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
         return False
     return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)

@@ -33,7 +33,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Parse a pattern. Raises UserError if Megatron would not accept it."""
+        """Parse a pattern. Raises UserError if Megatron would not accept the pattern."""
         main, *heads = text.split("/")
         segments = main.split("|")
         letters = "".join(segments)

@@ -22,7 +22,7 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
 
     Values that YAML cannot represent (enums, data types, functions) are written as text. Only the file's owner and
-    group can read it. Only one rank may call it. Raises UserError if the file cannot be written.
+    group can read it. Only one rank may call this function. Raises UserError if the file cannot be written.
     """
     path = Path(path)
     plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
@@ -32,11 +32,11 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
         with replacing(path, most_mode=0o640) as file:
             file.write(text.encode())
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; make room or choose another directory") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; free disk space or use another directory") from error
 
 
 def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of a run by name, as `write_resolved` wrote them. Raises UserError if they cannot be read."""
+    """The arguments of a run by name, as `write_resolved` wrote them. Raises UserError if the file cannot be read."""
     try:
         found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
     except (yaml.YAMLError, ValueError, RecursionError) as error:

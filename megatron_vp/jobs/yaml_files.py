@@ -42,9 +42,10 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files, in the order of the files; later files overlay earlier ones.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
-    variables that look like secrets are refused, because arguments are written to files and logs. If a file has a
-    top-level `base: other.yaml`, a path relative to the file, that other file is read first. A path may also be the
-    name of a configuration that comes with megatron_vp. Raises UserError for a file that is missing or malformed.
+    variables that look like secrets are refused, because arguments are written to files and logs. The path in a
+    top-level `base: other.yaml` is relative to the file that contains it, and the file at this path is read first. A
+    path may also be the name of a configuration that comes with megatron_vp. Raises UserError for a file that is
+    missing or malformed.
     """
     if not paths:
         return []
@@ -54,7 +55,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         with environment_without_secrets() as refused:
             merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
-        # The other lines of the text are about OmegaConf itself (full_key, object_type).
+        # The other lines of OmegaConf's message describe its internal state (full_key, object_type).
         what = refused[0] if refused else str(error).partition("\n")[0]
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
@@ -102,7 +103,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     text = read_text(path, "configuration file", MIB)
     try:
         config = OmegaConf.load(io.StringIO(text))
-    except OSError as error:  # a bare word or a number
+    except OSError as error:  # the file contains only a word or a number
         raise UserError(
             f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections"
         ) from error
@@ -114,7 +115,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(
             f"{path}: {str(error).partition('\n')[0]}; keys must be section names or argument names"
         ) from error
-    except ValueError as error:  # a number of thousands of digits, a date that does not exist
+    except ValueError as error:  # such as a number with thousands of digits or a date that does not exist
         what = one_line(error).partition(";")[0]
         raise UserError(f"{path} is not valid YAML: {what}; quote it if you mean text") from error
     if not isinstance(config, DictConfig):

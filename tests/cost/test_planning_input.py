@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--pipeline-model-parallel-size", "eight"], "'eight' is not a whole number"),
         (
             ["--pipeline-model-paralel-size", "8"],
-            "--pipeline-model-paralel-size is not a known option; the nearest known one is --pipeline-model-parallel-",
+            "--pipeline-model-paralel-size is not a known option; the nearest known option is --pipeline-model-",
         ),
         (["--memory", "-1"], "GiB per rank; got -1"),
         (["--memory", "inf"], "GiB per rank; got inf"),
@@ -60,9 +60,9 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),
         (["--pipeline-schedule", ""], "unknown schedule ''"),
         (["--pipeline-schedule", "interlaced"], "add --vocab-parallel"),
-        (["--hardwrae", "h200"], "--hardwrae is not a known option; the nearest known one is --hardware"),
-        (["--node=4"], "--node is not a known option; the nearest known one is --nodes"),
-        (["--tp", "8"], "--tp is not a known option; the nearest known one is --tensor-model-parallel-size"),
+        (["--hardwrae", "h200"], "--hardwrae is not a known option; the nearest known option is --hardware"),
+        (["--node=4"], "--node is not a known option; the nearest known option is --nodes"),
+        (["--tp", "8"], "--tp is not a known option; the nearest known option is --tensor-model-parallel-size"),
         (["--data-parallel-size", "8"], "--data-parallel-size is not a known option"),
         (["--vocab-parallel-algorithm", "vocab-1"], "has no effect without --vocab-parallel"),
         (["--lr", "fast"], "--lr must be a number, not 'fast'"),
@@ -95,7 +95,7 @@ def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(sm
         ("lr: [1, 2]", "'lr' in section 'more' takes one value; it was given 2: 1, 2"),
         ("lr: true", "'lr' in section 'more' must be a number, not True"),
         ("optimizer: addam", "'optimizer' in section 'more' must be one of adam, sgd"),
-        ("learning_rate: 1", "'learning_rate' in section 'more' is not a known argument; the nearest known one is"),
+        ("learning_rate: 1", "'learning_rate' in section 'more' is not a known argument; the nearest known argument"),
     ],
 )
 def test_a_value_that_training_does_not_take_is_refused(small, line, words):
@@ -150,7 +150,7 @@ def test_a_plan_that_nothing_fits_is_one_line(small):
         (
             "num_layers: 8",
             "num_layer: 8",
-            "'num_layer' in section 'model' is not a known argument; the nearest known one is 'num_layers'",
+            "'num_layer' in section 'model' is not a known argument; the nearest known argument is 'num_layers'",
         ),
         ("num_layers: 8", "num_layers: true", "'num_layers' in section 'model' True is not a whole number"),
         ("num_layers: 8", "num_layers: 8\n  num_layers: 9", "found duplicate key num_layers"),

@@ -94,5 +94,5 @@ def parser():
 )
 def test_misspelt_megatron_argument_names_the_right_one(parser, tmp_path, wrong, right):
     (tmp_path / "job.yaml").write_text(f"{wrong}: 1\n")
-    with pytest.raises(UserError, match=f"'{wrong}'.*nearest known one is '{right}'"):
+    with pytest.raises(UserError, match=f"'{wrong}'.*nearest known argument is '{right}'"):
         arguments_from_config([tmp_path / "job.yaml"], parser)

@@ -44,5 +44,5 @@ def test_what_training_takes_is_taken(name, value):
 
 
 def test_the_options_of_the_command_are_near_too():
-    with pytest.raises(UserError, match="--trase is not a known option; the nearest known one is --trace"):
+    with pytest.raises(UserError, match="--trase is not a known option; the nearest known option is --trace"):
         refuse_unknown("trase", "--trase", ["trace"])
