@@ -1,4 +1,6 @@
-"""Generates, validates, simulates, draws and lowers schedules. They are plain data; nothing here imports torch."""
+"""Generates, validates, simulates, draws and lowers schedules. Schedules are plain data; this package does not import
+torch.
+"""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced

@@ -17,12 +17,13 @@ Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
 class BuildingBlock:
     """Nominal start times of the passes of microbatch 0 (`forward`, `backward` and `weight`, by virtual stage).
 
-    Microbatches come in groups of `group`. Groups start `group` intervals apart, the shortest time that their work
-    allows. The microbatches of a larger group start `interval` / chunks apart, because the group goes through one chunk
-    after another. `weight` is None if B includes the weight gradient. `overlaps` gives pairs of a forward and a
-    backward of different microbatches that stay next to each other. The backward of a pair is whole; all others are
-    split. The times determine only the order of passes, so they need only respect the dependencies. `forward_time` and
-    `backward_time` are the durations that the times leave for F and for B (including W if B includes it).
+    Microbatches come in groups of `group`. Groups start `group` intervals apart, which is the shortest time that the
+    work of a group allows. If `group` is above 1, the microbatches of a group start `interval` / chunks apart, because
+    the group goes through one chunk after another. `weight` is None if B includes the weight gradient. `overlaps` gives
+    pairs of a forward and a backward of different microbatches that stay next to each other. The backward of a pair is
+    whole; all other backwards are split. The times serve only to order the passes, so it is enough that they respect
+    the dependencies. `forward_time` and `backward_time` are the durations of F and B that the start times assume (with
+    W if B includes the weight gradient).
     """
 
     placement: Placement
@@ -49,7 +50,7 @@ class BuildingBlock:
 def weights_in_free_slots(
     placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[int]:
-    """Slot of each stage's W: the first free slot after its B. An interval has `slots` slots, and a pass takes one."""
+    """Slot of each stage's W: the first free slot after its B. An interval has `slots` slots; a pass takes one slot."""
     weight = [0] * placement.stages
     for stages in placement.stage_of:
         taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}

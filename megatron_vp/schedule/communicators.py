@@ -1,8 +1,9 @@
 """Lists the communicators that a schedule needs on each rank, without creating them.
 
-Each directed edge between two pipeline ranks has one communicator per kind of message. The vocabulary collectives
-share one communicator of the ranks that take part in them (`Placement.vocab_members`). These are all p pipeline ranks
-if every rank holds vocabulary rows. With tensor parallelism, the t ranks of a stage share one more communicator.
+Each directed edge between two pipeline ranks has one communicator per kind of message. All vocabulary collectives share
+one communicator, whose members are the ranks that take part in these collectives (`Placement.vocab_members`). If every
+rank holds vocabulary rows, the members are all p pipeline ranks. With tensor parallelism, the t ranks of a stage share
+one more communicator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class RankCommunicators:
 
     edges: the edges that start or end at this rank; each has its own communicator.
     pipeline, tensor: numbers of ranks in the vocabulary collectives and in the stage's tensor-parallel group. A group
-        of one needs no communicator. Both are 1 on a rank that does not take part in the vocabulary collectives.
+        of one rank needs no communicator. Both numbers are 1 on a rank that does not take part in the vocabulary
+        collectives.
     row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
     """
 
@@ -44,8 +46,8 @@ class RankCommunicators:
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """All directed edges that schedules with this `placement` use.
 
-    sharded: whether the vocabulary layers are split. If not, and the last stage is not on rank p-1, three more
-        edges connect the last stage to the loss function on rank p-1.
+    sharded: whether the vocabulary layers are split. If they are not split and the last stage is not on rank p-1, three
+        more edges connect the last stage to the loss function on rank p-1.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {
@@ -65,8 +67,8 @@ def row_pairs(
 ) -> set[tuple[int, int]]:
     """Pairs of ranks that exchange embedding rows, the smaller rank first.
 
-    The first stage's rank exchanges rows with their owners, which are `vocab_ranks` (None means all ranks). With
-    multi-token prediction (`embeds_on_last_stage`), the last stage's rank also does.
+    The rank of the first stage exchanges rows with the ranks that own them, `vocab_ranks` (None means all ranks). With
+    multi-token prediction (`embeds_on_last_stage`), the rank of the last stage also exchanges rows with the owners.
     """
     owners = range(placement.ranks) if vocab_ranks is None else vocab_ranks
     words = {placement.first_rank} | ({placement.last_rank} if embeds_on_last_stage else set())

@@ -1,7 +1,7 @@
 """Durations of passes and communication in any unit of time, either equal everywhere or by stage, rank and link.
 
-Both kinds of costs give the duration of a pass (`duration`) and of an operation (`communication`), and mean costs for
-generating schedules (`nominal`).
+Both classes of costs provide the duration of a pass (`duration`), the duration of an operation (`communication`), and
+mean costs from which schedules are generated (`nominal`).
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """The same total work with equally long F, B and W, and free communication; copies do not change."""
+        """These costs with the work divided equally among F, B and W, and free communication; copies do not change."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """The same costs with F, B and W of at least a thousandth of their sum, as nominal times need."""
+        """These costs with F, B and W of at least a thousandth of their sum, as nominal times require."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -108,18 +108,20 @@ _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
 """Names of the durations that have a field in `PassCosts`."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
-"""Kinds whose duration cannot be given: it follows from other kinds, or the pass only waits for or starts a copy."""
+"""Kinds of pass whose duration cannot be given: it follows from other kinds, or the pass only starts or awaits a copy.
+"""
 
 
 @dataclass(frozen=True)
 class StageCosts:
     """Durations of single passes and operations, which may differ between stages, ranks and links.
 
-    F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one per
-    rank, and are empty if the schedule has no such passes. `other` kinds have one per virtual stage, or per rank if a
-    rank runs only one pass per microbatch. Keys are (source rank, target rank, channel) in `messages`, the kind in
-    `collectives`, and (to the host, rank, chunk) in `copies`. Anything not named takes no time. Raises UserError for a
-    negative or non-finite duration, and if F, B and W have different numbers of stages.
+    F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
+    duration per rank, and are empty if the schedule has no such passes. Kinds in `other` have one duration per virtual
+    stage, or per rank if a rank runs only one such pass per microbatch. Keys are (source rank, target rank, channel) in
+    `messages`, the kind in `collectives`, and (to the host, rank, chunk) in `copies`. Passes and operations without an
+    entry take no time. Raises UserError for a negative or non-finite duration, and if F, B and W have different numbers
+    of stages.
     """
 
     F: tuple[float, ...]
@@ -175,7 +177,10 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """The same work with equally long F, B and W on each stage, and free communication; copies do not change."""
+        """These costs with each stage's work divided equally among F, B and W, and free communication.
+
+        The durations of copies do not change.
+        """
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 

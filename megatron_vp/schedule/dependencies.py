@@ -47,7 +47,7 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank lists each of its passes exactly once, and no others.
+    """Raise ScheduleError unless every rank lists each of its passes exactly once, and no other passes.
 
     A rank must list all vocabulary passes or none, and at least one rank must list them. A BW counts as a B and its W.
     Passes that the method does not require (see `PassKind`) may be listed once.
@@ -253,9 +253,9 @@ class _Rules:
         return gates
 
     def whole_output_layer(self, last_forward: int) -> list[int]:
-        """Add the loss, with messages if it is not on the last stage's rank. Returns the nodes the last B needs.
+        """Add the loss, with messages if it is not on the last stage's rank. Returns the nodes that the last B needs.
 
-        Rank p-1 reads the labels, and sends them after its F of chunk 0.
+        If the last stage is on another rank, rank p-1 reads the labels and sends them after its F of chunk 0.
         """
         if not self.with_loss:
             return [last_forward]

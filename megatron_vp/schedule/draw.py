@@ -31,7 +31,7 @@ WIDEST = 16.0
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Format metrics, a line of figures per rank, and a chart of `width` columns; `window` limits the chart's time."""
+    """Format metrics, a line of figures per rank, and a chart of `width` columns; `window` limits the time shown."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   in host memory" if schedule.offloaded else ""
@@ -96,7 +96,7 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
 def to_slots(timeline: Timeline) -> str:
     """Draw one line per rank, with one cell per unit of time: `F2` is F of microbatch 2, and `f2` is its F in chunk 1.
 
-    Dashes continue a longer pass; dots are idle time. Use it for few microbatches and integer durations.
+    Dashes continue a longer pass; dots are idle time. This drawing is meant for few microbatches and integer durations.
     """
     lines = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
@@ -208,7 +208,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None
 
 
 def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
-    """Times at which the memory changes, and the vertical position of the memory chart from each time on."""
+    """Times at which the memory changes, and the chart's vertical position from each of these times on."""
     times, levels = [0.0], [0.0]
     changes = activation_levels(timeline.schedule, rank, held)
     for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):
@@ -235,7 +235,7 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     if timeline.schedule.offloaded:
         patches.append(Patch(facecolor=COPIES, label="copies to and from the host"))
-    rows = math.ceil(1.7 * len(patches) / width)  # the widest entry takes 1.7 inches
+    rows = math.ceil(1.7 * len(patches) / width)  # the widest legend entry takes 1.7 inches
     columns = math.ceil(len(patches) / rows)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
 
@@ -243,8 +243,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    The lanes are those of a recorded run: passes are on `compute`, and collectives on the `second stream` of every rank
-    that takes part in them. Each link has a lane on the sending rank, and held activations are a counter.
+    The trace has the same lanes as a recorded run: passes are on `compute`, and collectives on the `second stream` of
+    every rank that takes part in them. Each link has a lane on the sending rank, and held activations are a counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

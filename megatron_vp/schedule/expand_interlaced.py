@@ -11,7 +11,8 @@ EMBEDDED_AHEAD = 2
 
 
 def expand_interlaced(schedule: Schedule) -> Schedule:
-    """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return others unchanged.
+    """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return other schedules
+    unchanged.
 
     The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
     synchronises all ranks as V does. Each embedding gradient (IB) is inserted after the next V.
@@ -32,11 +33,11 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
 
 
 Behind = dict[Pass | None, list[Pass]]
-"""From a pass to the passes to insert after it; the key None is for passes to insert at the start."""
+"""Maps a pass to the passes that are inserted after it, and None to the passes that are inserted at the start."""
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """Return the places of IF and IB on the first stage's rank and on other ranks, and the IB left for the end.
+    """Return the places of IF and IB on the first stage's rank and on other ranks, and the IB passes left for the end.
 
     Other ranks run an IF or IB after the same V as the first stage's rank.
     """

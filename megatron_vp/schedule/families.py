@@ -173,7 +173,7 @@ PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
 
 
 def family(name: str) -> Family:
-    """The record of a family, or of the schedule in a file. Raises UserError if `name` is neither."""
+    """The record of a family, or of the schedule in a file. Raises UserError if `name` is neither of the two."""
     if name not in FAMILIES and is_file(name):
         return family_of_file(name)
     if name not in FAMILIES:
@@ -207,7 +207,7 @@ def _read(path: str, changed: int | None) -> Family:
 
 
 def text_of_file(path: str) -> str:
-    """The contents of a schedule file. Raises UserError if it cannot be read."""
+    """The contents of a schedule file. Raises UserError if the file cannot be read."""
     return read_text(Path(path), "schedule file", 512 * MIB)
 
 
@@ -257,7 +257,7 @@ def generate(
     """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
 
     `activation_limit` is the memory limit of a flexible family, in microbatches through all chunks of a rank. Raises
-    UserError for an unknown family or vocabulary method, and as `ScheduleRequest` and `fitted` do.
+    UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and `fitted`.
     """
     try:
         method = VocabMethod(vocab)

@@ -24,7 +24,9 @@ class OrderPolicy(StrEnum):
     """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """a search from this order finds the shortest order for the real costs, within the promised peaks"""
+    """the order may change: a search that starts from it looks for a shorter one for the real costs, within the
+    promised peaks
+    """
     KEEP = "keep"
     """the order is kept for all costs"""
 
@@ -40,9 +42,9 @@ class Family:
     summary: str
     """one line, for help texts and tables"""
     placement: Callable[[int, int], Placement]
-    """(pipeline size, chunks) -> the place of each virtual stage"""
+    """(pipeline size, chunks) -> the placement of the virtual stages"""
     peak: Peak
-    """largest number of chunk activations on a rank without vocabulary passes; may exceed m v"""
+    """largest number of chunk activations on a rank if the schedule has no vocabulary passes; may exceed m v"""
     peak_formula: str
     """the peak as a formula in p, r, v and m, in microbatches through all chunks of a rank"""
     block: Block | None = None
@@ -60,10 +62,9 @@ class Family:
     planned: bool = True
     """whether `megatron-vp plan` considers the family"""
     in_megatron: bool = False
-    """whether Megatron itself runs this order if the vocabulary layers are whole"""
+    """whether Megatron itself runs this order if the vocabulary layers are not split"""
     bases: tuple[Family, ...] = ()
-    """for a flexible family, which is fitted to a memory limit: families whose schedules are never shorter than its own
-    """
+    """for a flexible family (one that is fitted to a memory limit): the families whose blocks its search also tries"""
     shape: str = ""
     """for a fitted flexible family: the shape of its building block"""
     limit: int | None = None
@@ -72,7 +73,9 @@ class Family:
     """for a file: its schedule, whose numbers of ranks and microbatches are fixed"""
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Number of chunks per rank if `chunks` are requested. Raises UserError if the family does not support it."""
+        """Number of chunks per rank if `chunks` are requested. Raises UserError if the family does not support this
+        number.
+        """
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
@@ -117,7 +120,8 @@ class Family:
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold.
 
-        This is the limit to which the family was fitted; without one, its peak plus one microbatch per barrier.
+        If the family was fitted to a limit, the result is this limit. Otherwise, the result is the family's peak plus
+        one microbatch per barrier.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

@@ -1,7 +1,7 @@
 """Fits a flexible family to a memory limit: finds the building block with the shortest schedule within the limit.
 
-The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block. It runs once, when
-a request is resolved. Its result is a `Family`, from which schedules are generated as from any other family.
+The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block. The search runs
+once, when a request is resolved. The result is a `Family`, from which schedules are generated as from any other family.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ LEVELS = 3
 higher peak does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Ranks x microbatches of the sample on which blocks of one peak are compared. It has at least 5/4 p microbatches."""
+"""Ranks x microbatches of the sample on which blocks with the same peak are compared. The sample has at least 5/4 p
+microbatches.
+"""
 SMALL = 1_000
 """Up to this value of ranks x microbatches, the best three blocks of each peak and all bases within the limit are
-simulated with all microbatches. Above it, only the best block of each peak and the base with the most memory are.
+simulated with all microbatches. Above this value, only the best block of each peak and the base with the largest peak
+are simulated.
 """
 
 
@@ -42,8 +45,8 @@ simulated with all microbatches. Above it, only the best block of each peak and 
 def fitted(request: ScheduleRequest, limit: float) -> Family:
     """Fit a flexible family to a memory limit, and return the fitted family's record.
 
-    For the request's sizes, method and costs, its schedule stays within the limit, and it is no longer than the
-    schedule of any base that also does.
+    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. No base family has a
+    shorter schedule within the limit.
 
     `limit` counts activations on the device, in microbatches through all chunks of a rank. Raises UserError if the
     family is not flexible, or if every schedule needs more memory than the limit.
@@ -85,8 +88,8 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
 
-    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError if `shape` is
-    neither.
+    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError for any other
+    `shape`.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -145,9 +148,11 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """The `count` blocks with the shortest sample for each of the top peaks within the limit, largest peak first.
+        """The `count` blocks with the shortest sample schedules for each of the largest peaks within the limit, largest
+        first.
 
-        The blocks of a peak do not depend on the limit, so a higher limit drops only the lowest peak.
+        The blocks that have a given peak do not depend on the limit, so raising the limit can drop only the lowest
+        peaks.
         """
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():

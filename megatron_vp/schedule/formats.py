@@ -92,7 +92,8 @@ def from_json(text: str) -> Schedule:
     pairs = [list(pair) for pair in schedule.offloaded]
     if document.get("offloaded", pairs) != pairs:
         raise UserError(
-            f"schedule file has offloaded {document['offloaded']}, but its passes O and R are those of {pairs}"
+            f"schedule file has offloaded {document['offloaded']}, but its O and R passes are for the (rank, chunk) "
+            f"pairs {pairs}"
         )
     return schedule
 
@@ -184,7 +185,8 @@ def from_csv(text: str) -> Schedule:
         ranks = range(len(orders))
         if orders.keys() != set(ranks) or stages.keys() != set(ranks):
             raise ValueError(
-                f"ranks {sorted(stages)} of {sorted(orders)} have F passes; all ranks from 0 on must have some"
+                f"ranks are {sorted(orders)}, of which {sorted(stages)} have F passes; number the ranks from 0 without "
+                "gaps, and give each rank F passes"
             )
         placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
         return _assemble(

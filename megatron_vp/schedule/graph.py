@@ -53,9 +53,9 @@ class Pattern:
 class Graph:
     """The nodes of all microbatches and their dependencies; microbatch i is a copy of `patterns[which[i]]`.
 
-    Node n waits for the nodes `predecessors[n]`, and the nodes `successors[n]` wait for it. `lanes[n]` is the lane on
-    which it runs, one node at a time: a rank r < `ranks`, or a communicator. `kinds[n]` is the kind of pass, or None
-    for other nodes.
+    Node n waits for the nodes `predecessors[n]`, and the nodes `successors[n]` wait for it. `lanes[n]` is the lane of
+    node n: a rank r < `ranks`, or a communicator. A lane runs one node at a time. `kinds[n]` is the kind of pass of
+    node n, or None if the node is not a pass.
     """
 
     def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class Graph:
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """From a step to the single-rank operation posted after it; a lane runs them in the order of the steps."""
+        """Maps a step to the single-rank operation posted after it; each lane runs such operations in step order."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
@@ -98,7 +98,7 @@ class Graph:
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make the step after each post of a copy wait until the rank's previous copy has ended.
+        """Make the step that follows each Post of a copy wait until the rank's previous copy has ended.
 
         On a device with one hardware queue, a copy that waits for its lane blocks everything issued after it.
         """
@@ -137,7 +137,8 @@ class Graph:
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
         """Make a node of each microbatch wait for the node `before` of the microbatch that is `distance` earlier.
 
-        The waiting node is the one of `either` that the microbatch has. All nodes are given for microbatch 0.
+        The waiting node is whichever node of `either` occurs in the microbatch. `before` and `either` give nodes of
+        microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

@@ -2,10 +2,12 @@
 
 The list scheduler's limits, a schedule's peaks and memory checks, the cost model and the runtime all use this module. A
 pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
-and chunk. If several passes release it, the last of them frees it: with a split backward, that is W.
+and chunk. If several passes release the same memory, the last of these passes frees the memory; with a split backward,
+W is the last.
 
 If an operation fills the memory of a pass, the memory is allocated at the pass whose data the operation moves. For
-example, host memory for activations is allocated at their F, not at the O that waits for the copy to the host.
+example, host memory for activations is allocated at the F that computes them, not at the O that waits for the copy to
+the host.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from megatron_vp.schedule.passes import Pass, Schedule
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """Positions in a rank's order of the passes that allocate and free this memory, as (allocating, freeing) pairs.
 
-    If no pass frees it, as in an evaluation, both positions are the same: the memory is held only while the pass runs.
+    If no pass frees the memory, as in an evaluation, both positions are that of the allocating pass.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}

@@ -1,13 +1,14 @@
 """A list scheduler: a free rank runs the first pass of its given order that is ready and fits in memory.
 
-It works forwards in time from the first pass, or backwards from the last. Backwards, a pass is ready when all passes
-that wait for it have been placed. Passes that no pass waits for (W, IB, T of vocab-2) fill gaps and free memory.
+The scheduler works forwards in time from the first pass, or backwards from the last. In a backward run, a pass is ready
+when all passes that wait for it have been placed. Passes that no pass waits for (W, IB, T of vocab-2) fill gaps and
+free memory.
 
 A pass may run before earlier passes of the given order if these can still follow, in that order, within the memory
-limits. The given order respects the limits, so some rank can always continue, for all costs.
+limits. The given order respects the limits, so some rank can always continue, whatever the costs are.
 
-A forward and a backward may form a pair. A pair waits for the inputs of both halves, and then runs one half right after
-the other. The first half starts before the second is ready only if the rank has nothing else to run.
+A forward and a backward may form a pair. A pair waits for the inputs of both passes, and then runs one pass right after
+the other. The first pass starts before the second is ready only if the rank has nothing else to run.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Users:
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Combine the halves of pairs: a pair has its forward's number, and allocates and frees what its halves do."""
+        """Merge the passes of each pair: a pair has its forward's number, and uses the memory of both passes."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -89,7 +90,7 @@ class Problem:
     returning: frozenset[int] = frozenset()
     """the passes O and R; see `OFFLOAD_KINDS`"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
-    """from a forward to the backward that runs right after it; such a pair has the forward's number"""
+    """maps a forward to the backward that runs right after it; the number of such a pair is the forward's number"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
@@ -140,7 +141,9 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Run a pass before those that precede it. Its index is `place` among all passes, `index` among those left."""
+        """Account for a pass that runs out of order. Its index is `place` among all passes, `index` among the remaining
+        ones.
+        """
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -205,7 +208,7 @@ class _Rank:
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
-        """Make the delayed passes ready. Returns whether there were any."""
+        """Make the delayed passes ready. Returns whether any were delayed."""
         for ready, entry in self.delayed:
             heappush(ready, entry)
         admitted = bool(self.delayed)
@@ -255,10 +258,11 @@ class _ListScheduler:
                 self.ready[number] = others if queue is None else queue
         self.waits = list(map(len, before))
         # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
-        # reversed time, an O) waits until then, as long as anything else can run.
+        # reversed time, an O) waits until the rank has computed another pass, if any other pass can run.
         self.moves = problem.leaving | problem.returning
         self.second_moves = problem.leaving if backwards else problem.returning
-        # From a pair's number to its halves in order of time, and from either half to the pair.
+        # `halves` maps a pair's number to its two passes in order of time; `pair` maps each of these passes to the
+        # pair's number.
         self.halves: dict[int, tuple[int, int]] = {}
         self.pair: dict[int, int] = {}
         for forward, backward in problem.backward_of.items():
@@ -279,7 +283,7 @@ class _ListScheduler:
     def run(self) -> float:
         """Run all nodes and return the end time, or infinity if pairs wait for each other.
 
-        The order found is then in each rank's `result`.
+        Afterwards, each rank's `result` contains the order that was found.
         """
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
@@ -329,7 +333,7 @@ class _ListScheduler:
     def _begin_pair(self, rank: _Rank, now: float) -> None:
         """Run the first half of the pair that is next in the given order, although the second half is not ready.
 
-        The rank has nothing else to run, and other ranks get their input earlier.
+        The scheduler does this if the rank has nothing else to run, so that other ranks get their input earlier.
         """
         following = rank.order[rank.left[-1]] if rank.left else None
         if following not in self.halves or self.waits[self.halves[following][0]]:

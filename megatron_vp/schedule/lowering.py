@@ -1,16 +1,16 @@
 """Lowers a schedule of passes to each rank's program, which includes communication.
 
-All events of all ranks are placed on one line by their simulated times: a pass or a loss at its end, a communication at
-the time when its last input is ready. On this line, every event comes after all events that it waits for. So ranks that
-post and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
+All events of all ranks are sorted by their simulated times: a pass or a loss at its end, a communication at the time
+when its last input is ready. In this order, every event comes after all events that it waits for. So ranks that post
+and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
 
-CUDA devices need this guarantee for two reasons. Streams may share one hardware queue, in which an operation that
-cannot start stalls everything issued after it. And the host may have to wait for the whole device at any step: when
-CUDA loads a kernel, when the allocator frees memory, in debuggers and under timers. Therefore no receive is posted
-before its message's place on the line. Otherwise it could occupy the device while the sender waits for a pass that this
-rank has not run yet.
+CUDA devices need this guarantee for two reasons. First, streams may share one hardware queue, in which an operation
+that cannot start stalls everything issued after it. Second, the host may have to wait for the whole device at any step:
+when CUDA loads a kernel, when the allocator frees memory, in debuggers and under timers. Therefore no receive is posted
+before its message's position in this order. An earlier receive could occupy the device while the sender waits for a
+pass that this rank has not run yet.
 
-Reading data takes no time on the line. A rank reads data right before the first instruction that uses it.
+Reading data counts as taking no time. A rank reads data right before the first instruction that uses it.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class _RankLowering:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
-        their data to others. Rank p-1 also sends labels if a whole output layer is on another rank. Otherwise the chunk
-        that holds the vocabulary layer uses the data.
+        their data to others. Rank p-1 also sends labels if the output layer is not sharded and is on another rank. In
+        all other cases, the chunk that contains the embedding or the output layer is the first to use the data.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1
@@ -214,14 +214,14 @@ class _RankLowering:
         return operations
 
     def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The sends of this rank's results, each at the end of the step that produces it."""
+        """The sends of this rank's results, each placed at the end of the step that produces the result."""
         graph = self.line.graph
         for number, over in zip(self.order, self.over, strict=True):
             made = (graph.nodes[after] for after in graph.successors[number])
             yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
 
     def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The receives of other ranks' results, each at the end of the step that produces it."""
+        """The receives of other ranks' results, each placed at the end of the step that produces the result."""
         graph = self.line.graph
         for number in self.order:
             for operation in self.inputs(number):

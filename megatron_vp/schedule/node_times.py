@@ -46,11 +46,11 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
     """Compute the times if every node starts as soon as its predecessors have ended and its lane is free.
 
-    The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not listed
-    there waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
-    operations one after another in the order in which they become ready. Lowering issues them in that order.
-    Single-rank operations keep the order of the steps after which they are posted. Raises ScheduleError if the order
-    deadlocks.
+    The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not in
+    `orders` waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
+    operations one after another in the order in which they become ready. Lowered programs post the operations in that
+    order. Single-rank operations keep the order of the steps after which they are posted. Raises ScheduleError if the
+    order deadlocks.
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))
@@ -83,7 +83,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """Describe a deadlock: the first line lists steps that wait for each other, the others the ranks that are stuck."""
+    """Describe a deadlock: the first line lists steps that wait for each other, the others list stuck ranks."""
     heads = {}
     around = []
     for rank, order in enumerate(orders):

@@ -61,29 +61,29 @@ class PassKind(str, metaclass=_Table):
     meaning: str
     """what the pass does, in a few words"""
     colour: str
-    """its colour in pictures"""
+    """colour of the pass in pictures"""
     mark: str
-    """its character in text drawings"""
+    """character for the pass in text drawings"""
     lane: str
-    """the lane on which traces show it"""
+    """lane on which traces show the pass"""
     per_chunk: bool
     """whether a rank runs one such pass per chunk and microbatch; otherwise it runs one per microbatch"""
     forward: bool
-    """whether evaluation runs it"""
+    """whether evaluation runs the pass"""
     waits_for: tuple[str, ...]
-    """kinds of the passes that it waits for; they have the same rank, microbatch and chunk"""
+    """kinds of the passes that the pass waits for, on the same rank and for the same microbatch and chunk"""
     through: Through | None
-    """makes an operation that waits for those passes, and that this pass waits for; None: it waits for the passes"""
+    """makes an operation between the passes of `waits_for` and this pass; if None, this pass waits for them directly"""
     holds: tuple[Held, ...]
-    """memory that it allocates and still holds when it ends; with `through`, the operation fills this memory, so it is
-    allocated at the pass that this one waits for
+    """memory that the pass allocates and still holds when it ends; with `through`, the operation fills this memory,
+    which is therefore allocated at the pass that the operation waits for
     """
     filled_by: Through | None
-    """makes the operation that fills its memory; the backward or W that frees this memory waits for the operation;
-    None: they wait for the pass itself
+    """makes the operation that fills the memory of the pass; the backward or W that frees the memory waits for this
+    operation, or for the pass itself if `filled_by` is None
     """
     releases: tuple[Held, ...]
-    """memory that is freed when it ends, unless a later pass of its microbatch and chunk also releases it"""
+    """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 
     @classmethod
     def define(

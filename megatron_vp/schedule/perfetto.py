@@ -1,6 +1,6 @@
 """Makes Chrome trace events for Perfetto, both for simulated timelines and for recorded runs.
 
-Every rank is a process. Arguments are in milliseconds; events have microseconds, as the format requires.
+Every rank is a process. Arguments are in milliseconds; events are in microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Event = dict[str, object]
 
 
 class Lane(IntEnum):
-    """Threads (lanes) of a rank's process; from LINKS on, each link that leaves the rank has one."""
+    """Threads (lanes) of a rank's process; numbers from LINKS on are lanes of the links that leave the rank."""
 
     COMPUTE = 0
     SECOND_STREAM = 1

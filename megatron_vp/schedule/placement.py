@@ -72,9 +72,9 @@ class Placement:
     def vocab_members(self, vocab_ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks that take part in every vocabulary collective if `vocab_ranks` hold the vocabulary rows.
 
-        These are the ranks with rows; rank 0, which reads token ids; rank p-1, which reads labels and runs the loss
-        function; and the ranks of the first and last stage, which receive embedding rows and send the output layer's
-        input.
+        The members are the ranks with rows; rank 0, which reads token ids; rank p-1, which reads labels and runs the
+        loss function; and the ranks of the first and last stage, which receive embedding rows and send the output
+        layer's input.
         """
         return tuple(sorted({*vocab_ranks, 0, self.ranks - 1, self.first_rank, self.last_rank}))
 

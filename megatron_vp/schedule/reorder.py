@@ -2,8 +2,8 @@
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
 the opposite. A result can be improved by a second run in the other direction, or by a run with durations other than the
-real ones. Which of these is best depends on the schedule and its costs, so all are compared, and the shortest result is
-used, or the given order if none is shorter.
+real ones. Which run is best depends on the schedule and its costs, so all results are compared. The shortest result is
+used, or the given order if no result is shorter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = 1_000
 
 LARGE = 40_000
 """For schedules with copies to the host and at least this many passes and operations, only the first orders are
-compared. An example is 32 ranks with 4 chunks and 40 microbatches, for which that takes about two seconds.
+compared. For 32 ranks with 4 chunks and 40 microbatches, this comparison takes about two seconds.
 """
 
 EMBEDDING_GRADIENTS = 4
@@ -127,10 +127,11 @@ class _Search:
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
         the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed,
-        and in the order found with them, real passes wait only briefly for each other. An order found with vocabulary
-        passes that take no time, improved backwards with the real durations, helps for the same reason. All runs take
-        equally long, so a large schedule gets only one more: in the other direction if it has vocabulary passes,
-        otherwise with even durations. With copies to the host, both first results are improved in the other direction.
+        and in the order found with even durations, real passes wait only briefly for each other. An order found with
+        vocabulary passes that take no time, improved backwards with the real durations, helps for the same reason. All
+        runs take equally long, so for a large schedule, only one more run is made: in the other direction if it has
+        vocabulary passes, otherwise with even durations. With copies to the host, both first results are improved in
+        the other direction.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -177,7 +178,8 @@ class _Search:
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """The schedule for evaluation: the passes of `schedule.forward_only()`, reordered to use the time of backwards.
+    """The schedule for evaluation: the passes of `schedule.forward_only()`, reordered to fill the time that backwards
+    took.
 
     An interlaced schedule becomes a vocab-1 schedule.
     """

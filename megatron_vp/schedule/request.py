@@ -20,16 +20,17 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted ranks x microbatches x chunks; it takes about three minutes on one core, and 6 GB of memory."""
+"""Largest accepted ranks x microbatches x chunks, which takes about three minutes on one core and 6 GB of memory."""
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Everything that determines a schedule: equal requests give equal schedules. `of` fills in defaults.
+    """Everything that determines a schedule: equal requests give equal schedules. `ScheduleRequest.of` fills in
+    defaults.
 
     Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for ranks or
     microbatches that differ from a file's, for fewer than one rank or microbatch, for vocabulary passes on fewer than
-    two ranks, for costs of another number of stages or ranks, and for more than LARGEST forwards.
+    two ranks, for costs that have a different number of stages or ranks, and for more than LARGEST forwards.
     """
 
     family: Family
@@ -47,11 +48,11 @@ class ScheduleRequest:
     vocab_ranks: tuple[int, ...]
     """the ranks that hold vocabulary rows and run vocabulary passes, in ascending order"""
     forward_only: bool = False
-    """whether the schedule is for evaluation: only forward passes, in their own order; a file may then be used with any
-    number of microbatches
+    """whether the schedule is for evaluation: only forward passes, in an order of their own; a file may then be used
+    with any number of microbatches
     """
     further_orders: bool = True
-    """False: compare only the first orders; see `reorder_for_costs`"""
+    """if False, compare only the first orders; see `reorder_for_costs`"""
     offload_chunks: int = 0
     """chunks per rank whose activations are in host memory between forward and backward; see `placed_copies`"""
 
@@ -128,12 +129,13 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # A flexible family is limited to the peak of its nominal order. With a higher limit, the search may find a
-        # longer schedule, so that a higher --activation-limit could give a longer schedule.
+        # A flexible family is limited to the peak of its nominal order. If the search could use all of
+        # --activation-limit, it might find a longer schedule when the limit is raised.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less if every rank may hold as much as the fullest rank, and one more chunk in host memory.
+        # Passes wait less if every rank may hold as many activations as the fullest rank, up to its own bound, and one
+        # more chunk in host memory.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
@@ -174,7 +176,7 @@ class ScheduleRequest:
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)
         assert self.family.block is not None
         # Nominal times only order the passes, so means over ranks and stages are enough. The block's forwards include
-        # the vocabulary work, so that the nominal times leave room for it.
+        # the vocabulary work, so that the nominal times leave time for this work.
         mean = self.costs.nominal(self.pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
         block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
@@ -211,7 +213,7 @@ class ScheduleRequest:
         enough = self.forward_only or self.microbatches <= fixed.microbatches
         for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
             if not fits:
-                raise UserError(f"the schedule in {self.family.name} has {has}; use a file of this size")
+                raise UserError(f"the schedule in {self.family.name} has {has}; use a file of the requested size")
 
     def _check_offload(self) -> None:
         name, chunks = self.family.name, self.offload_chunks

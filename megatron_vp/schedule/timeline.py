@@ -73,7 +73,7 @@ class Timeline:
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
         """Time for which each rank waits only for copies: before passes O, before backwards, and before other passes.
 
-        Other passes wait for copies only if all share one hardware queue.
+        Other passes wait for copies only if copies and passes share one hardware queue.
         """
         graph, start, end = self.nodes
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
@@ -101,9 +101,9 @@ class Simulator:
     """Simulates a schedule with one or more sets of costs.
 
     Ranks run their passes in the schedule's order. A communicator runs its operations in the order in which they become
-    ready with the constructor's `costs`. This order is the same in every simulation, because a program fixes it. With
-    `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises ScheduleError for a
-    missing, repeated or unexpected pass, and for an order that deadlocks.
+    ready with the constructor's `costs`. This order is the same in every simulation, because the lowered programs fix
+    the order. With `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises
+    ScheduleError for a missing, repeated or unexpected pass, and for an order that deadlocks.
     """
 
     @gc_paused()

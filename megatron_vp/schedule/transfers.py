@@ -27,11 +27,14 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """with whole vocabulary layers: from rank p-1, which reads labels, to the last stage if it is on another rank"""
+    """if vocabulary layers are not split: from rank p-1, which reads labels, to the last stage if it is on another rank
+    """
     TOKEN_LOSS = "token-loss", "the token losses"
-    """with whole vocabulary layers: from the last stage to the loss function on rank p-1"""
+    """if vocabulary layers are not split: from the last stage to the loss function on rank p-1"""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """with whole vocabulary layers: the loss function's gradient with respect to token losses, to the last stage"""
+    """if vocabulary layers are not split: the gradient of the loss function with respect to token losses, to the last
+    stage
+    """
 
 
 class Origin(Enum):
@@ -88,42 +91,41 @@ class Operation(Protocol):
 
     @property
     def microbatch(self) -> int:
-        """The microbatch it belongs to."""
+        """The microbatch that the operation belongs to."""
 
     @property
     def follows_step(self) -> bool:
-        """Whether its members post it right after the step that produces its data.
+        """Whether the members post the operation right after the step that produces its data.
 
-        Otherwise they post it when its turn in the lane comes; all members post the lane's operations in the same
-        order.
+        If not, the members post the operation in the order of its lane, which is the same for all members.
         """
 
     @property
     def lane(self) -> str:
-        """Name of its lane; the operations of a lane run one after another."""
+        """Name of the operation's lane; the operations of a lane run one after another."""
 
     @property
     def cost(self) -> str:
-        """Name of its duration in `PassCosts`."""
+        """Name of the operation's duration in `PassCosts`."""
 
     @property
     def per_chunk(self) -> bool:
-        """Whether that duration is for all chunks of a rank, while this operation is for one chunk."""
+        """Whether the duration in `PassCosts` is for all chunks of a rank, although the operation is for one chunk."""
 
     @property
     def timing_key(self) -> Hashable:
-        """The key of its duration in `StageCosts`."""
+        """The key of the operation's duration in `StageCosts`."""
 
     @property
     def category(self) -> str:
-        """The category of its slices in traces."""
+        """The category of the operation's slices in traces."""
 
     @property
     def track(self) -> tuple[int, str] | None:
-        """The rank and track title under which traces show it; None for the second stream of all members."""
+        """The rank and track title under which traces show the operation; None for the second stream of all members."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
-        """The ranks that post it. `vocab_members` are the ranks that take part in the vocabulary collectives."""
+        """The ranks that post the operation. `vocab_members` take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
         """Describe the data that a waiting rank needs, and its sources; `ranks` has the numbers to print for ranks."""
@@ -150,7 +152,7 @@ class Message(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """True: it follows the sender's step."""
+        """True: the sender posts a message after the step that produces it."""
         return True
 
     @property
@@ -204,7 +206,7 @@ class Collective(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """False: it does not follow a single step, so members post it in the lane's order."""
+        """False: a collective does not follow a single step, so members post collectives in the lane's order."""
         return False
 
     @property
@@ -234,7 +236,7 @@ class Collective(NamedTuple):
 
     @property
     def track(self) -> None:
-        """None: the second stream shows it."""
+        """None: traces show collectives on the second stream."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
         """All ranks that take part in the vocabulary collectives."""

@@ -48,9 +48,9 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
 def validate_programs(programs: Sequence[Program]) -> None:
     """Simulate the programs on ranks that block at every post until the operation is complete.
 
-    This is the worst case of blocking. It covers hosts that wait for their devices at any point (kernel loading, the
-    allocator, timers, debuggers), and streams that share one hardware queue. An operation is complete when all its
-    members have posted it.
+    Such blocking is the worst case. The simulation covers hosts that wait for their devices at any point (kernel
+    loading, the allocator, timers, debuggers), and streams that share one hardware queue. An operation is complete when
+    all its members have posted it.
 
     Raises ScheduleError if the i-th operations of two members on a communicator differ, if a member never posts an
     operation, or if ranks wait for each other.
@@ -82,7 +82,9 @@ def validate_programs(programs: Sequence[Program]) -> None:
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
-    """Check that the members of each lane post the same operations in the same order, and wait only for posted ones."""
+    """Check that the members of each lane post the same operations in the same order, and wait only for operations that
+    they have posted.
+    """
     vocab_members = programs[0].vocab_members
     sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:

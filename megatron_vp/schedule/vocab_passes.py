@@ -76,8 +76,8 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
 
 @dataclass(frozen=True, slots=True)
 class _VocabSlots:
-    """Assigns times to vocabulary passes. A rank's slot is the end of its forward of chunk 0, of which each of S, T, IF
-    and IB takes `width`.
+    """Assigns times to vocabulary passes. A rank's slot is the last part of its forward of chunk 0; each of S, T, IF
+    and IB takes `width` of the slot.
 
     S runs within one step after the last stage's forward, and T within the next step, for all positions of a rank's
     slot. So one step per barrier is enough, and at most two microbatches are between S and T.
@@ -98,12 +98,12 @@ class _VocabSlots:
             (self.first(opens + 2 * width, -block.step - width), Pass(PassKind.IF, 0)),
             (self.first(opens, output), Pass(PassKind.S, 0)),
             (self.first(opens + width, loss), Pass(PassKind.T, 0)),
-            # No pass waits for IB, so it runs two steps later, where it does not delay the last backwards.
+            # No pass waits for IB, so IB runs two steps later than it could, to avoid delaying the last backwards.
             (self.first(opens + 3 * width, backward + 2 * block.step), Pass(PassKind.IB, 0)),
         ]
 
     def first(self, opens: float, after: float) -> float:
-        """The first time from `after` on that is a whole number of steps from `opens`."""
+        """The first time from `after` on that is a whole number of steps away from `opens`."""
         return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 

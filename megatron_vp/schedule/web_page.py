@@ -1,4 +1,4 @@
-"""Makes an HTML page that shows one timeline, or two above each other, and that needs no network."""
+"""Makes an HTML page that works offline and shows one timeline, or two above each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vp.schedule.timeline import Span, Timeline
 
 
 def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
-    """Make the page. All timelines share a time axis, which initially shows `window` (start and end) or all of it."""
+    """Make the page. All timelines share a time axis, which initially shows `window` (start, end) or everything."""
     styles = _styles(timelines)
     places = {(style["kind"], style["chunk"]): place for place, style in enumerate(styles)}
     start, end = window or (0.0, max(timeline.makespan for timeline in timelines))
@@ -75,7 +75,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     for number in numbers:
         node = graph.nodes[number]
         needed = [place_of[each] for each in graph.predecessors[number]]
-        # The simulator lists the previous node on the lane last.
+        # The simulator makes the previous node on the lane the last predecessor.
         has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
         turn = needed.pop() if has_turn else None
         times = _rounded(start[number]), _rounded(end[number])

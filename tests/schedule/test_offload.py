@@ -290,7 +290,8 @@ def test_the_file_says_what_is_offloaded_and_reads_back(some):
     assert from_json(json.dumps(document)) == some
     document["offloaded"] = [[0, 1]]
     with pytest.raises(
-        UserError, match=r"has offloaded \[\[0, 1\]\], but its passes O and R are those of \[\[0, 0\], "
+        UserError,
+        match=r"has offloaded \[\[0, 1\]\], but its O and R passes are for the \(rank, chunk\) pairs \[\[0, 0\], ",
     ):
         from_json(json.dumps(document))
 

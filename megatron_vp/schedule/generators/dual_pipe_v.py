@@ -18,8 +18,8 @@ from megatron_vp.schedule.placement import Placement
 def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p + 1/2 microbatches.
 
-    While the pipeline fills and drains, forwards and backwards run unpaired. These backwards are split, and each W
-    fills a bubble.
+    While the pipeline fills and drains, forwards and backwards run unpaired. The unpaired backwards are split, and each
+    W fills a bubble.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 
@@ -39,7 +39,7 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
     def overlaps(rank: int, microbatches: int, barriers: int) -> list[tuple[Pass, Pass]]:
         """The (forward, backward) pairs of the slots in which neither pass has to wait for the other.
 
-        Each barrier delays backwards by two slots, which is one microbatch. The first 2p - 1 - r forwards of chunk 0
+        Each barrier delays backwards by two slots, the time of one microbatch. The first 2p - 1 - r forwards of chunk 0
         (and one more for each barrier) fill the pipeline.
         """
         apart, pairs = p + barriers, []

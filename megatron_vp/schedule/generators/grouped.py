@@ -11,15 +11,15 @@ from megatron_vp.schedule.placement import Placement
 
 
 def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Build a block for groups of `group` microbatches, where each chunk runs `step` microbatches after the previous.
+    """Build a block for groups of `group` microbatches, each chunk `step` microbatches after the previous chunk.
 
     Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, some chunks would share slots, so later ones wait one more microbatch.
+    # With one microbatch per group, some chunks would share slots, so later chunks wait one more microbatch.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # Ranks are two slots apart as long as there is room before the next chunk; the remaining ranks are one slot apart.
+    # Ranks are two slots apart as long as they do not run into the next chunk; the remaining ranks are one slot apart.
     # So a chunk's backward on the last rank never comes before the next chunk's backward on rank 0.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
@@ -77,7 +77,8 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """The steps of `gis_h` with groups of one microbatch, so that a chunk's lifespan is the same for all microbatches.
+    """Groups of one microbatch, with the steps of `gis_h`: a chunk's activations live equally long for all
+    microbatches.
 
     Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
 

@@ -24,9 +24,9 @@ class Shape(NamedTuple):
     """The parameters of a V-Flex block; prints as `slack=12,gap=2`."""
 
     slack: int
-    """Amount of slack, from 0 to 2p. With 0, every rank takes one slot on the way down the V and one on the way up, as
-    in V-Min. Up to p, each unit gives one more rank, starting from the last, a second slot on the way down: p is
-    V-Half. Above p, each unit gives one more rank three slots each way: 2p is ZB-V.
+    """Amount of slack, from 0 to 2p. Without slack, every rank takes one slot on the way down the V and one on the way
+    up, as in V-Min. Up to p, each unit gives one more rank, starting from the last, a second slot on the way down: a
+    slack of p gives V-Half. Above p, each unit gives one more rank three slots each way: a slack of 2p gives ZB-V.
     """
     gap: int
     """number of slots between forwards and backwards at the end of the V"""
@@ -58,7 +58,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
         rank 2  ....F0F1F2f0F3f1F4..b0w0f2b1B0w1f3b2W0B1w2f4b3B2W1B3b4w3W2B4w4W3W4..
         rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
 
-    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up, later on ranks with slack.
+    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up, delayed on ranks with slack.
     2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
