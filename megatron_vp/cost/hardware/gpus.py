@@ -40,8 +40,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and host memory while all GPUs of the node copy. It comes from cited sources; this
-    project has not measured it.
+    """Bandwidth between one GPU and host memory while all GPUs of the node copy. The bandwidth comes from cited
+    sources; this project has not measured it.
 
     out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time, because copies of
         activations take turns.
