@@ -179,7 +179,7 @@ def test_no_json_object_is_refused(text):
         (lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"), "'zero'"),
         (lambda text: text.replace("0,F,0,0,0", "0,Q,0,0,0"), "'Q' is not a pass"),
         (lambda text: text.replace("0,F,0,0,0", "0,F,0,0,1"), "chunk 0 of rank 0 is given as stages 1 and 0"),
-        (lambda text: text.replace("\n1,", "\n2,"), "all ranks from 0 on"),
+        (lambda text: text.replace("\n1,", "\n2,"), "number the ranks from 0"),
         (lambda text: text.replace("\n1,F", "\n1,B"), "have F passes"),
         (lambda text: "\n".join(text.splitlines()[:2]), "CSV format"),
         (lambda text: text.replace("0,F,0,0,0", "0,F" + 200_000 * "F" + ",0,0,0"), "CSV format: field larger than"),
