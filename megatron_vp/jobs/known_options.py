@@ -68,7 +68,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for an option that training does not have; suggest one that exists or is in `commands_own`."""
+    """Raise UserError for an option that training does not have; name the most similar one, also of `commands_own`."""
     known = known_options()
     if name in known:
         return

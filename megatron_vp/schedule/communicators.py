@@ -27,8 +27,8 @@ class RankCommunicators:
 
     edges: the edges that start or end at this rank; each has its own communicator.
     pipeline, tensor: numbers of ranks in the vocabulary collectives and in the stage's tensor-parallel group. A group
-        of one rank needs no communicator. Both numbers are 1 on a rank that does not take part in the vocabulary
-        collectives.
+        of one rank needs no communicator. `pipeline` and `tensor` are 1 on a rank that does not take part in the
+        vocabulary collectives.
     row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
     """
 
@@ -46,8 +46,8 @@ class RankCommunicators:
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """All directed edges that schedules with this `placement` use.
 
-    sharded: whether the vocabulary layers are split. If they are not split and the last stage is not on rank p-1, three
-        more edges connect the last stage to the loss function on rank p-1.
+    sharded: whether the vocabulary layers are split. If the vocabulary layers are not split and the last stage is not
+        on rank p-1, three more edges connect the last stage to the loss function on rank p-1.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {

@@ -173,7 +173,7 @@ PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
 
 
 def family(name: str) -> Family:
-    """The record of a family, or of the schedule in a file. Raises UserError if `name` is neither of the two."""
+    """The record of a family, or of the schedule in a file. Raises UserError if there is no such family or file."""
     if name not in FAMILIES and is_file(name):
         return family_of_file(name)
     if name not in FAMILIES:

@@ -24,8 +24,8 @@ class OrderPolicy(StrEnum):
     """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """the order may change: a search that starts from it looks for a shorter one for the real costs, within the
-    promised peaks
+    """a search that starts from the block's order looks for a shorter order for the real costs, within the promised
+    peaks
     """
     KEEP = "keep"
     """the order is kept for all costs"""
@@ -120,8 +120,8 @@ class Family:
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold.
 
-        If the family was fitted to a limit, the result is this limit. Otherwise, the result is the family's peak plus
-        one microbatch per barrier.
+        The result is the limit to which the family was fitted or, without such a limit, the family's peak plus one
+        microbatch per barrier.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

@@ -88,8 +88,8 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
 
-    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError for any other
-    `shape`.
+    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError if `shape` is
+    neither the name of a base nor the text of a `Shape`.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:

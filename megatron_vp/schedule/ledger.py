@@ -21,7 +21,7 @@ from megatron_vp.schedule.passes import Pass, Schedule
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """Positions in a rank's order of the passes that allocate and free this memory, as (allocating, freeing) pairs.
 
-    If no pass frees the memory, as in an evaluation, both positions are that of the allocating pass.
+    If no pass frees the memory, as in an evaluation, both are the position of the allocating pass.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}

@@ -141,8 +141,8 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Account for a pass that runs out of order. Its index is `place` among all passes, `index` among the remaining
-        ones.
+        """Account for a pass that runs out of order. The pass has index `place` among all passes and `index` among the
+        remaining ones.
         """
         change = self.change[place]
         if change:
@@ -208,7 +208,7 @@ class _Rank:
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
-        """Make the delayed passes ready. Returns whether any were delayed."""
+        """Make the delayed passes ready. Returns whether there were delayed passes."""
         for ready, entry in self.delayed:
             heappush(ready, entry)
         admitted = bool(self.delayed)

@@ -188,8 +188,9 @@ class _RankLowering:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
-        their data to others. Rank p-1 also sends labels if the output layer is not sharded and is on another rank. In
-        all other cases, the chunk that contains the embedding or the output layer is the first to use the data.
+        their data to others. Rank p-1 also sends labels if the output layer is not sharded and is on another rank. If
+        the rank does not send the data, the chunk that contains the embedding or the output layer is the first to use
+        the data.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1

@@ -11,7 +11,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Build a block for groups of `group` microbatches, each chunk `step` microbatches after the previous chunk.
+    """Build a block for groups of `group` microbatches; a chunk runs `step` microbatches after the one before it.
 
     Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
