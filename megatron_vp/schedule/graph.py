@@ -77,7 +77,7 @@ class Graph:
         self.kinds = [kind for each in self._of for kind in each.kinds]
 
     def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
-        """The list of `value(node)` for all nodes, computed once per pattern because microbatches do not differ."""
+        """The list of `value(node)` for all nodes, computed once per pattern: its microbatches do not differ."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 

@@ -2,7 +2,7 @@
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
 the opposite. A result can be improved by a second run in the other direction, or by a run with durations other than the
-real ones. Which run is best depends on the schedule and its costs, so all results are compared. The shortest result is
+real ones. Which run is best depends on the schedule and its costs, so several results are compared. The shortest is
 used, or the given order if no result is shorter.
 """
 

@@ -28,9 +28,10 @@ class ScheduleRequest:
     """Everything that determines a schedule: equal requests give equal schedules. `ScheduleRequest.of` fills in
     defaults.
 
-    Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for ranks or
-    microbatches that differ from a file's, for fewer than one rank or microbatch, for vocabulary passes on fewer than
-    two ranks, for costs that have a different number of stages or ranks, and for more than LARGEST forwards.
+    Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for a number
+    of ranks that differs from a file's, for more microbatches than a file for training has, for fewer than one rank or
+    microbatch, for vocabulary passes on fewer than two ranks, for costs that have a different number of stages or
+    ranks, and for more than LARGEST forwards.
     """
 
     family: Family
