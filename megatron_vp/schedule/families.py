@@ -123,7 +123,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "dualpipe-v",
-            "V shape, forwards next to whole backwards",
+            "V shape, forwards paired with unsplit backwards",
             _v_shape,
             lambda p, r, v, m: 2 * p + 1,
             "p + 1/2",

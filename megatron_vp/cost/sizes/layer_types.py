@@ -98,8 +98,8 @@ Counts = Mapping[LayerType, int]
 
 
 class StageLayers(NamedTuple):
-    """The layers of one virtual stage by type: all of them (`counts`), and those whose products are in 16 bits
-    (`wide`).
+    """Number of layers of each type on one virtual stage: all layers (`counts`), and layers whose matrix products run
+    in 16 bits (`wide`).
     """
 
     counts: Counts
