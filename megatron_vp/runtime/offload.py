@@ -2,7 +2,7 @@
 
 During F, every saved tensor is packed into a handle. After F, every storage to which only saved tensors refer is copied
 to the host in full. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
-device, and pass R allocates a new storage. The copy back fills the new storage, and the backward unpacks views of it.
+device, and pass R allocates a new storage. The copy-back fills the new storage, and the backward unpacks views of it.
 Device memory is allocated and freed only on the compute stream, so the order of the passes determines how much device
 memory is in use (PipeOffload, arXiv 2503.01328, appendix C).
 """
@@ -223,7 +223,7 @@ class Offload:
         self._store.put(Slot.OFFLOADED_GRAPH, microbatch, graph, at=chunk)
 
     def _return(self, microbatch: int, chunk: int) -> None:
-        """Pass R: allocate device memory for the copy back, on the compute stream."""
+        """Pass R: allocate device memory for the copy-back, on the compute stream."""
         graph = self._store.take(Slot.OFFLOADED_GRAPH, microbatch, at=chunk)
         self._store.put(Slot.CHUNK_GRAPH, microbatch, graph, at=chunk)
         saved = self._saved[microbatch, chunk]
@@ -249,7 +249,7 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Make later passes wait for a copy; after a copy back, only the autograd graph refers to the tensors."""
+        """Make later passes wait for a copy; after a copy-back, only the autograd graph refers to the tensors."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()

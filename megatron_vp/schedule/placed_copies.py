@@ -2,9 +2,9 @@
 
 Ideally, activations are copied out right after their forward and copied back just before their backward, so that they
 occupy the device only around these two passes. In practice, copies are delayed because a rank has a single copy lane,
-on which copies out and back take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the time grid
-of the building block. On this grid, forwards come no faster than in the steady state, so copies keep up even in the
-warm-up. Reordering the passes later does not increase the activations on the device.
+on which copy-outs and copy-backs take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the time
+grid of the building block. On this grid, forwards come no faster than in the steady state, so copies keep up even in
+the warm-up. Reordering the passes later does not increase the activations on the device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Key = tuple[int, int]
 def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     """On each rank, add passes O and R for the `chunks` chunks whose activations live longest.
 
-    `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk is not offloaded if the copy back of
-    one of its microbatches would have to start before the copy out has ended. Copies that are slower than the passes
+    `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk is not offloaded if the copy-back of
+    one of its microbatches would have to start before the copy-out has ended. Copies that are slower than the passes
     are allowed, although they slow down the schedule.
     """
     if not chunks:
@@ -166,8 +166,8 @@ class _Placing:
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
         """Places of O and R for every microbatch of the chunks in `durations`, which gives (out, back) copy times.
 
-        The copy lane's time is divided into slots, each for one copy out and one copy back. Each copy out takes the
-        first free slot after its forward. Each copy back takes the last free slot before its backward, starting with
+        The copy lane's time is divided into slots, each for one copy-out and one copy-back. Each copy-out takes the
+        first free slot after its forward. Each copy-back takes the last free slot before its backward, starting with
         the last backward. If a microbatch's copies take longer than its passes, the passes will wait for the copies;
         copy times are then scaled down to fit the grid.
         """

@@ -135,8 +135,8 @@ class ScheduleRequest:
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less if every rank may hold as many activations as the fullest rank, up to its own bound, and one
-        # more chunk in host memory.
+        # Passes wait less if every rank may hold as many activations as the fullest rank, up to its own bound, plus
+        # one more chunk in host memory.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),

@@ -270,7 +270,7 @@ class Copy(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """True: a copy out follows the forward, and a copy back follows the pass R."""
+        """True: a copy-out follows the forward, and a copy-back follows the pass R."""
         return True
 
     @property

@@ -113,7 +113,7 @@ def balanced(
     for each in sorted(least, key=least.__getitem__):
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
-            if found.fits:  # slower plans cannot tie with the best plan
+            if found.fits:  # plans with a longer bound cannot tie with the best
                 longest = min(longest, (1 + TIE) * found.seconds)
     outcomes = [first, *(simulated[each] for each in least if each in simulated)]
     outcomes = [each for each in outcomes if each.fits] or outcomes

@@ -227,10 +227,10 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Seconds per iteration that no pass hides, for reducing gradients over the replicas and for gathering
-        parameters. The reduction can be hidden for `backward` seconds, and the gathering for `forward` seconds. All
-        replicas hold the `shared` parameters; each of the `experts` parameters is on `job.expert_replicas` ranks.
-        `narrow` parameters are gathered in fp8.
+        """Exposed communication time in seconds per iteration: gradient reduction over the replicas and parameter
+        gathering, as far as passes do not hide them. The reduction can be hidden for `backward` seconds, and the
+        gathering for `forward` seconds. All replicas hold the `shared` parameters; each of the `experts` parameters is
+        on `job.expert_replicas` ranks. `narrow` parameters are gathered in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts
