@@ -27,8 +27,8 @@ from megatron_vp.schedule.timeline import simulate
 GAPS = range(4)
 """The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of memory peaks whose best blocks are compared: the largest ones within the limit, half a microbatch apart. A
-higher peak does not always give a shorter schedule.
+"""Number of memory peaks for which the best block is searched. The peaks lie half a microbatch apart, down from the
+largest one within the limit: a higher peak does not always give a shorter schedule.
 """
 SAMPLE = 800
 """Ranks x microbatches of the sample on which blocks with the same peak are compared. The sample has at least 5/4 p

@@ -162,7 +162,7 @@ class Message(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """`comm`, as for all communication."""
+        """The cost named `comm`, which all messages and collectives share."""
         return "comm"
 
     @property
@@ -216,7 +216,7 @@ class Collective(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """`comm`, as for all communication."""
+        """The cost named `comm`, which all messages and collectives share."""
         return "comm"
 
     @property

@@ -177,6 +177,6 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
         "Megatron compiles its index builder when it first starts, which needs make and a C++ compiler",
     ),
     ("psutil", _package("psutil", "psutil"), "torch_dist checkpoints cannot be written"),
-    ("tensorboard", _package("tensorboard", "tensorboard"), "no loss curves on disk (--tensorboard-dir)"),
+    ("tensorboard", _package("tensorboard", "tensorboard"), "loss curves cannot be written to --tensorboard-dir"),
     ("SLURM", _slurm, "jobs are started with torchrun; the files in scripts/slurm need sbatch"),
 )
