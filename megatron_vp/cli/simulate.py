@@ -157,7 +157,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             "",
             f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "
             f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts them, "
-            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f}, "
+            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"iteration time: mean work per rank {seconds(loss.work)} s, "
             f"excess of the busiest rank {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "

@@ -2,7 +2,7 @@
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
 entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`: a signature; `takes
-a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognize; `value`; or
+a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; or
 `present`. `IN_SERIES` lists the differences in a release series.
 """
 

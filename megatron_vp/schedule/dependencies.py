@@ -25,7 +25,7 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 """Passes that move activations to host memory and back."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""Passes of the vocabulary layers under any vocabulary method."""
+"""All passes of the vocabulary layers, of all vocabulary methods."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:

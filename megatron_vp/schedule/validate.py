@@ -17,8 +17,8 @@ from megatron_vp.schedule.transfers import Operation
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
     """Check that a schedule runs, both as a schedule and as lowered programs, and return its timeline.
 
-    `memory_bound[r]` is the largest number of activations that rank r may hold, in microbatches of a whole rank. Raises
-    ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded memory bound.
+    `memory_bound[r]` is the largest activation memory of rank r, in activations of one microbatch in all its chunks.
+    Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded memory bound.
     """
     timeline = simulate(schedule, costs)
     check_memory(schedule, memory_bound or ())
@@ -27,7 +27,7 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Seque
 
 
 def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
-    """Raise ScheduleError if rank r holds more than `memory_bound[r]`, in microbatches of a whole rank."""
+    """Raise ScheduleError if rank r holds more activations than `memory_bound[r]`; for the unit, see `validate`."""
     for rank, bound in enumerate(memory_bound):
         for place, (level, _) in enumerate(activation_levels(schedule, rank)):
             if level > bound + 1e-9:

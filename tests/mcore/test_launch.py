@@ -82,7 +82,7 @@ REFUSED = [
     ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "requires keys and values of the same size"),
     (
         {"multi_latent_attention": True, "core_attention": "sdpa", "qk_layernorm": True},
-        "normalize only compressed queries; add --q-lora-rank",
+        "normalise only compressed queries; add --q-lora-rank",
     ),
     (
         {

@@ -98,7 +98,7 @@ def balanced_layers(
     """Find the layers of each virtual stage that minimise the busiest rank's work, including whole vocabulary layers.
 
     For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
-    there are fewer layers than stages other than the first and the last.
+    there are fewer layers than middle stages, which are all stages except the first and the last.
     """
     times = PassTimes(job, hardware, constants)
     if job.model.pattern:

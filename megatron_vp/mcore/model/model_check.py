@@ -110,7 +110,7 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
         kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
-        _refuse(f"{name} is a {kind.__name__}, whose own behavior would be skipped", expected.__name__)
+        _refuse(f"{name} is a {kind.__name__}, whose own behaviour would be skipped", expected.__name__)
     if getattr(layer, "bias", None) is not None:
         _refuse(f"{name} has a bias, which would be ignored", f"{expected.__name__} without a bias")
     if layer._forward_hooks or layer._forward_pre_hooks:

@@ -43,7 +43,7 @@ IGNORED = (
     Ignored(
         "--use-ring-exchange-p2p",
         lambda a: run_settings(a).replaces_schedule and a.use_ring_exchange_p2p,
-        "every pair of neighboring ranks has its own communicators",
+        "every pair of neighbouring ranks has its own communicators",
     ),
     Ignored(
         "--pipeline-model-parallel-comm-backend",

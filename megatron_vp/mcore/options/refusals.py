@@ -395,7 +395,7 @@ REFUSALS = (
             a.multi_latent_attention and a.transformer_impl == "local" and a.qk_layernorm and a.q_lora_rank is None
         ),
         "--qk-layernorm and --multi-latent-attention without --q-lora-rank cannot work with --transformer-impl local: "
-        "Megatron's local layers normalize only compressed queries; add --q-lora-rank, or leave --qk-layernorm out",
+        "Megatron's local layers normalise only compressed queries; add --q-lora-rank, or leave --qk-layernorm out",
     ),
     Refusal(
         lambda a: (

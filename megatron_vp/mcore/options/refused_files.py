@@ -102,7 +102,7 @@ FILE_REFUSALS = (
     Refusal(
         lambda a: (file := _fixed(a)) and _starts_late(file),
         "--pipeline-schedule {pipeline_schedule} is not supported: in every chunk, the weight gradient of microbatch 0 "
-        "must be computed first, because it initializes the sum; use an order in which it comes first",
+        "must be computed first, because it initialises the sum; use an order in which it comes first",
     ),
 )
 """The refusals, in the order of the checks."""

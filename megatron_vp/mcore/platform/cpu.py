@@ -1,7 +1,7 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
 They are applied if no CUDA device is used. We tested for each patch that Megatron fails without the patch.
-`torch.cuda.is_available` is overridden only while Megatron initializes, because Megatron's checkpointing and torch's
+`torch.cuda.is_available` is overridden only while Megatron initialises, because Megatron's checkpointing and torch's
 compiler need its true value.
 """
 
@@ -351,7 +351,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:set_jit_fusion_options",
         _always(lambda tp_size=None: None),
-        "the fusion warm-up draws random numbers from the generator that initializes the weights",
+        "the fusion warm-up draws random numbers from the generator that initialises the weights",
         "(tp_size=None)",
     ),
 )

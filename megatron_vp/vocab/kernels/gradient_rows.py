@@ -1,6 +1,6 @@
-"""Triton kernels that apply the factors c and e of D, in one launch each: for the weight gradient in T, and for the
-input gradient in T (vocab-1) or C1 (vocab-2). Label smoothing adds a second launch in T, over `n / 32` partial sums of
-g X.
+"""Two Triton kernels that apply the factors c and e of D, each in one launch. One kernel serves the weight gradient in
+T. The other serves the input gradient, in T (vocab-1) or C1 (vocab-2). Label smoothing adds a second launch in T, over
+`n / 32` partial sums of g X.
 """
 
 from __future__ import annotations
