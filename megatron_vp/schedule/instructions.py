@@ -73,7 +73,7 @@ class Program:
     collectives: tuple[Operation, ...]
     """the collectives, in the order in which all members post them; empty on a rank that is not a member"""
     vocab_members: tuple[int, ...]
-    """the ranks that post the collectives, the same in the programs of all ranks"""
+    """the ranks that post the collectives; every rank's program lists the same ranks"""
 
     @cached_property
     def peaks(self) -> dict[Held, int]:

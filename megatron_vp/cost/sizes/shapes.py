@@ -370,7 +370,7 @@ class Plan:
     """The plan for a job's pipeline: its schedule, vocabulary method, layers and vocabulary rows.
 
     layers: transformer layers (letters of a hybrid pattern) of each virtual stage; None: equally many.
-    vocab_rows: vocabulary rows of each pipeline rank, counting all its tensor ranks; None: even shards. The rows of all
+    vocab_rows: vocabulary rows of each pipeline rank, summed over its tensor ranks; None: even shards. The rows of all
         ranks add up to the padded vocabulary. A rank without rows has no vocabulary passes.
     """
 
@@ -443,7 +443,7 @@ class Plan:
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 
     def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
-        """Vocabulary rows that each pipeline rank holds, counting all its tensor ranks; None without vocabulary
+        """Vocabulary rows that each pipeline rank holds, summed over its tensor ranks; None without vocabulary
         parallelism.
 
         With even shards, the last ranks may have fewer rows than the others, or none.

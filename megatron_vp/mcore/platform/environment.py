@@ -178,5 +178,5 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ),
     ("psutil", _package("psutil", "psutil"), "torch_dist checkpoints cannot be written"),
     ("tensorboard", _package("tensorboard", "tensorboard"), "loss curves cannot be written to --tensorboard-dir"),
-    ("SLURM", _slurm, "jobs are started with torchrun; the files in scripts/slurm need sbatch"),
+    ("SLURM", _slurm, "jobs can be started with torchrun, but not submitted with sbatch"),
 )
