@@ -198,6 +198,16 @@ def test_bounds_hold_where_some_microbatches_stand_for_all(schedule):
             assert least.memory_within(found_here.iteration_seconds) <= found_here.peak_memory * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "zb-v"])
+def test_a_bound_refuses_what_a_simulation_refuses(schedule):
+    tied = job_of(MODEL | {"untie_embeddings_and_output_weights": False, "pipeline_model_parallel_size": 4}, 4)
+    with pytest.raises(UserError, match="both chunks of the first rank would hold the tied weight") as simulated:
+        predict(tied, Plan(schedule), H100)
+    with pytest.raises(UserError) as bounded:
+        search.bound(Plan(schedule), tied, H100)
+    assert str(bounded.value) == str(simulated.value)
+
+
 DRAWN = [
     ({"num_layers": 12, "hidden_size": 1024, "vocab_size": 256000}, 8, 12.0),
     ({"num_layers": 7, "hidden_size": 4096, "vocab_size": 200000}, 8, 40.0),

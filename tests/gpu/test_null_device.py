@@ -184,8 +184,6 @@ def test_the_probe_of_calls_that_wait_reports_every_call(tmp_path, environment):
     assert found[-1]["call"] == "synchronize, which must wait"
     assert len(found) >= 19
     assert all(row["error"] is None for row in found if not row["call"].startswith("NCCL"))
-    # Whether a call "waits" is decided by its time, which on a busy machine says nothing about the device.
-    assert all(isinstance(row["waits"], bool) and row["milliseconds"] >= 0 for row in found)
 
 
 def test_the_probe_of_copies_beside_passes_runs(tmp_path, environment):

@@ -146,8 +146,7 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "--num-layers 5 cannot be divided evenly among the 4 stages of --pipeline-model-parallel-size 2 "
-        "with 2 chunks per rank",
+        "--num-layers 5 cannot be divided evenly among 4 stages, the chunks of all pipeline ranks: use a multiple of 4",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},

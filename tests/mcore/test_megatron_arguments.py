@@ -27,7 +27,7 @@ TABLES = {
 """Names of arguments that stand in tables of our sources."""
 
 NO_ARGUMENTS = {
-    *("chunks_per_rank", "our_schedule", "own_chunks", "stages", "transformer_engine_version"),
+    *("our_schedule", "own_chunks", "stages", "transformer_engine_version"),
     *("file_holders", "file_method", "file_microbatches", "file_ranks", "microbatches", "row_holders"),
 }
 """Names in the messages of refusals that no argument has."""

@@ -235,9 +235,9 @@ REFUSALS = (
             and _evenly_cut(a)
             and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
         ),
-        "--num-layers {num_layers} cannot be divided evenly among the {stages} stages of "
-        "--pipeline-model-parallel-size {pipeline_model_parallel_size} with {chunks_per_rank} per rank: use a multiple "
-        "of {stages}, or assign the layers to stages with --pipeline-model-parallel-layout",
+        "--num-layers {num_layers} cannot be divided evenly among {stages} stages, the chunks of all "
+        "pipeline ranks: use a multiple of {stages}, or assign the layers to stages with "
+        "--pipeline-model-parallel-layout",
     ),
     Refusal(
         lambda a: run_settings(a).places_chunks and _shifts_layers(a),
@@ -485,15 +485,13 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise one UserError that lists every combination in REFUSALS that the validated arguments contain."""
     reasons = Reasons()
     asked = "--vocab-parallel" if args.vocab_parallel else f"--pipeline-schedule {args.pipeline_schedule}"
-    chunks = args.virtual_pipeline_model_parallel_size or 1
     for refusal in REFUSALS:
         with reasons.collected():
             if refusal.applies(args):
                 found = {
                     "transformer_engine_version": get_te_version(),
                     "our_schedule": asked,
-                    "chunks_per_rank": "one chunk" if chunks == 1 else f"{chunks} chunks",
-                    "stages": chunks * args.pipeline_model_parallel_size,
+                    "stages": args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1),
                     "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
                     **file_words(args),
                     **vars(args),
