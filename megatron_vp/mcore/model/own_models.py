@@ -116,9 +116,8 @@ def _construct(
     # finalize_model_grads_func.
     chunk.config = given["config"]
     model.first = model.first if index else chunk
-    if model.hooks_follow or hasattr(
-        config, "provide_distributed_model"
-    ):  # the configuration is a model provider of Megatron-Bridge
+    # A configuration with this method is a model provider of Megatron-Bridge.
+    if model.hooks_follow or hasattr(config, "provide_distributed_model"):
         model.uncut = groups
         if model.start is not None:
             model.start.fill(chunk, index, job.placement)

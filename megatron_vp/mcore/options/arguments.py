@@ -266,9 +266,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    if (
-        args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    ):  # with these sizes, Megatron requires one queue
+    # With tensor or context parallelism, Megatron requires one queue.
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
         return
     if args.distributed_backend != "nccl" or args.rank != 0:
         return

@@ -65,9 +65,8 @@ class LiveStorages(TorchDispatchMode):
 
     def _counted(self, results: Any, kind: type[torch.Tensor]) -> Any:
         for result in tree_iter(results):
-            if (
-                isinstance(result, kind) and result.device.type != "meta"
-            ):  # tensors on the meta device stand for host memory; see `HostMemory`
+            # Tensors on the meta device stand for host memory; see `HostMemory`.
+            if isinstance(result, kind) and result.device.type != "meta":
                 self._count(result.untyped_storage())
         return results
 

@@ -185,9 +185,8 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
         if arguments.rank == 0:
-            from megatron_vp.mcore.start.banner import (
-                print_banner,
-            )  # imports the cost model, which other ranks do not need
+            # Imported here, because the banner imports the cost model, which other ranks do not need.
+            from megatron_vp.mcore.start.banner import print_banner
 
             print_banner(current())
         return None
