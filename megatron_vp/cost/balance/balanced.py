@@ -1,9 +1,9 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
 
 A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows
-(`water_filling`). Rows are assigned for several layouts. The most promising layouts are simulated with the job's
-schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast; `measured_rows.py` uses the
-measured speed of each GPU.
+(`water_filling`). Rows are assigned for several layouts of the layers. The most promising layouts are simulated with
+the job's schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast; `measured_rows.py`
+uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ needs the least memory is chosen.
 class Shards:
     """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
 
-    layers: None if all stages have equally many layers.
-    rows: summed over the tensor ranks of each pipeline rank. None: even shards, with the user's layout or, if the user
-        gave none, with the layout that training chooses.
+    layers: the number of layers of every virtual stage; None if all stages have equally many.
+    rows: the number of rows of every pipeline rank, summed over its tensor ranks; None: even shards.
     gain: predicted speed-up over even shards with the user's layout or, if the user gave none, with the layout that
         training chooses.
     """
@@ -86,7 +85,7 @@ def balanced(
     """Choose layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
 
     Args:
-        plan: its `vocab_rows` are ignored, as are its `layers` unless `layout_given`.
+        plan: its `vocab_rows` are ignored; its `layers` are used only if `layout_given` is true.
         memory_limit: bytes per rank; None: unlimited. The limit is ignored if no plan fits, and on CPU hardware.
         layout_given: whether the user gave the plan's layers, so that only rows are assigned.
 
@@ -111,9 +110,10 @@ def balanced(
     least = {each: search.least(each) for each in search.candidates}
     simulated: dict[Plan, _Outcome] = {}
     for each in sorted(least, key=least.__getitem__):
+        # Skip a plan if even its lower bound is too slow to tie with the fastest plan that has been simulated.
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
-            if found.fits:  # plans with a longer bound cannot tie with the best
+            if found.fits:
                 longest = min(longest, (1 + TIE) * found.seconds)
     outcomes = [first, *(simulated[each] for each in least if each in simulated)]
     outcomes = [each for each in outcomes if each.fits] or outcomes
@@ -127,8 +127,7 @@ def balanced(
 def most_rows(
     job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
 ) -> tuple[int, ...] | None:
-    """Find how many rows each pipeline rank can hold on all its tensor ranks together, within `memory_limit` bytes per
-    GPU.
+    """Find how many rows fit on each pipeline rank, summed over its tensor ranks, with `memory_limit` bytes per GPU.
 
     Returns None on CPU hardware, if only even shards are possible, or if the vocabulary does not fit into memory with
     any shards. A caller that gets None ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
@@ -196,7 +195,7 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound in seconds on the iteration time, for any pass order that keeps the family's memory limits."""
+        """Lower bound in seconds on the iteration time, for any pass order within the family's memory limits."""
         return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
@@ -261,7 +260,7 @@ class _Search:
 
     @property
     def row_seconds(self) -> Sequence[float]:
-        """Seconds of a microbatch's vocabulary passes with 0, 1, 2, ... units of rows."""
+        """Seconds that a microbatch's vocabulary passes take with 0, 1, 2, ... units of rows."""
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
         return _row_seconds(self.times, self.plan.vocab, units, each)
@@ -274,7 +273,7 @@ class _Search:
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """The most units that fit into each rank's memory limit, by interpolation, because memory is linear in rows."""
+        """How many units of rows fit into each rank's memory, interpolated because memory is linear in rows."""
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -296,7 +295,7 @@ class _Search:
 
     @cached_property
     def _order(self) -> Schedule:
-        """The pass order of even shards, used to find each rank's memory peak."""
+        """The schedule with even shards, whose pass order serves to predict the memory peak of each rank."""
         return make_simulator(self.sample, self.even, self.hardware, self.constants).schedule
 
 
@@ -310,9 +309,9 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
     """Lower bound in seconds on the time of 1F1B's passes on equally fast ranks, with the best possible layers and
     rows.
 
-    Each microbatch takes at least as long as max(ceil(L / p), (L + v) / p) layers, where v layers take as long as the
-    whole vocabulary takes on one rank. Filling and draining the pipeline takes as long as p - 1 average stages. For a
-    hybrid model, the work of the largest stage in the most even cut replaces ceil(L / p).
+    The model has L layers, and its vocabulary passes take as long as k layers. Per microbatch, the busiest rank needs
+    at least the time of max(ceil(L / p), (L + k) / p) layers. Filling and draining the pipeline takes as long as p - 1
+    average stages. For a hybrid model, the work of the largest stage in the most even cut replaces ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
@@ -337,7 +336,7 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
 
 @lru_cache(maxsize=16)
 def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
-    """Seconds of a microbatch's vocabulary passes with 0 to `units` units, each of `each` rows."""
+    """Seconds that a microbatch's vocabulary passes take with 0, 1, ..., `units` units of `each` rows."""
     return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 

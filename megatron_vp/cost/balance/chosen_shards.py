@@ -54,8 +54,9 @@ def with_shards(
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
+        # Like training, keep even shards if the job has options that the cost model does not support.
         if uncounted(config):
-            return plan  # training also keeps even shards if the cost model does not cover the job
+            return plan
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 
@@ -76,7 +77,7 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the rows that `partition` records and, if it also records layers, with those layers."""
+    """Return `plan` with the rows of `partition`, and also with the layers of `partition` if it has any."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 

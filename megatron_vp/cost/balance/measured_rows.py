@@ -33,7 +33,7 @@ class MeasuredJob:
     vocab: size of the padded vocabulary; None: not known yet.
     schedule, method: names of the schedule and of the vocabulary method.
     arguments: the job's arguments by long name; sizes that are None or missing are not known yet.
-    layers: layers of every virtual stage, if the user gave a layout by `layout_option`.
+    layers: layers of every virtual stage, if the user set the layout with the option `layout_option`.
     """
 
     ranks: int
@@ -78,7 +78,7 @@ def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequen
     """Compute the shards of `job` with `--vocab-shards measured:FOLDER`, keeping the layers of the measured run.
 
     `room`, called with the run's partition, returns how many rows fit into the memory of each pipeline rank, or None if
-    the memory is not known. Raises UserError for a run of another job, and whenever `read_run` or `refilled` does.
+    the memory is not known. Raises UserError if the run does not match `job`, or if `read_run` or `refilled` raises it.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -129,8 +129,8 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
     """Describe in one line what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    The line states a gain if the measured gain is significant and `predicted`, the cost model's speed-up for the same
-    change, does not contradict it.
+    If the measured gain is significant, the line states it. `predicted` is the cost model's speed-up for the same
+    change; the line warns if it contradicts the measured gain.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None

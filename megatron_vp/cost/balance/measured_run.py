@@ -27,8 +27,8 @@ ENOUGH = 5
 """The fewest iterations that a measurement needs, not counting the first iteration of a report, which is warm-up."""
 
 OF_MEDIAN = 1.25 * 1.4826
-"""Factor from the median absolute deviation of n normal samples to sqrt(n) times the standard deviation of their
-median.
+"""The standard deviation of the median of n normal samples is this factor times their median absolute deviation,
+divided by sqrt(n).
 """
 
 IMPLAUSIBLE = 4.0
@@ -238,7 +238,7 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The divisor that makes rank times comparable: the layer count, or 1 without a layout or with several chunks."""
+    """The number by which to divide a rank's time to compare it: its number of layers, or 1 if that is unknown."""
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0

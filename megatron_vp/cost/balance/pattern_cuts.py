@@ -1,7 +1,7 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut is the number of letters on every virtual stage, in the order of the stages. Cuts between letters are finer than
-cuts between transformer layers, and letters differ in their work.
+A cut is the number of letters on every virtual stage, in the order of the stages. Letters take different amounts of
+work, and cuts between letters are finer than cuts between transformer layers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def even_cut(
     extra: Sequence[float] | None = None,
     may_be_empty: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Find the letter counts of all virtual stages that minimise the busiest rank's work; None if letters are too few.
+    """Letter counts of all virtual stages that minimise the busiest rank's work; None if there are too few letters.
 
     Args:
         work: work of every letter.
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letters.
 
-    With one chunk per rank, the busiest rank has the least work that is possible. With several chunks, less work may be
-    possible, because stage boundaries are moved only as long as a single move helps. A move also helps if the busiest
-    rank's work stays the same but the ranks' work becomes more even. The result depends only on the arguments.
+    With one chunk per rank, the busiest rank has the least work that is possible. With several chunks, the result may
+    be only a local optimum, at which no further move of stage boundaries helps. A move also helps if the busiest rank's
+    work stays the same but the ranks' work becomes more even. The result depends only on the arguments.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -77,7 +77,7 @@ def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) ->
 
 
 class _Cuts:
-    """Finds cuts of one pattern. In this class, a cut is a list of 0 and the end of every stage, counted in letters."""
+    """Finds cuts of one pattern. In this class, a cut is a list: 0, followed by the end of each stage in letters."""
 
     def __init__(
         self, work: Sequence[float], placement: Placement, extra: Sequence[float], least: Sequence[int]
@@ -113,7 +113,7 @@ class _Cuts:
         return ends
 
     def by_level(self) -> list[int]:
-        """For one chunk per rank: the cut with the least work on the busiest rank; earlier ranks are filled first."""
+        """The cut that minimises the busiest rank's work and fills earlier ranks first, for one chunk per rank."""
         low, high = 0.0, max(self.extra) + self.sums[-1]
         found = self._below(high)
         assert found is not None
@@ -129,7 +129,7 @@ class _Cuts:
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # If an earlier rank took fewer letters, this rank might start with a letter that fits.
+                # The first letter is too much work. If earlier stages took fewer letters, another would be first.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
@@ -140,7 +140,7 @@ class _Cuts:
         return min(bisect_right(self.sums, room) - 1, len(self.sums) - 1 - self.needed_after[stage])
 
     def _below_by_all(self, level: float) -> list[int] | None:
-        """Like `_below`, but exhaustive: the bits of a number represent all possible ends of a stage."""
+        """Like `_below`, but tries all cuts. Bit i of `possible[s]` says whether stage s can start at letter i."""
         possible = [1]
         for stage, least in enumerate(self.least):
             ends = 0
@@ -173,7 +173,7 @@ class _Cuts:
         most, squares = max(loads), sum(each * each for each in loads)
         for count in range(1, min(_LONGEST_MOVE, last - 1) + 1):
             for first in range(1, last - count + 1):
-                before, after = first - 1, first + count - 1  # the stages whose number of letters changes
+                before, after = first - 1, first + count - 1  # Only these two stages gain or lose a letter.
                 for step in (-1, 1):
                     if (ends[first] + step - ends[before] < self.least[before]) or (
                         ends[after + 1] - ends[after] - step < self.least[after]
@@ -198,7 +198,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The common load of all ranks that get part of `work`, if `work` first fills the ranks with the least `extra`."""
+    """The common load to which `work` raises the ranks with the lowest loads; `extra`: the loads before that."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count
@@ -226,8 +226,8 @@ def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float
 
     The first group contains only the most even cut, and any rank may hold rows. The next two groups have k holders of
     rows, for k = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats,
-    cuts between whole repetitions are added, so that the result is never worse than the best layout in whole
-    transformer layers.
+    the groups of `layer_choices` are added, with each repetition as one layer, so that finer cuts never make the result
+    worse.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

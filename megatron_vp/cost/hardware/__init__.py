@@ -1,1 +1,1 @@
-"""GPUs and networks as data, and the few constants fitted to measured runs."""
+"""Descriptions of GPUs and networks, and the few constants that are fitted to measured runs."""

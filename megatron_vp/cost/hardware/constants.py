@@ -1,4 +1,4 @@
-"""The few constants that are fitted; everything else in the cost model follows from sizes, data sheets and counting."""
+"""The fitted constants of the cost model. All other figures are counted or come from data sheets and benchmarks."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote if `compared` returns None: the one with the largest mean error among jobs with experts,
-    or among dense jobs.
+    """The comparison to quote if `compared` returns None: the one with the largest mean error. `experts` selects the
+    comparisons for jobs with experts; otherwise, those for dense jobs are considered.
     """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

@@ -1,4 +1,4 @@
-"""Hardware as data: the rates of one GPU, and the links between GPUs."""
+"""Descriptions of hardware: the rates of one GPU, and the links between GPUs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Rates:
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
     source: where the figures come from.
-    any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, so that none is transposed, and support
-        scale blocks of 32 elements (mxfp8).
+    any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, which makes transposed copies unnecessary,
+        and support scale blocks of 32 elements (mxfp8).
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
         and a head size of 128, counting only the causal half; None: use the shares of the paper's code.
     flash_attention_2: the same shares for FlashAttention 2, if it is slower.
@@ -120,8 +120,8 @@ _ALL = (
             issue=108 * 88 * 1.41 * GIGA,
             gap=0.85e-3,
             source="GEMMs: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
-            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, assumed to run 88 per clock: more than "
-            "their 64 fp32 lanes, less than the 128 that can be issued",
+            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, each assumed to run 88 per clock, between "
+            "its 64 fp32 lanes and the 128 that it can issue",
         ),
     ),
     Hardware(
@@ -233,7 +233,7 @@ HARDWARE = {entry.name: entry for entry in _ALL}
 
 
 def find_hardware(name: str) -> Hardware:
-    """The hardware called `name`, in upper or lower case; `mi300` means `mi300x`. Raises UserError for other names."""
+    """The hardware called `name`, ignoring case; `mi300` means `mi300x`. Raises UserError for an unknown name."""
     found = HARDWARE.get(name.lower()) or HARDWARE.get(f"{name.lower()}x")
     if found is None:
         near = difflib.get_close_matches(name.lower(), HARDWARE, 1, 0)

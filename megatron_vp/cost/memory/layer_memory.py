@@ -19,8 +19,8 @@ WORKING_SET = 24.5
 """Temporary bytes per token and hidden unit in the backward of one layer of the paper's code."""
 
 SPLIT_BACKWARD = 34
-"""Further bytes per token and hidden unit in the paper's code if the backward is split, because one more layer then
-waits for its W.
+"""In the paper's code, a split backward adds this many bytes per token and hidden unit, because the tensors of one
+more layer wait for W.
 """
 
 DROPPED = 1
@@ -108,9 +108,9 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
     if job.layers is LayerKind.PAPER:
         unit = job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
         return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * unit)
-    # The peak is in the MLP's backward, which holds the gradient of the first matrix's output. The second matrix's
-    # input has been freed by then, unless W needs it. If a layer has no MLPs, its backward holds the gradients of
-    # attention's queries, keys, values and output.
+    # A layer's memory peaks in the MLP's backward, when the gradient of the first matrix product's output exists. By
+    # then, the input of the second product has been freed, unless W needs it. If a layer has no MLPs, its backward
+    # holds the gradients of attention's queries, keys, values and output.
     model = job.model
     inner = _inner(job, kind)
     if mlp_of(model, kind):
@@ -128,22 +128,22 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
         # With sequence parallelism, each matrix product gathers its input. The backward also holds the gradient of the
-        # gathered input, and the rank's part of that gradient.
+        # gathered input, and the slice of this gradient that stays on the rank.
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
-    # The tensors that W needs, inputs of matrix products and gradients of their results, have as many elements as the
-    # activations that a layer keeps.
+    # W needs the inputs of the matrix products and the gradients of their outputs. Together, these tensors have as many
+    # elements as the activations that a layer keeps.
     waiting = _common_activations(replace(job, model=replace(model, dropout=False)), kind)
     if job.sequence_parallel:
-        # For the last matrix product of attention and of a dense MLP, however, the output's gradient is gathered.
+        # The output gradients of attention and of a dense MLP are gathered over the tensor ranks before W uses them.
         mlp = mlp_of(model, kind)
         gathered = (kind.attends + bool(mlp and not mlp.experts)) * job.tokens * job.element_bytes * model.hidden
         waiting += gathered * (1 - 1 / job.tensor)
     return LayerMemory(
         kept=kept,
         waiting=waiting,
-        # Attention runs before the MLP keeps anything.
+        # While attention runs, the MLP's activations do not exist yet, so they are subtracted.
         forward=max(0.0, SOFTMAX_IN_PASS * scores - inner * (3 if model.gated else 2)),
         backward=backward,
         once=once,
@@ -161,8 +161,8 @@ class PassMemory:
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
     """The temporary bytes in a stage's passes; `letters`: the stage's part of the model's pattern, if there is one.
 
-    While the last attention layer runs its forward, later layers do not keep any activations yet. In the backward, the
-    largest MLP determines the temporary bytes, or attention if the stage has no MLPs.
+    The forward needs the bytes of the last attention layer, minus the activations of later MLPs, which do not exist
+    yet. The backward needs the bytes of the largest MLP, or those of attention if the stage has no MLPs.
     """
     if not job.model.pattern:
         layer = layer_memory(job, split)
@@ -182,12 +182,12 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
 
 
 def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
-    """Bytes of the buffers that a rank with layers of the types `kinds` allocates only once."""
+    """Bytes of the buffers that a rank allocates once for all its layers; `kinds`: the types of these layers."""
     return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)
 
 
 def _inner(job: Job, kind: LayerType) -> float:
-    """Bytes of one tensor between an MLP's two matrix products, summed over the MLPs that each token goes through."""
+    """Bytes of one tensor between an MLP's two matrix products, summed over the experts that process each token."""
     mlp = mlp_of(job.model, kind)
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 
@@ -202,8 +202,8 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
     between: list[float] = []
     inside: list[float] = []
     if kind.attends:
-        # `between` has the inputs of the norm and of the projection after it, and the dropout mask. `inside` has
-        # attention's queries, result, keys, values and log-sum-exp.
+        # The tensors in `between` are the inputs of the norm and of the projection that follows it, and the dropout
+        # mask. Those in `inside` are attention's queries, result, keys, values and log-sum-exp.
         keys, values = max(model.keys // t, model.head_size), max(model.values // t, model.value_size)
         between += [wide * model.hidden, wide * model.hidden, model.dropout * model.hidden]
         inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
@@ -215,8 +215,8 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # `between` has the same three tensors as for attention. `inside` has the result of the MLP's first matrix
-        # product and the input of its second one.
+        # The tensors in `between` are of the same three kinds as for attention. Those in `inside` are the output of the
+        # MLP's first matrix product and the input of the second one.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:
@@ -254,7 +254,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         rotated = model.latent.rotary if model.latent else model.head_size
         further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
-        # Context parallelism keeps keys and values of whole sequences, and a second copy of the result, in two pieces.
+        # With context parallelism, attention keeps keys and values of whole sequences, and a copy of its result.
         values = max(model.values // t, model.value_size)
         further += job.tokens * wide * ((keys + values) * (job.context - 1) + model.results / t)
     if job.layers is LayerKind.LOCAL:

@@ -22,10 +22,10 @@ KERNELS = 0.35 * GIB
 """Bytes of loaded kernel code, and of workspaces that libraries allocate themselves."""
 
 CONNECTION = 9.2 * MIB
-"""Buffers of one connection to a peer, for each channel: 4.0 MiB for the protocol SIMPLE, 0.5 for LL, 4.7 for LL128."""
+"""Buffer bytes per connection and channel: 4.0 MiB for NCCL's protocol SIMPLE, 0.5 MiB for LL, 4.7 MiB for LL128."""
 
 COMMUNICATOR = 4 * MIB
-"""Memory of an unconnected communicator: queues, tables of peers and channels, rounded up to pages."""
+"""Bytes of a communicator without connections, which has queues and tables of its peers and channels."""
 
 MEGATRON_CHANNELS = 16
 """Channels of each of Megatron's communicators, as NCCL chooses over NVLink. Between nodes, NCCL chooses fewer
@@ -103,7 +103,7 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
 
 
 def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
-    """Number of an edge's buffer sets on `rank`: one at the receiver, and between nodes also one at the sender."""
+    """Number of an edge's buffer sets on `rank`: the receiver has one and, between nodes, the sender has another."""
     source, target, _ = edge
     node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
     return int(rank == target or node[0] != node[1])
@@ -117,8 +117,8 @@ def _ring(ranks: int, channels: int) -> float:
 def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
     """Bytes of the communicators of Megatron's process groups on a rank.
 
-    The groups are all ranks (for barriers), the model replica (for the gradient norm), and one per kind of parallelism.
-    If Megatron's own schedule runs, activations travel in its pipeline group.
+    There is one group of all ranks (for barriers), one of a model replica (for the gradient norm), and one for each
+    kind of parallelism. If Megatron's own schedule runs, its pipeline group also connects neighbouring stages.
     """
     placement = schedule.placement
     groups = [job.gpus, job.pipeline * job.tensor, job.data * job.context, job.tensor, job.context, job.expert]

@@ -27,15 +27,15 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""Bytes per token and hidden unit that each microbatch in flight adds on the first stage in the paper's code, for the
-exchanged embedding rows and a dropout mask.
+"""In the paper's code, each microbatch in flight adds this many bytes per token and hidden unit on the first stage, for
+the exchanged embedding rows and a dropout mask.
 """
 
 SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for the copies of X and of X's gradient between S, T and their collectives."""
 
 SCORES, OWN_SCORES = 6, 2
-"""Bytes per logit in split output layers. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
+"""Bytes per logit of a split output layer. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
 for the matrix product. This project's code keeps 16-bit logits of each microbatch from S to T.
 """
 
@@ -151,7 +151,7 @@ class MemoryModel:
         return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
-        """The peak memory of a rank, in a pass or in the optimizer step, which copies 16-bit gradients to fp32."""
+        """The peak memory of a rank, in a pass or in an optimizer step that copies 16-bit gradients to fp32."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
         widened = 4 * stepped if job.widens_gradients else 0
@@ -173,7 +173,7 @@ class MemoryModel:
         """The number of microbatches whose hidden states are in transit to or from a rank: two, or four with several
         chunks.
 
-        Chunks take turns, so a rank with eight chunks has no more microbatches in transit than a rank with two.
+        More than two chunks add no microbatches in transit, because only one chunk runs at a time.
         """
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
@@ -190,7 +190,7 @@ class MemoryModel:
         in_pass = self.in_pass(rank)
         logits = self.job.tokens * self.job.whole_rows
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
-        # A whole output layer keeps its logits from the forward to the end of B, and needs 16 more bits per logit in B.
+        # An unsplit output layer keeps its logits from F to B, and needs two more bytes per logit while it runs.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         kept = self.kept(rank)
         waiting = kept
@@ -203,14 +203,14 @@ class MemoryModel:
         peak, most = (0.0, 0.0), 0.0
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
-        own: dict[tuple[int, int], float] = {}  # bytes held now, by microbatch and chunk
+        own: dict[tuple[int, int], float] = {}  # Bytes that are held now, by microbatch and chunk.
         activations = changes(order, Held.ACTIVATIONS)
         for (kind, microbatch, chunk), (taken, given), shared in zip(
             order, activations, self.shared(rank), strict=True
         ):
             stage, account = stages[chunk], (microbatch, chunk)
             has_output = whole and stage == last
-            left = split and kind is not PassKind.BW  # the weight gradient is left for a W
+            left = split and kind is not PassKind.BW  # A later W computes the weight gradient.
             if taken:
                 held += kept[stage] - own.get(account, 0.0)
                 own[account] = kept[stage]
@@ -266,14 +266,14 @@ class MemoryModel:
         if self.job.layers is LayerKind.PAPER:
             scores = [SCORES] * len(order)
         else:
-            # A pass V runs an S and the T of the same microbatch.
+            # A pass V runs both S and T of a microbatch, so the logits of this microbatch exist only during V.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
         buffers, score = SHARED_BUFFERS * self._unit, self.job.tokens * rows
         return [buffers + each * score for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
-        """Bytes that a microbatch keeps from F to B, by virtual stage of `rank`, without a whole output layer's logits.
+        """Bytes that a microbatch keeps from F to B on each virtual stage of `rank`, without the output layer's logits.
 
         Logits are counted separately, because they are created during the forward.
         """
@@ -288,7 +288,7 @@ class MemoryModel:
     def offloaded(self, rank: int) -> dict[int, float]:
         """Bytes of activations that leave the device when a stage is offloaded; see `small_activations`.
 
-        Logits of a whole output layer stay on the device, because the backward of the last stage follows at once.
+        Logits of an unsplit output layer stay on the device, because the backward of the last stage follows at once.
         """
         kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
@@ -310,8 +310,8 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """The change in memory when a split backward reaches the embedding; in the paper's code, only one layer still
-        waits for W.
+        """The change in memory when a split backward reaches the embedding. In the paper's code, the tensors of only
+        one layer then still wait for W.
         """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
@@ -327,7 +327,7 @@ class MemoryModel:
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
     def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
-        """Bytes of a microbatch on every virtual stage of `rank`; `each`: bytes of one layer of each type."""
+        """Bytes that a microbatch needs on each virtual stage of `rank`; `each`: bytes per layer, by layer type."""
         job, stages = self.job, self._stages
         held = {}
         for stage in self.schedule.placement.stage_of[rank]:
@@ -338,7 +338,7 @@ class MemoryModel:
                     (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
                 )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # The embedding rows are already counted as the first layer's input.
+            # This project's code adds only a dropout mask, because the first layer's input counts the embedding rows.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
 
