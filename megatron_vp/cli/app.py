@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process.
 
     If a command returns a function, `main` calls this function after typer has returned. Bad input prints a one-line
-    error and exits with status 2. Only a bug shows a traceback.
+    error and exits with status 2. A traceback appears only if the program has a bug.
     """
     try:
         with checked_output():

@@ -46,8 +46,8 @@ def check(
         Literal["text", "json"],
         typer.Option(
             "--format",
-            help="json lists the Megatron flags that the plug-in would add, and the library that would compute the "
-            "layers, norms, softmax, gradient accumulation and optimizer step.",
+            help="json lists the Megatron flags that the plug-in would add, and states which library would compute "
+            "the layers, the norms, the softmax, the gradient accumulation and the optimizer step.",
         ),
     ] = "text",
 ) -> None:

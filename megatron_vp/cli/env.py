@@ -1,4 +1,4 @@
-"""`megatron-vp env`: list the software that a run would use here, and the effect of each missing component."""
+"""`megatron-vp env`: list the software that a run on this machine would use, and what each missing part changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of commands that take a job: configuration files (the first without `--config`) and training flags."""
+"""Parameters of commands that take a job: a configuration file, further files (`--config`), and training flags."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ ConfigOption = Annotated[
 
 
 def options_of(context: typer.Context) -> list[str]:
-    """Names, with underscores, of the options that the running command defines, without the job's training flags."""
+    """Names, with underscores, of the options that the running command itself defines; training flags are left out."""
     options = [option for each in context.command.params for option in each.opts if option.startswith("--")]
     return [name_of(option) for option in options]

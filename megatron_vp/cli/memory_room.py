@@ -19,7 +19,7 @@ def memory_room(
 ) -> list[str]:
     """Lines that state a run's free memory and, if this memory is less than the prediction's error, how to free more.
 
-    The list is empty if the run does not fit.
+    The list is empty if the run does not fit in memory.
 
     `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
     """
@@ -32,13 +32,13 @@ def memory_room(
     )
     if not found.is_tight(limit):
         return [line]
-    ways = ["a run on the frontier that needs less memory"] if searched else []
+    ways = ["a run that needs less memory (see the frontier)"] if searched else []
     roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
         ways.append(
             f"{plan.label} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
-            f"{100 * slower:+.1f} % time)"
+            f"{100 * slower:+.1f} % iteration time)"
         )
     if job.recompute.value == "none":
         ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
@@ -49,7 +49,7 @@ def memory_room(
     if not searched:
         ways.append("different parallel sizes (megatron-vp plan --search)")
     return [
-        f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
+        f"{line}; predicted memory may be up to {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",
     ]
 

@@ -54,7 +54,8 @@ def collect(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", help="GPU whose peak FLOP/s are 100 % MFU, such as h100 (default: A100, as in the tables)."
+            "--hardware",
+            help="GPU whose peak FLOP/s are taken as 100 % MFU, such as h100 (default: a100, as in the paper).",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,

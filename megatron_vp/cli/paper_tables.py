@@ -136,7 +136,7 @@ def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:
     if hardware is None:
         return None
     setting = Setting(find_hardware(hardware), None if fp8_recipe is None else Fp8Recipe(fp8_recipe))
-    setting.job(next(iter(jobs())))  # if the setting is impossible, raise UserError now
+    setting.job(next(iter(jobs())))  # Raises UserError here, before any prediction, if the setting is impossible.
     return setting
 
 

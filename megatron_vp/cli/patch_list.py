@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
                 with patches.patched(declared):
                     pass
             unfit = {problem.target for problem in found}
-            need = "essential" if group.essential else "left out if it does not fit"
+            need = "essential" if group.essential else "optional (left out if it does not fit)"
             typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
             typer.echo(f"  {need}; without it, {group.without}")
             for patch in declared:
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
             typer.echo(f"training leaves out these groups of patches: {', '.join(left_out)}")
         subject = "item does" if len(problems) == 1 else "items do"
         verdict = f"{len(problems)} {subject} not fit" if problems else "all patches fit"
-        status = "tested" if supported else "not supported, so no run will start; tested"
+        status = "tested versions" if supported else "not supported, so no run will start; tested versions"
         typer.echo(f"{verdict} megatron-core {version} ({status}: {', '.join(patches.TESTED_VERSIONS)})")
         if problems or not supported:
             raise typer.Exit(1)

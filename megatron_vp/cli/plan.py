@@ -67,8 +67,8 @@ def plan(
         typer.Option(
             "--search",
             help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
-            "recomputation, for the GPUs of --nodes and the job's global batch size. A search for 256 GPUs takes "
-            "about a minute on two cores.",
+            "recomputation. The number of GPUs (see --nodes) and the job's global batch size stay fixed. A search for "
+            "256 GPUs takes about a minute on two cores.",
         ),
     ] = False,
     search_budget: Annotated[
@@ -84,15 +84,15 @@ def plan(
         typer.Option(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
-            "under every schedule (--offload-chunks), and show how much longer runs with less memory take. With "
-            "--search, offloading is tried only for the job's configured parallel sizes and for four others.",
+            "under every schedule (--offload-chunks), and list slower runs that need less memory. With --search, "
+            "offloading is tried only for the job's configured parallel sizes and for up to four other choices.",
         ),
     ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --search: keep the job's value of this setting: tensor, context, pipeline, expert, micro-batch "
-            "or recompute. May be repeated."
+            help="With --search: do not vary this setting, which is tensor, context, pipeline, expert, micro-batch or "
+            "recompute. May be repeated."
         ),
     ] = None,
 ) -> None:
@@ -231,9 +231,7 @@ def _frontier_table(best: list[Evaluation]) -> str:
     """Format a table of the frontier: the runs that no other run beats in both time and memory."""
     from rich.table import Table
 
-    table = Table(
-        title="less memory, more time: no other run beats a listed run in both memory and time", title_justify="left"
-    )
+    table = Table(title="runs that no other run beats in both memory and time, fastest first", title_justify="left")
     for heading in ("GiB", "s / iteration", "host GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("schedule", "vocabulary"):
@@ -250,7 +248,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines on the gain over the best run without vocabulary parallelism, and on the runs that tie for fastest."""
+    """Lines that state the gain over the best run without vocabulary parallelism, and which runs tie for fastest."""
     from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
 
     chosen, whole = choice.chosen, choice.without_split

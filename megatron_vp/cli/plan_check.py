@@ -33,7 +33,7 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class Checked:
-    """The choice (among plans that training accepts), the refused plans, and a note for the user."""
+    """The choice among the plans that training accepts, the plans that it refuses, and a note for the user."""
 
     choice: Choice
     refused: list[Infeasible]
@@ -47,7 +47,7 @@ start.
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:
-    """Check a job in this process (an `Ask`). The first call takes several seconds, because it loads Megatron."""
+    """Check a job in this process (see `Ask`). The first call takes several seconds, because it loads Megatron."""
     from megatron_vp.mcore.start.preflight import refusal_of
 
     return refusal_of(words, ranks)
@@ -55,7 +55,7 @@ def refusal_here(words: list[str], ranks: int) -> str | None:
 
 @contextmanager
 def megatrons_check() -> Iterator[Ask]:
-    """Yield an `Ask` that runs in a second process, or in this process if Megatron is loaded here already.
+    """Yield a function that checks jobs in a second process, or in this process if it has already loaded Megatron.
 
     The second process loads Megatron while this process predicts.
     """
@@ -69,7 +69,7 @@ def megatrons_check() -> Iterator[Ask]:
 def _load_megatron() -> None:
     from megatron_vp.mcore.start.preflight import load_megatron
 
-    logging.disable(logging.WARNING)  # this process only checks, so library warnings do not matter
+    logging.disable(logging.WARNING)  # This process only checks jobs, so the warnings of libraries do not matter.
     load_megatron()
 
 

@@ -28,7 +28,7 @@ MOST_REFUSED = 20
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a search on `gpus` GPUs of `hardware` with `limit` bytes each, and the recommended run."""
+    """The recommended run, and all results of a search on `gpus` GPUs with at most `limit` bytes of memory each."""
 
     config: JobConfig
     hardware: Hardware
@@ -75,7 +75,7 @@ class Answer:
         fastest = found.fitting(self.limit)[0].seconds
         return (
             f"The frontier is partial: {found.untried:,} combinations were not tried, "
-            + ("possibly including the fastest" if found.untried_seconds <= fastest else "but not the fastest one")
+            + ("possibly including the fastest" if found.untried_seconds <= fastest else "none of which is the fastest")
             + f" (each takes at least {seconds(found.untried_seconds)} s); {found.likely or 'none'} of them probably "
             f"belong to the frontier. All simulations of --search-budget {found.budget} were used; a larger budget "
             "allows more."
@@ -200,22 +200,22 @@ def _counts(answer: Answer) -> list[str]:
 
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [
-        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large for the memory, "
-        f"{found.dominated:,} no better than a simulated one"
+        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large for memory, "
+        f"{found.dominated:,} no better than a simulated combination"
         + (f", {found.untried:,} not tried" if found.untried else "")
     ]
     if found.offload_sizes is not None:
         away = sum(1 for each in found.found if each.evaluation.candidate.plan.offload_chunks)
         lines.append(
-            f"activations in host memory: {away} runs simulated, for {found.offload_sizes} parallel sizes"
+            f"offloading to host memory: simulated {away} runs for {found.offload_sizes} choices of parallel sizes"
             + ("" if away else "; the copies would take longer than the passes")
         )
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
         tie = tie_of(found.variants[0].job, answer.hardware)
         lines.append(
-            f"the recommended run is {100 * slower:.1f} % slower than the fastest run, which is within {tie.text}; "
-            "the recommended run is simpler or leaves more memory free"
+            f"the recommended run is {100 * slower:.1f} % slower than the fastest run, but simpler or with more "
+            f"free memory; times within {tie.text} count as a tie"
         )
     return lines
 

@@ -88,12 +88,12 @@ class Request:
 
     @property
     def shards(self) -> str:
-        """One line with the rows per vocabulary shard in an even split, and the imbalance of this split."""
+        """One line that states the size of the largest shard in an even split, and its excess over the mean size."""
         job = self.job
         return f"vocabulary shards of at most {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
-        """One line with the rows per shard, or with the rows by rank and layers by stage if the plan assigns rows."""
+        """One line with the rows of each rank and the layers of each stage, or `shards` if the plan has even shards."""
         if plan.vocab_rows is None:
             return self.shards
         rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
@@ -292,7 +292,7 @@ def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration without changes")]
     if unset:
-        lines.append(f"and unset in a configuration file: {', '.join(unset)}")
+        lines.append(f"and unset these options in a configuration file: {', '.join(unset)}")
     if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:
         lines.append(
             f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"

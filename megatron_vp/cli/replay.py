@@ -50,8 +50,8 @@ def replay(
 ) -> None:
     """Run one rank of a job alone: its real model chunks under its real schedule, on random inputs.
 
-    Prints the time of each kind of pass and the rank's memory. The command needs one GPU, for any number of ranks. With
-    --shapes-only, it needs no GPU and counts only memory. All other arguments are the job's training arguments.
+    Prints the time of each kind of pass and the rank's memory. One GPU is enough for any number of ranks. With
+    --shapes-only, the command needs no GPU and counts only memory. All other arguments are training arguments.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b

@@ -31,10 +31,10 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """Choose the format of a command's result: the one requested, else the one of the file's suffix, else `otherwise`.
+    """Choose the format of a command's result: the requested one, the one that the file's suffix names, or `otherwise`.
 
-    Call this function before the command starts its work. Raises UserError for a suffix that contradicts the requested
-    format or that the command cannot write, for a picture without a file, and for a file that cannot be created.
+    Call this function before the command starts its work. Raises UserError if the suffix names a format that was
+    not requested or that the command cannot write, if a picture has no output file, or if the file cannot be created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]
@@ -50,7 +50,7 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
 
 
 def check_destination(is_picture: bool, output: Path | None) -> None:
-    """Raise UserError for a picture without a file, or for a file that cannot be created; call this before any work."""
+    """Raise UserError if a picture has no output file, or if the file cannot be created; call this before any work."""
     if output is None:
         if is_picture:
             raise UserError("a picture cannot be shown in the terminal; name a file with -o")
@@ -65,7 +65,7 @@ def check_destination(is_picture: bool, output: Path | None) -> None:
 def write(content: str | bytes, output: Path | None) -> None:
     """Write a result to the file `output`, either completely or not at all; print the result if `output` is None.
 
-    Raises UserError for a picture without a file, and for a file that cannot be written.
+    Raises UserError if a picture has no output file, or if the file cannot be written.
     """
     check_destination(isinstance(content, bytes), output)
     if output is None:
@@ -74,16 +74,16 @@ def write(content: str | bytes, output: Path | None) -> None:
         try:
             typer.echo(content, nl=False)
         except BrokenPipeError:
-            raise  # the reader of the pipe, such as head, has closed it
+            raise  # A reader such as `head` has closed the pipe, which is not an error of this command.
         except OSError as error:
             raise UserError(f"cannot write to standard output: {error.strerror}") from None
         return
     data = content if isinstance(content, bytes) else content.encode()
     try:
-        if output.exists() and not output.is_file():  # for example a device or a pipe
+        if output.exists() and not output.is_file():  # A device or a pipe cannot be replaced by a file.
             output.write_bytes(data)
             return
-        with replacing(output.resolve()) as file:  # replace the target of a link, not the link itself
+        with replacing(output.resolve()) as file:  # If `output` is a link, replace its target, not the link.
             file.write(data)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None

@@ -43,7 +43,7 @@ def schedule(
     name: Annotated[
         str | None,
         typer.Argument(
-            help=f"Schedule to generate: {', '.join(FAMILIES)}. Leave it out with --from.",
+            help=f"Schedule to generate: {', '.join(FAMILIES)}. Omit it if --from is given.",
         ),
     ] = None,
     pipeline_size: Annotated[
@@ -53,7 +53,7 @@ def schedule(
     vocab: Annotated[
         str,
         typer.Option(
-            help=f"Vocabulary method: none, vocab-1 or vocab-2. The schedule {', '.join(OWN_METHODS)} sets its own."
+            help=f"Vocabulary method: none, vocab-1 or vocab-2 ({', '.join(OWN_METHODS)} has its own method)."
         ),
     ] = "none",
     vocab_ranks: Annotated[
@@ -110,7 +110,7 @@ def schedule(
         typer.Option(
             metavar="SCHEDULE",
             help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or "
-            "a schedule and a vocabulary method such as v-half:vocab-2, which are used with the same sizes and costs.",
+            "a schedule and a vocabulary method such as v-half:vocab-2. Sizes and costs are those of the first one.",
         ),
     ] = None,
     from_time: Annotated[
@@ -165,7 +165,7 @@ def schedule(
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """Simulate the schedule of `--compare`; read it from a file, or generate it by name for the sizes of `first`."""
+    """Simulate the schedule that `--compare` names: a file, or a schedule to generate with the sizes of `first`."""
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule import generate, simulate, validate
 

@@ -100,7 +100,8 @@ def simulate(
         simulator = make_simulator(request.job, plan, request.hardware)
         if measured is not None and plan.offload_chunks:
             memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
-            measured = replace(measured, copies=copy_seconds(memory))  # the traced costs do not include copies
+            # The traced costs do not include copies, so predict these.
+            measured = replace(measured, copies=copy_seconds(memory))
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         if plan.offload_chunks:
             check_host_memory(prediction)

@@ -29,7 +29,7 @@ class _Output(io.RawIOBase):
 
     def write(self, data: bytes) -> int:
         if self._failed:
-            return len(data)  # after a failure, discard buffered output
+            return len(data)  # After a failed write, discard the remaining output.
         reason = self._reason
         if reason is None:
             try:

@@ -190,7 +190,7 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     assert applied == ([] if arguments else list(declared.values()))
     for group in groups:
         assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
-        need = "essential" if group.essential else "left out if it does not fit"
+        need = "essential" if group.essential else "optional (left out if it does not fit)"
         assert f"  {need}; without it, {group.without}\n" in result.output
         for patch in declared[group.name]:
             assert patch.target in result.output and patch.reason in result.output
@@ -254,7 +254,7 @@ def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeyp
     assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
     assert "fits  megatron.training.arguments:validate_args" in result.output
     tested = ", ".join(patches.TESTED_VERSIONS)
-    assert f"megatron-core 0.21.0 (not supported, so no run will start; tested: {tested})" in result.output
+    assert f"megatron-core 0.21.0 (not supported, so no run will start; tested versions: {tested})" in result.output
 
 
 def test_the_command_says_what_runs_leave_out(monkeypatch):
