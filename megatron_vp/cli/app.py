@@ -1,4 +1,4 @@
-"""Entry point of `megatron-vp`: collects the subcommands and reports bad input as a one-line error with status 2."""
+"""Entry point of `megatron-vp`: collects the subcommands. Bad input gives a one-line error and exit status 2."""
 
 from __future__ import annotations
 

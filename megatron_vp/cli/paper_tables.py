@@ -103,7 +103,7 @@ def tables(
 
 
 def _pipeoffload(output_format: Format, given: list[str]) -> str:
-    """Predict figure 15 of PipeOffload; refuse the options in `given`, which do not apply to it."""
+    """Predict figure 15 of PipeOffload. Raises UserError if `given`, the options that do not apply, is not empty."""
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:

@@ -98,7 +98,7 @@ def plan(
 ) -> None:
     """Rank all schedules for a job by predicted time: plain, with redistributed layers, and vocabulary-parallel.
 
-    All other arguments are the job's training arguments; flags override files.
+    All other arguments are the job's training arguments; flags override configuration files.
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16

@@ -176,7 +176,7 @@ def _command(options: list[str], variables: dict[str, str | None], slurm: Sequen
         place = BATCH_FILES
         variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
     given = [f"{name}={value}" for name, value in variables.items() if value is not None]
-    # --export separates its variables by commas, so `env` sets the variables whose values contain a comma.
+    # Commas separate the variables in --export, so variables whose values contain a comma are set by `env`.
     before = [each for each in given if "," in each]
     exported = ",".join(["ALL", *(each for each in given if "," not in each)])
     own = [f"--{option.lstrip('-')}" for option in slurm]

@@ -65,7 +65,7 @@ def simulate(
 ) -> None:
     """Predict the time and memory of every pipeline rank of a job under the schedule that its configuration sets.
 
-    All other arguments are the job's training arguments; flags override files.
+    All other arguments are the job's training arguments; flags override configuration files.
 
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
@@ -223,7 +223,7 @@ def _copies(request: Request, found: Evaluation) -> str:
     return rendered(table) + "\n".join(lines) + "\n"
 
 
-_WAITS = ("waits out s", "waits back s", "waits in the queue s")
+_WAITS = ("copy-out wait s", "copy-back wait s", "queue wait s")
 
 
 def _waits(copies: RankCopies) -> tuple[float, float, float]:

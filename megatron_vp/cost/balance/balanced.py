@@ -129,9 +129,9 @@ def most_rows(
 ) -> tuple[int, ...] | None:
     """Find how many rows fit on each pipeline rank, summed over its tensor ranks, with `memory_limit` bytes per GPU.
 
-    Returns None on CPU hardware, if only even shards are possible, or if the vocabulary does not fit into memory with
-    any shards. A caller that gets None ignores the limit, as `balanced` does. Raises UserError if the layers cannot be
-    distributed over the stages.
+    Returns None on CPU hardware, if only even shards are possible, or if no distribution of the rows fits into memory.
+    A caller that gets None ignores the limit, as `balanced` does. Raises UserError if the layers cannot be distributed
+    over the stages.
     """
     if not hardware.is_gpu:
         return None

@@ -11,7 +11,7 @@ class Constants:
     """The constants that `megatron-vp paper calibrate` fits to the published table cells, pass times and scaling
     factors.
 
-    matrix: share of the peak FLOP/s that products of large matrices reach under sustained load.
+    matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
     attention_forward, attention_backward: share of the peak that attention kernels reach; only the causal half is
         counted.
     newer_attention: how many times faster attention is in the newer code base of the V-Half runs.

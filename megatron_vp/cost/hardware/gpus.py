@@ -14,8 +14,8 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 class Rates:
     """The rates that one GPU sustains, from cited sources; this project has measured none of them.
 
-    gemm: FLOP/s of large bf16 products.
-    fp8_gemm: FLOP/s of large fp8 products; 0 if the GPU does not support fp8.
+    gemm: FLOP/s of large bf16 matrix products.
+    fp8_gemm: FLOP/s of large fp8 matrix products; 0 if the GPU does not support fp8.
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
     source: where the figures come from.

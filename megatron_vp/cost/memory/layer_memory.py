@@ -193,7 +193,7 @@ def _inner(job: Job, kind: LayerType) -> float:
 
 
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
-    """Bytes per token of each tensor that layers of every implementation keep.
+    """Bytes per token of each activation tensor that every layer implementation keeps.
 
     Returns two lists: tensors outside tensor-parallel regions, which sequence parallelism divides, and all other
     tensors.

@@ -28,8 +28,8 @@ COMMUNICATOR = 4 * MIB
 """Bytes of a communicator without connections, which has queues and tables of its peers and channels."""
 
 MEGATRON_CHANNELS = 16
-"""Channels of each of Megatron's communicators, as NCCL chooses over NVLink. Between nodes, NCCL chooses fewer
-channels.
+"""Number of channels that NCCL chooses for each of Megatron's communicators over NVLink. Between nodes, NCCL chooses
+fewer channels.
 """
 
 FRAGMENTS = 0.02
@@ -83,7 +83,7 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
         own = communicators(schedule.placement, sharded, job.tensor, vocab_ranks=schedule.vocab_ranks)[rank]
     count = own.count if own else 0
     if not hardware.is_gpu:
-        # Gloo uses the messages themselves as buffers.
+        # Gloo needs no buffers in addition to the messages.
         return OutsideMemory(CONTEXT, 0.0, 0.0, 0.0, 0.0, 0.0, fragments, count)
     edges = vocabulary = rows = 0.0
     if own is not None:

@@ -45,7 +45,7 @@ WORKSPACES = 0.1 * GIB
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one rank in bytes, by content. PyTorch's allocator does not count the memory in `outside`."""
+    """Peak memory of one rank in bytes, by purpose. PyTorch's allocator does not count the memory in `outside`."""
 
     parameters: float
     gradients: float
@@ -224,7 +224,7 @@ class MemoryModel:
                 # Layer by layer, the tensors that wait for W replace the tensors that were kept for B.
                 after -= own[account] - waiting[stage]
                 own[account] = waiting[stage]
-            layers, vocabulary = held, scores + shared  # during the pass
+            layers, vocabulary = held, scores + shared  # Bytes during the pass.
             if kind is PassKind.F:
                 layers += in_pass[stage].forward
                 if has_output:
@@ -300,7 +300,7 @@ class MemoryModel:
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
 
-        Each chunk has as many host buffers as microbatches whose activations are on the host at the same time.
+        A chunk needs one host buffer for each microbatch whose activations are on the host at the same time.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}
