@@ -7,8 +7,8 @@ A job's startup takes these steps, in this order:
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
 4. Once process groups exist, `start/same_job.py` sends the costs by which rank 0 orders passes to all ranks.
 
-If Megatron calls one of our functions, this function gets the job from `current()` and passes it to other functions.
-This module does not import Megatron.
+Functions that Megatron calls get the job from `current()` and pass it to all other functions of the plug-in. This
+module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Replay:
-    """The settings for a replay of one rank that Megatron's arguments do not contain."""
+    """The settings of a replay of one rank, apart from Megatron's arguments."""
 
     job: JobConfig | None = None
     """The configuration of the replayed job, before the replay changes it."""
@@ -98,7 +98,7 @@ class RunSettings:
 
     @property
     def places_chunks(self) -> bool:
-        """Whether chunks are placed differently from Megatron, in which chunk c of rank r is stage c * p + r."""
+        """Whether chunks are placed differently than in Megatron, where chunk c of rank r is stage c * p + r."""
         return not self.family.in_rounds
 
     @property
@@ -179,7 +179,7 @@ class OwnLoop(Protocol):
     """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether Megatron has parsed the job's arguments, in which case Megatron's builders prepare the model."""
+        """Whether Megatron has parsed the job's arguments; if so, Megatron's builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
         """Make the job from the arguments of a model's constructor, given by name. Later models use the same job."""
@@ -237,7 +237,7 @@ def current() -> SettledJob:
 
 @contextmanager
 def placed_as_megatron() -> Iterator[None]:
-    """Inside this context, place chunks as plain Megatron does, so that models are built from the same chunks."""
+    """Inside this context, let each rank build the chunks that it would have in plain Megatron."""
     job = current()
     settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
     try:

@@ -22,7 +22,7 @@ from megatron_vp.mcore.platform.installed import Installed
 CAPABILITY = (9, 0)
 ENGINE = "2.20.2"
 
-# Functions of Transformer Engine without which Megatron refuses a fusion.
+# If one of these functions of Transformer Engine is missing, Megatron refuses the fusion that uses it.
 _FUSED = {
     "megatron.core.models.common.embeddings.rope_utils": (
         "fused_apply_rotary_pos_emb",
@@ -43,7 +43,7 @@ _FUSED = {
 
 @contextmanager
 def pretend_gpu(nodes: Installed) -> Iterator[None]:
-    """Let this process, inside this context, appear to have a CUDA device and the packages of `nodes`.
+    """Inside this context, let this process appear to have a CUDA device and the packages in `nodes`.
 
     This function does not import Megatron.
     """
@@ -59,8 +59,8 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """Return the packages that nodes are assumed to have: those of this machine, and Transformer Engine if the job asks
-    for its layers.
+    """Return the packages to assume on the nodes of a job: the packages of this machine, and Transformer Engine if the
+    job asks for Transformer Engine's layers.
     """
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
@@ -78,7 +78,7 @@ def assumptions(nodes: Installed) -> str:
 
 @contextmanager
 def pretend_engine() -> Iterator[None]:
-    """Let Megatron, inside this context, find Transformer Engine as installed on the nodes of `pretend_gpu`."""
+    """Inside this context, let Megatron find Transformer Engine only if the nodes passed to `pretend_gpu` have it."""
     nodes = installed.of_nodes
     if nodes is None or nodes.engine == installed.here().engine:
         yield

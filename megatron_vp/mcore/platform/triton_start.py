@@ -18,7 +18,7 @@ _NETWORK = {
     *("lustre", "gpfs", "beegfs", "panfs", "wekafs", "orangefs", "pvfs2", "vastnfs", "quobyte", "daos"),
 }
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""An escape sequence in the list of mounts, for a space or another special character."""
+"""An escape sequence in /proc/self/mounts, which stands for a space or another special character."""
 _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "fuseblk"}
 
 
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of the file system that contains a folder, or would contain it; None if unknown."""
+    """The type of the file system on which a folder exists or would be created; None if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -52,7 +52,7 @@ def file_system(folder: Path) -> str | None:
     for _, point, kind, *_ in map(str.split, lines):
         mounted = Path(_OCTAL.sub(lambda number: chr(int(number[1], 8)), point))
         if folder.resolve().is_relative_to(mounted):
-            above.append((len(mounted.parts), len(above), kind))  # of two mounts on one path, the later one is visible
+            above.append((len(mounted.parts), len(above), kind))  # A later mount on the same path hides earlier ones.
     return max(above)[-1] if above else None
 
 

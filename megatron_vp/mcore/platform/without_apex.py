@@ -1,9 +1,9 @@
-"""Replaces Apex's kernel that accumulates into `main_grad`, under the same name, if Apex is not installed.
+"""Replaces Apex's kernel that accumulates weight gradients into `main_grad`, if Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
 accumulate weight gradients. Without Apex's extension, Megatron builds these layers only if fused accumulation is
-switched off. The same switch would turn off accumulation in Transformer Engine's layers, which do not need Apex. With
-our replacement, all of these layers accumulate into `main_grad`.
+switched off. Switching fused accumulation off would affect Transformer Engine's layers too, although they do not need
+Apex. With our replacement, all of these layers accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron_vp.vocab.operations import operations_for
 
 
 def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, main_grad_oi: torch.Tensor) -> None:
-    """Compute main_grad += output_gradient^T rows. The factors may have any leading dimensions.
+    """Add the product output_gradient^T @ rows to main_grad. Both factors may have several leading dimensions.
 
     With PyTorch 2.10 or newer, a GPU adds the product of 16-bit factors to an fp32 `main_grad` in one GEMM. Older
-    versions of PyTorch round the product first.
+    versions of PyTorch round the product to 16 bits before they add it.
     """
     rows_ni, output_gradient_no = rows_ni.flatten(0, -2), output_gradient_no.flatten(0, -2)
     operations_for(rows_ni).add_product_(main_grad_oi, output_gradient_no, rows_ni)
 
 
 def _stand_in(original: Any) -> Any:
-    # Apex has one function for each dtype of main_grad; ours handles both.
+    # Apex has one function for an fp32 main_grad and one for a 16-bit main_grad; our function handles both cases.
     return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product)
 
 

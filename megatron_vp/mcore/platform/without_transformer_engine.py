@@ -1,8 +1,8 @@
-"""Patches for machines without Transformer Engine, with or without GPUs: norms, Adam's state in checkpoints, warm-up.
+"""Patches norms, checkpoints of Adam's state, and Megatron's warm-up for machines without Transformer Engine.
 
-We tested for each patch that Megatron fails without the patch. The exception is the patch for the final norm with Apex,
-whose necessity we know only from Megatron's code. Local layers use PyTorch's norms if Apex is missing or the model has
-RMSNorm, with or without Transformer Engine.
+For every patch but one, we tested that Megatron fails without the patch. The exception is the patch for Apex's final
+norm: Megatron's code shows that this patch is necessary. Local layers use PyTorch's norms if Apex is missing or the
+model has RMSNorm, whether or not Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # In a replay, local layers replace Transformer Engine's layers, which support zero-centered weights.
+        # A replay builds torch's norms, which refuse zero-centered weights, instead of Transformer Engine's norms.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():

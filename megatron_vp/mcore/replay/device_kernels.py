@@ -24,7 +24,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm over the last dimension, which saves its input and fp32 statistics of each row."""
+    """RMSNorm or LayerNorm over the last dimension. Saves its input and, in fp32, the statistics of each row."""
 
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -58,7 +58,7 @@ class _Attention(torch.autograd.Function):
 
 def _norm(self: Any, rows: torch.Tensor) -> torch.Tensor:
     if replay().counts_engine:
-        # Transformer Engine copies a tensor that is not contiguous, but PyTorch would keep the whole storage behind it.
+        # Like Transformer Engine, save a contiguous copy: a view would keep the entire storage behind it alive.
         rows = rows.contiguous()
     return _Norm.apply(rows, self.weight, getattr(self, "bias", None))
 
@@ -94,7 +94,7 @@ def _halved(original: Callable[..., Any]) -> Callable[..., Any]:
 def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def like_input(first: torch.Tensor, second: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
-        # Called with (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result has the shape of the largest argument.
+        # The arguments are (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result is shaped like y, the largest.
         return _zeros(max((first, second, *third), key=torch.Tensor.numel))
 
     return like_input

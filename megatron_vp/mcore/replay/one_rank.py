@@ -1,9 +1,9 @@
 """Runs one rank of a large job alone, with PyTorch's fake process group in place of its peers.
 
-The rank builds its real part of the model and runs its real program: every pass, in the order of the schedule, on the
-job's shapes. Communication returns immediately, and data from peers is random. The passes take the same time and memory
-as in the job, but losses and gradients are meaningless. The time that a rank of the job waits for its peers is not
-measured; the simulator adds it.
+The rank builds the same layers as in the job and runs the same program: every pass, in the order of the schedule, with
+the job's shapes. Communication returns immediately, and data from peers is random. The passes take the same time and
+memory as in the job, but losses and gradients are meaningless. The time that a rank of the job waits for its peers is
+not measured; the simulator adds it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """The time of each kind of pass for one microbatch, summed over the rank's chunks; empty with --shapes-only."""
     host_milliseconds: dict[str, float]
-    """The host time of each kind of pass: on a GPU, the time to issue its kernels, including waits inside Megatron."""
+    """The host time of each kind of pass. On a GPU, the host issues kernels and may wait inside Megatron.
+    """
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]
@@ -157,8 +158,8 @@ def run_alone(
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
         if shapes_only:
-            # Data loader processes cannot send fake tensors. The data that Megatron keeps to repeat an iteration is in
-            # host memory, but a replay would count it as device memory.
+            # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps
+            # the data for reruns in host memory, which a replay would count as device memory.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
             if played < microbatches:
                 host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
@@ -172,7 +173,7 @@ def run_alone(
                 run_script(script, arguments)
         if not report.exists():
             raise UserError(
-                "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits"
+                "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits Megatron"
             )
         found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
     if not shapes_only:
@@ -241,7 +242,7 @@ def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
                 tensor.fill_(1)
             case "position_ids":
                 tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
-            case "attention_mask":  # True masks out a pair of positions
+            case "attention_mask":  # True hides a key from a query.
                 tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
 
 

@@ -1,8 +1,8 @@
 """Replays a rank without computing: tensors have shapes but no contents, so that any rank of any job fits on a laptop.
 
-All tensors are PyTorch's fake tensors. The rank builds its real part of the model and its optimizer, and runs its real
-program including autograd, but computes nothing. The result is the memory of all storages that are alive at once. The
-result does not include allocator overhead (rounding, fragmentation), library workspaces, or communicators.
+All tensors are PyTorch's fake tensors. The rank builds the same layers and the same optimizer as in the job, and runs
+the same program including autograd, but computes nothing. The replay counts the storages of all live tensors. It does
+not count allocator overhead (rounding, fragmentation), library workspaces, or communicators.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LiveStorages(TorchDispatchMode):
         self._alive.add(key)
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
-        # PyTorch keeps this Python object alive as long as the storage is in use.
+        # PyTorch keeps the object `storage` until its memory is no longer used; then, `_release` runs.
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
@@ -88,15 +88,15 @@ class LiveStorages(TorchDispatchMode):
 
 def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
     """Skip a collective or point-to-point operation: return its buffers (the first argument) unchanged."""
-    from torch._C._distributed_c10d import FakeWork  # some supported PyTorch versions lack FakeWork
+    from torch._C._distributed_c10d import FakeWork  # Some supported versions of PyTorch lack FakeWork.
 
     results = [FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """Return a number that the host reads from a tensor: the value if it is known; otherwise NaN, False or 0, which
-    pass all checks.
+    """Return a number that the host reads from a tensor: the value if it is known; otherwise NaN, False or 0, so that
+    no check in Megatron fails.
     """
     try:
         return function(tensor)
@@ -116,10 +116,9 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
     live = LiveStorages()
     with (
         device_kernels(),
-        # Moving a model or changing its dtype would swap its parameters, which PyTorch does not support for fake
-        # tensors.
+        # PyTorch's `_apply`, which moves and converts models, would swap parameters. Fake tensors do not support this.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
-        # PyTorch sends objects as bytes in tensors, but fake tensors have no contents.
+        # Objects are gathered as bytes, which fake tensors do not have, so copies of this rank's object are returned.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -36,5 +36,5 @@ def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
         return pattern.layers
     try:
         return None if layout is None else layers_in(str(layout))
-    except UserError:  # the layout has several kinds of layers
+    except UserError:  # One number per stage cannot describe several kinds of layers.
         return None

@@ -141,7 +141,7 @@ def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         job = current()
         found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
-        if writes:  # before Megatron logs, because W&B rejects a step earlier than the last one logged
+        if writes:  # W&B rejects a step that precedes the last one logged, so write before Megatron logs.
             found.write(at_last=False)
         report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         at_last = iteration == job.args.train_iters

@@ -1,4 +1,4 @@
-"""Records Megatron's own schedules as our runtime records its schedules: every forward or backward step is a pass."""
+"""Records Megatron's own schedules in the same form as ours: every forward or backward step is recorded as a pass."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`--rank-report DIR`: reports each rank's memory and compute time, under Megatron's own schedules as well as ours.
 
 Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. The report contains the time of the
-rank's passes in the last KEPT iterations: the device time between CUDA events or, without a GPU, the CPU time of the
-computing thread, which does not include waiting for a core. The report also contains the time that the host spent on
-the same passes, and the peaks of memory over the whole run.
+rank's passes in the last KEPT iterations. On a GPU, this is the device time between CUDA events. Without a GPU, it is
+the CPU time of the computing thread, not including waits for a core. The report also contains the time that the host
+spent on the same passes, and the peaks of memory over the whole run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
 KEPT = 200
-"""The number of iterations whose times a report keeps, so that the report of a long run is small and quick to write."""
+"""The number of iterations whose times a report contains; the limit keeps reports of long runs small."""
 
 
 class RankReport:

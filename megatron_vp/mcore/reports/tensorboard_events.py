@@ -16,7 +16,7 @@ from megatron_vp.mcore.patches import Patch
 def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def write(self: Any, *data: bytes) -> None:
-        # TensorBoard cannot read anything after an incomplete record.
+        # After a failed write, nothing more is written, because TensorBoard cannot read past an incomplete record.
         if getattr(self, "_megatron_vp_gave_up", False):
             return
         try:

@@ -74,7 +74,7 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with the bubble and the memory of the fullest rank, as the cost model predicts them; no line for a
+    """One line with two predictions of the cost model: the bubble, and the memory of the fullest rank. Empty for a
     single pipeline stage.
     """
     if job.args.pipeline_model_parallel_size < 2:
@@ -97,7 +97,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
 def _partition(job: SettledJob) -> list[str]:
     """Lines with the vocabulary rows of each pipeline rank and the layers of each stage in model order, if known."""
     rows, layers = describe_rows(job), layers_given(job.args)
-    with suppress(UserError):  # for a job that the cost model does not cover
+    with suppress(UserError):  # The cost model does not cover every job.
         sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):

@@ -1,9 +1,9 @@
 """Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
 `enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
-of the call are inserted before the command line, and work like flags. If Megatron does not parse arguments, the job is
-set up when the first model is built: the model's configuration and the sizes of Megatron's process groups replace
-Megatron's arguments, and the same checks run.
+of the call act as flags in front of the command line. If Megatron does not parse arguments, the job is set up when the
+first model is built: the model's configuration and the sizes of Megatron's process groups replace Megatron's arguments,
+and the same checks run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _require_no_model() -> None:
     module = sys.modules.get("megatron.core.models.common.language_module.language_module")
     if module is None:
         return
-    # Compared by type: `isinstance` could be deceived by proxy objects.
+    # Compare types, because proxy objects can deceive `isinstance`.
     built = {type(each) for each in gc.get_objects() if issubclass(type(each), module.LanguageModule)}
     if built:
         raise UserError(
@@ -145,15 +145,15 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     args, _ = _parsed(settings)
     _describe(args, settings, model)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if run_settings(args).family.chunks is None:  # the schedule accepts any number of chunks
+    if run_settings(args).family.chunks is None:  # The schedule accepts any number of chunks.
         args.num_virtual_stages_per_pipeline_rank = chunks
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
-    with redirect_stdout(io.StringIO()):  # hide Megatron's list of arguments, most of which this script does not use
+    with redirect_stdout(io.StringIO()):  # Megatron would print all arguments, although most are unused.
         job = settled_job(inspect.unwrap(arguments.validate_args), args, {})
     _require_chunks(job, chunks)
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     require_same_job(facts(vars(args), job.parts, job.words.options), patience)
-    order = [job.order]  # costs depend on the device, which may differ between ranks
+    order = [job.order]  # All ranks use rank 0's costs, because costs depend on the device.
     dist.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
     settled.settle(job)
@@ -201,10 +201,9 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # Four fields are not copied: the layout, which is refused below; the overlap of communication in Megatron's own
-    # schedule, which our schedules do not use; the cross-entropy kernel, for which Megatron-Bridge's recipes use a name
-    # that Megatron's arguments do not accept; and the implementation of layers, which defaults to Transformer Engine
-    # even if the model has local layers.
+    # Four fields are not copied. The layout is refused below. Our schedules ignore `overlap_p2p_comm`. Megatron's
+    # arguments do not accept the name that Megatron-Bridge's recipes use for the cross-entropy kernel. The
+    # implementation of layers defaults to Transformer Engine even if the model has local layers.
     for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
         del said[name]
     for name, value in said.items():

@@ -33,9 +33,9 @@ def refuse_together(reason: str, seconds: float) -> None:
     `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
     another rank has printed the line.
     """
-    at_last(lambda: None)  # flush this rank's output so that it precedes the line
+    at_last(lambda: None)  # Flush this rank's output, which must precede the line.
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # the store may be unreachable, perhaps because its address is the bad input
+    with suppress(Exception):  # The store is unreachable if, for example, its address is wrong.
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():
@@ -72,7 +72,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
             reasons.setdefault(store.get(f"reason {each}").decode(), []).append(each)
         _print(reason if len(reasons) == 1 and together else {told: _ranks(who) for told, who in reasons.items()})
         store.set("said", json.dumps(list(reasons)))
-        # This rank may serve the store, and a launcher stops all other ranks when this rank exits.
+        # The other ranks must read the line before this rank exits, because this rank may serve their store.
         _until(lambda: store.add("heard", 0) >= len(known) - 1, seconds)
         return True
     store.wait(["said"], limit)
@@ -108,7 +108,7 @@ def _print(reasons: str | dict[str, str]) -> None:
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM would cut off the line; this process exits soon anyway
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not cut off the line before this process exits.
     at_last(lambda: say(line))
     _tell_torchrun(line)
 

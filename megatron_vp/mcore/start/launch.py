@@ -43,7 +43,7 @@ def one_line_errors() -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         _end_interrupted()
-    except BaseException as error:  # torch's CheckpointException is not an Exception
+    except BaseException as error:  # torch's CheckpointException does not derive from Exception.
         if not _connected():
             refused = storage_failure(error)
             if refused is None:
@@ -57,8 +57,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse(said: str, status: int) -> NoReturn:
-    """Print one line for the whole job and exit. If ranks are connected, the other ranks refuse at the same time or
-    wait for this rank, so this rank waits for them only briefly.
+    """Print one line for the whole job and exit. If ranks are connected, this rank waits only briefly for the other
+    ranks, because they either refuse at the same time or already wait for this rank.
     """
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
@@ -174,8 +174,8 @@ def prepare() -> None:
     """Prepare this process for a Megatron script, whose arguments are in `sys.argv`; call it before importing Megatron.
 
     Removes `--cpu` from `sys.argv`. Exits with status 2 and one line, without patching anything, if the process was not
-    started by a launcher, if Megatron's version is not supported, or if a patch that this run needs does not fit.
-    Patches of later stages are checked here, but applied only after Megatron has validated the arguments.
+    started by a launcher, if Megatron's version is not supported, or if a patch that this run needs does not fit. All
+    patches are checked here, but some are applied only after Megatron has validated the arguments.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():
@@ -222,7 +222,7 @@ def _check_place() -> None:
 
 def _whole(name: str, least: int, most: int) -> int:
     text = os.environ.get(name, "0")
-    # Python refuses to parse thousands of digits.
+    # The length is checked first, because `int` refuses texts of thousands of digits.
     if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
         limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
         raise UserError(
@@ -232,11 +232,11 @@ def _whole(name: str, least: int, most: int) -> int:
 
 
 def patch_megatron(argv: list[str], together: bool = False) -> None:
-    """Check the patches that this run needs against the installed Megatron, and apply the patches of the first stage.
+    """Check this run's patches against the installed Megatron, and apply the ones needed before arguments are parsed.
 
-    The function also reads the schedule file that the run names; if all ranks call this function `together`, they use
-    rank 0's text. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if a patch of any stage
-    does not fit or a schedule file cannot be used.
+    The function also reads the schedule file that the run names. With `together`, all ranks must call the function, and
+    all use the text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if any
+    patch does not fit or the schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

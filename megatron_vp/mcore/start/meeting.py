@@ -70,7 +70,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
 
     Args:
         own: JSON values by name.
-        verdict: called on one rank with the values of all ranks if they differ; returns the error message.
+        verdict: returns the error message for the values of all ranks; called on one rank if the values differ.
         patience: how long to wait for the other ranks.
     """
     rank, ranks = _place()
@@ -84,7 +84,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     first = _get(store, "facts", patience)
     if first != own:
         _set(store, f"other {store.add('others', 1)}", {"rank": rank, "facts": own})
-    if store.add("compared", 1) == ranks:  # the last rank to arrive compares the values of all ranks
+    if store.add("compared", 1) == ranks:  # The last rank to arrive compares the values of all ranks.
         found = [_get(store, f"other {number + 1}", patience) for number in range(store.add("others", 0))]
         others = {each["rank"]: each["facts"] for each in found}
         store.set("verdict", verdict([others.get(each, first) for each in range(ranks)]) if others else "")

@@ -40,18 +40,18 @@ def check_job(
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
-    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine,
-    with the layers and backend of a CPU run if this machine has no CUDA device. Arguments are checked for GPU nodes if
-    `nodes` describes such nodes ("te=2.17.1,apex=no"). A machine without GPUs also checks for GPU nodes if the job asks
-    for NCCL or Transformer Engine's layers, or if Transformer Engine is installed, unless the job runs `here`. With
-    `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may have
-    options of its own. Raises UserError for anything that the job would refuse at startup, such as unknown or
+    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine;
+    if it has no CUDA device, they are checked for a run on CPUs. If `nodes` describes GPU nodes, for example as
+    "te=2.17.1,apex=no", arguments are checked for these nodes. A machine without GPUs also checks for GPU nodes if the
+    job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is installed. Set `here` to prevent this.
+    With `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may
+    have options of its own. Raises UserError for anything that the job would refuse at startup, such as unknown or
     contradictory arguments, or an unsupported version of Megatron.
     """
     with (
         one_line_for_paths(),
         _platform(arguments, here, nodes),
-        redirect_stdout(None),  # hides what Megatron prints at startup
+        redirect_stdout(None),  # Hide what Megatron prints at startup.
         _parsed(arguments, ranks, own_options(arguments) if own_script else ()) as args,
         pretend_engine(),
     ):
@@ -103,7 +103,7 @@ _SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 def load_megatron() -> None:
     """Import the modules that a check needs, in a process that only checks jobs."""
-    warnings.simplefilter("ignore")  # such as warnings about packages that are not installed on this machine
+    warnings.simplefilter("ignore")  # Packages that are missing on this machine would cause warnings.
     installed.hide_what_is_broken()
     with without_compilers():
         from megatron.training import arguments  # noqa: F401
@@ -143,7 +143,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The layers and the backend that a job's command line or configuration asks for; None for each that is not set."""
+    """The layers and the backend that a job's command line or configuration asks for; None for a missing setting."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -161,9 +161,8 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
-    from megatron_vp.mcore.options.settle import (
-        check_files as check,  # deferred, because Megatron's import-time warnings must be silenced first
-    )
+    # Imported late, because warnings must be silenced before Megatron is imported.
+    from megatron_vp.mcore.options.settle import check_files as check
 
     with one_line_for_paths():
         check(args)
@@ -229,7 +228,7 @@ def describe_node() -> str:
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
-    """Lines that describe a checked job on `ranks` ranks and the iteration at which it would start."""
+    """Lines that describe a checked job on `ranks` ranks, including the iteration at which it would start."""
     # Imported late, because these modules import Megatron.
     from megatron_vp.mcore.options.vocab_rows import describe_rows
     from megatron_vp.mcore.start.banner import describe_sizes

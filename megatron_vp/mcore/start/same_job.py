@@ -3,7 +3,7 @@ training starts.
 
 Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
 of this package would silently produce a different model. So all arguments are compared, except those that may differ
-between machines. The job writes to its folders only after this check, and only if no other job saves to the same place.
+between machines. The job writes to its folders only after this check, and only if no other job saves to them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ranks compare only whether the argument is given and, in a list of datasets, the
 def facts(
     arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Collect what must be equal on all ranks, as text by name ("alike"), and the options that were given ("given").
+    """Return the texts that must be equal on all ranks, by name ("alike"), and the options that were given ("given").
 
     "alike" contains all arguments, including those that Megatron and this plug-in derive, the versions of packages, and
     a fingerprint of our code.
@@ -90,7 +90,7 @@ def facts(
         if name not in OF_A_RANK and not name.startswith("_")
     }
     if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
-        alike["vocab_shards"] = "measured:DIR"  # the folder may differ; the rows are compared anyway
+        alike["vocab_shards"] = "measured:DIR"  # Folders may differ, because the rows read from them are compared.
     packages = {
         "megatron_vp": megatron_vp.__version__,
         "megatron-core": installed_version(),
@@ -178,7 +178,7 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         patience = timedelta(minutes=arguments.distributed_timeout_minutes)
         require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
         original(*args, **kwargs)
-        order = [job.order]  # costs depend on the device, which may differ between ranks
+        order = [job.order]  # All ranks use rank 0's costs, because costs depend on the device.
         torch.distributed.broadcast_object_list(order, src=0)
         settle(replace(job, order=order[0]))
         if (folder := saves_to(arguments)) is not None:

@@ -92,7 +92,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
-        return None  # this run cannot load the optimizer state with any choice of vocabulary rows
+        return None  # No choice of vocabulary rows lets this run load the optimizer state.
     if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
         return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
@@ -198,7 +198,7 @@ def _damage(folder: Path) -> str | None:
         json.loads((folder / part).read_bytes())
         part = _PARTS[1]
         stored = read_metadata(folder).storage_data
-    except Exception as error:  # reading a damaged file may raise any error
+    except Exception as error:  # Reading a damaged file may raise any error.
         return f"{folder / part} is corrupt ({_brief(error)})"
     ends: dict[str, int] = {}
     for piece in stored.values():
@@ -219,7 +219,7 @@ def _common_state(folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns if only one process reads a checkpoint
+        warnings.simplefilter("ignore")  # Megatron warns about reads by a single process, which are intended here.
         try:
             return load_common_state_dict(str(folder))
         except Exception as error:

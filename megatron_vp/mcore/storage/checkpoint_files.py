@@ -103,7 +103,7 @@ PATCHES = (
         _without_padding,
         "with several gradient buckets, Megatron would look up the optimizer's state at the wrong positions",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron 0.20 does not count the padding
+        {"0.20": None},  # Megatron 0.20 does not count the padding, so it needs no patch.
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",

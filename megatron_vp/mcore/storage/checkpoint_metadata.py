@@ -21,8 +21,8 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""The modules whose data classes and enumerations may occur in the metadata of a checkpoint. All such classes are
-accepted, because other releases of torch may add some.
+"""The modules whose data classes and enumerations may occur in the metadata of a checkpoint. The classes are not listed
+by name, because other releases of torch may add more.
 """
 
 _OTHERS = {

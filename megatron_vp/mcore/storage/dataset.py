@@ -163,7 +163,7 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Inside this context, convert errors of writing files to UserError."""
+    """Inside this context, convert every OSError to a UserError that names the output folder."""
     try:
         yield
     except OSError as error:
@@ -329,7 +329,7 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
     """Return the padded vocabulary size that Megatron will use for this job. If this machine cannot read the tokenizer,
-    for example because it only plans the job, the size follows from --vocab-size; None without that option.
+    for example because it only plans the job, the size follows from --vocab-size. Returns None if the size is unknown.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -359,10 +359,10 @@ def _tokens_of(args: argparse.Namespace) -> int:
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
         # The transformers library would mistake the path for a name on the Hugging Face Hub, and search for minutes.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
-    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # rank 0 would print messages
+    asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # Only rank 0 prints messages.
     try:
         return build_tokenizer(asked).vocab_size
-    except Exception as error:  # each library raises its own errors
+    except Exception as error:  # Each tokenizer library raises its own kinds of errors.
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model} "

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
-# The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers, and for each
-# argument the value to assume if a checkpoint does not record it.
+# The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers. The value
+# given here is assumed if a checkpoint does not record the argument.
 _LAYOUT: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "vocab_parallel": False,
@@ -125,7 +125,7 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
     unless an option says which of the two to use.
     """
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if told or not (args.train_iters or args.train_samples):  # Megatron itself refuses a run without a length
+    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run of unknown length.
         return
     written = common.get("opt_param_scheduler", {})
     for name, here in learning_course(args).items():

@@ -19,7 +19,7 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""The formats that fit only one layout, each with the suffix in the name of the Megatron function that writes it."""
+"""Maps each format that fits only one layout to the suffix in the name of the Megatron function that writes it."""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

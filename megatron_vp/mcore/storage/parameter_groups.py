@@ -26,8 +26,8 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
     """Give the loaded parameter groups and the optimizer's own groups the same rates, so that Megatron can match them.
 
     With `keeps_loaded`, both sets of groups get the rates of the checkpoint; otherwise, both get the rates of this run.
-    Groups that differ only in their rates, as with MuP, are sorted by rate and paired in this order. Raises UserError
-    if groups cannot be paired.
+    With MuP, some groups differ only in their rates; these groups are sorted by rate and paired in this order. Raises
+    UserError if groups cannot be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))

@@ -4,10 +4,10 @@ Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger
 file is created exclusively, so only one of several runs succeeds, even on network file systems. Claiming a folder needs
 neither file locks nor synchronized clocks. During the run, a thread keeps renewing the file's modification time.
 
-A claim is void if the run that made it has certainly ended: if that run was an earlier attempt of the same SLURM job,
-or a process of this machine that no longer exists. Any other claim is watched. If the claim is not renewed for
-SILENCE_SECONDS, its run is considered dead, for example because a node failed. If the run is in fact still alive, it
-notices at its next save that its claim is gone, and stops.
+A claim is void if its run has certainly ended. There are two such cases: the run was an earlier attempt of the same
+SLURM job, or it was a process of this machine that no longer exists. Any other claim is watched. If the claim is not
+renewed for SILENCE_SECONDS, its run is considered dead, for example because a node failed. If the run is in fact still
+alive, it notices at its next save that its claim is gone, and stops.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """For each claim that may be void, the state in which this run first saw it, and the time of that observation.
+        """For each claim that may be void, its state when this run first saw it, and the time of that observation.
         """
         self._identity = _identity()
 
@@ -72,7 +72,7 @@ class SaveFolder:
             ) from error
 
     def check(self) -> bool:
-        """Raise UserError if another run has taken over the folder. If only the claim was deleted, create it again."""
+        """Raise UserError if another run has taken over the folder. If the claim is merely gone, create it again."""
         assert self._own is not None
         found = _read(self._own)
         if found is not None and found[0]["token"] in ("", self._identity["token"]):  # "": unreadable
@@ -105,7 +105,7 @@ class SaveFolder:
 
     def _is_void(self, claim: Path) -> bool:
         found = _read(claim)
-        if found is None:  # the claim was removed in the meantime
+        if found is None:  # The claim was removed after it was listed.
             return False
         owner, looks = found
         ours = self._identity
@@ -166,7 +166,7 @@ class SaveFolder:
 
     def _renew(self) -> None:
         while (descriptor := self._descriptor) is not None:
-            with suppress(OSError):  # the file system may respond again later
+            with suppress(OSError):  # A later attempt succeeds if the file system responds again.
                 os.utime(descriptor)
             time.sleep(BEAT_SECONDS)
 
@@ -218,7 +218,7 @@ def _alive(owner: dict[str, str]) -> bool | None:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # the process belongs to another user
+    except OSError:  # The process exists, but belongs to another user.
         pass
     try:
         return _started(process) == owner["started"]
@@ -231,7 +231,7 @@ def _read(claim: Path) -> tuple[dict[str, str], Any] | None:
     the file cannot be read, all fields are empty.
     """
     try:
-        # Opening a file makes a network file system fetch the file's current state.
+        # Open the file before `stat`, because opening makes a network file system fetch the file's current state.
         with suppress(UserError, ValueError, RecursionError):
             found = json.loads(read_text(claim, "claim", MIB))
             found = found if isinstance(found, dict) else {}
@@ -270,8 +270,8 @@ _guarded = False
 def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
     """Return the option that names the folder for a run's checkpoints, and the folder; None if the run saves nothing.
 
-    In a conversion, Megatron itself sets `--save` after it has loaded the checkpoint, so the folder follows from
-    --ckpt-convert-save.
+    When a run converts a checkpoint, Megatron sets `--save` only after it has loaded the checkpoint, so the folder
+    follows from --ckpt-convert-save.
     """
     if args.ckpt_convert_format is not None:
         return "--ckpt-convert-save", os.path.join(args.ckpt_convert_save, args.ckpt_convert_format)

@@ -82,4 +82,4 @@ def split_for(documents: int) -> str | None:
 
 
 def _shares(split: str) -> list[float]:
-    return [float(share) for share in re.findall(r"[.0-9]+", split)]  # as Megatron parses --split
+    return [float(share) for share in re.findall(r"[.0-9]+", split)]  # Megatron parses --split in the same way.
