@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class CudaEvent:
-    """A device event, and the function whose buffers must stay allocated until the device has passed the event."""
+    """A device event that keeps the submitted function, and so its buffers, alive until `wait` is called."""
 
     def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
         self._event = event
@@ -64,7 +64,7 @@ class CudaEvent:
 
 
 class CudaMark:
-    """The compute stream's position when this mark was made, regardless of what the host has issued since."""
+    """Marks the end of the compute work that the host has issued so far."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -99,8 +99,8 @@ class CudaIterations:
 class CudaStream:
     """A high-priority CUDA stream.
 
-    PyTorch hands out its 32 normal-priority streams in turn, including to groups of the newer NCCL backend. On a shared
-    stream, our operations and another group's operations would wait for each other.
+    PyTorch reuses its 32 normal-priority streams in turn, and NCCL process groups use the same ones. If this object
+    shared a stream with such a group, their operations would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,8 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            event = torch.cuda.Event(blocking=True)  # lets a waiting host thread sleep
+            # A host thread that waits for a blocking event sleeps instead of spinning.
+            event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
         return CudaEvent(event, function)
 
@@ -124,7 +125,7 @@ class ThreadEvent:
     """Completion of a function that the worker thread runs."""
 
     def __init__(self) -> None:
-        # This lock is held until completion. A Future would need several objects and take four times as long.
+        # The worker thread releases this lock when the function has finished. A `Future` would take four times as long.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None
@@ -173,7 +174,8 @@ class ThreadStream:
 
     def _work(self) -> None:
         error: BaseException | None = None
-        torch.set_grad_enabled(False)  # the grad mode is per thread
+        # Each thread has its own grad mode.
+        torch.set_grad_enabled(False)
         while True:
             function, event = self._queue.get()
             if error is None:
@@ -182,7 +184,8 @@ class ThreadStream:
                 except BaseException as caught:
                     error = caught
             event.settle(error)
-            del function, event  # otherwise, the last function's buffers would stay alive until the next
+            # Free the function's buffers now, not when the next function arrives.
+            del function, event
 
 
 class FinishedEvent:
@@ -199,7 +202,7 @@ class FinishedEvent:
 
 
 class InlineStream:
-    """Runs functions immediately; for a rank without peers on CPU, where no function has to wait."""
+    """Runs each function immediately; used on CPU by a rank without peers, whose functions never wait for others."""
 
     def submit(self, function: Callable[[], None]) -> FinishedEvent:
         """Run `function`."""

@@ -36,7 +36,7 @@ class PipelineTrace:
         folder: every rank writes `rank_<r>.json` there.
         iterations: the iterations to trace, counted from 1 at the start of the job.
         groups: the pipeline's groups; all ranks of the pipeline must trace the same iterations.
-        partition: how the model is split over ranks; recorded with the times.
+        partition: how the model is split over ranks; the trace file records it.
     """
 
     def __init__(self, folder: Path, iterations: range, groups: Pipeline, partition: Partition | None = None) -> None:
@@ -61,7 +61,7 @@ class PipelineTrace:
     def add(self, recorder: Recorder, schedule: Schedule) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
         first, now = self._first, self._now
-        assert first is not None and now is not None  # `begin` has set these clocks
+        assert first is not None and now is not None
         axis = _Axis(now.offset, first.origin)
         trace = self._trace or RankTrace(
             run=str(first.wall),
@@ -84,9 +84,9 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Convert recorded spans for the trace, sorted by start; add the time of the post to collectives and copies.
+    """Convert recorded spans to trace spans, sorted by start. The span of an operation also has the time of its post.
 
-    Posts themselves take no time and are left out. `axis` converts a recorded moment to milliseconds.
+    Posts get no spans, because they take no time. `axis` converts a recorded moment to milliseconds.
     """
     posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []
@@ -103,7 +103,7 @@ def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]
                 traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
             case Post() | PassKind():
                 pass
-            case operation:  # an operation on its own stream
+            case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
                 name, moment = str(operation), posted[operation]
                 traced.append(TracedSpan(iteration, lane, name, operation.category, start, end, moment))

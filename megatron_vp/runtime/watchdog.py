@@ -27,13 +27,13 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum number of seconds for other ranks to answer: three times the longest interval at which a rank looks for a
-roll call.
+"""Minimum number of seconds that other ranks have to answer a roll call: three times the longest interval at which a
+rank checks for one.
 """
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank stays alive after collecting all answers, so that its peers can collect them, too."""
 _TOLD_SECONDS = 2.0
-"""Seconds during which a process that has received a termination signal may still ask its peers."""
+"""Seconds that a process may spend on asking its peers for their positions after receiving a signal to end."""
 
 
 class Watchdog:
@@ -41,7 +41,7 @@ class Watchdog:
 
     Args:
         progress: the progress of the rank.
-        first_limit: seconds that the rank may stay in one place in its first iteration, when kernels are compiled.
+        first_limit: seconds that the rank may go without progress in its first iteration, when kernels are compiled.
         limit: the same limit from the second iteration on.
     """
 
@@ -87,9 +87,10 @@ class Watchdog:
             said, others = self._progress.sentence(), ""
             if self._told is None:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
-                if self._told is None:  # the first process to exit breaks the others' connections
+                if self._told is None:
                     self._sleep(_LAST_WORDS_SECONDS)
-            else:  # call the roll only if this rank has been stuck for long
+            else:
+                # A rank that has made progress recently does not start a roll call.
                 others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
             self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
 
@@ -103,7 +104,8 @@ class Watchdog:
         """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
 
         def sleep(seconds: float) -> float:
-            time.sleep(seconds)  # the watchdog's thread still looks for signals
+            # This sleep may ignore signals, because the watchdog's thread still looks for them.
+            time.sleep(seconds)
             return math.inf
 
         return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
@@ -136,11 +138,10 @@ def others_of_a_lost_peer() -> str:
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:
-    """Print `line`, and end this process and its children immediately, even if an earlier step fails; callable from any
-    thread.
+    """Print `line`, kill this process's children, and exit at once, even if printing or killing fails.
 
-    Exit handlers and destructors do not run, because they would wait for peers that may be gone. The children are the
-    processes of `multiprocessing`: data loader workers and checkpoint writers.
+    Any thread may call this function. Exit handlers and destructors do not run, because they would wait for peers that
+    may be gone. The children are the processes of `multiprocessing`: data loader workers and checkpoint writers.
     """
     try:
         at_last(lambda: None if line is None else say(line))
@@ -154,10 +155,9 @@ def end_process(status: int, line: str | None = None) -> NoReturn:
 @dataclass(frozen=True)
 class _Signals:
     reader: int
-    """File descriptor that becomes readable when a signal arrives, even if the main thread is in a backend's code.
-    """
+    """File descriptor that becomes readable when a signal arrives, even while the main thread runs backend code."""
     ours: frozenset[int]
-    """The signals that nothing else in this process handles, and that are not ignored (as under `nohup`)."""
+    """SIGTERM and SIGHUP, except those that the process ignores (as under `nohup`) or handles elsewhere."""
 
 
 def _signals() -> _Signals | None:
@@ -171,7 +171,7 @@ def _signals() -> _Signals | None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # These handlers also write to the pipe, in case another library replaces the wakeup fd.
+    # The wakeup fd writes each signal to the pipe. These handlers do the same, in case another library replaces the fd.
     for number in ours:
         signal.signal(number, lambda number, _: _write(writer, number))
     # Without this call, a forked child would write into its parent's pipe.
@@ -180,7 +180,8 @@ def _signals() -> _Signals | None:
 
 
 def _write(writer: int, number: int) -> None:
-    with suppress(OSError):  # if the pipe is full, the watchdog has enough to read
+    # If the pipe is full, the watchdog will read an earlier signal.
+    with suppress(OSError):
         os.write(writer, bytes([number]))
 
 

@@ -33,8 +33,8 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read the data for the chunks that hold vocabulary layers; labels for another rank's chunk are sent by
-        message.
+        """Read token ids on rank 0 and labels on rank p-1. If another rank holds the last stage, store the labels for
+        the message to that rank.
         """
         if self._reads_tokens:
             self._model.load(0, microbatch)
@@ -44,7 +44,7 @@ class WholeVocabLayers:
                 self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch), at=self._last)
 
     def first_input(self, microbatch: int) -> tuple[None, None]:
-        """Return neither a leaf nor an input, because the chunk embeds its tokens itself."""
+        """Return no autograd leaf and no input, because the chunk embeds its tokens itself."""
         return None, None
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:

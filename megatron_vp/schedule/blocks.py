@@ -10,20 +10,20 @@ from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
 Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
-"""(rank, microbatches, barriers) -> the (forward, backward) pairs of the rank that stay next to each other."""
+"""Maps (rank, number of microbatches, barriers) to the rank's (forward, backward) pairs that must run back to back."""
 
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Nominal start times of the passes of microbatch 0 (`forward`, `backward` and `weight`, by virtual stage).
+    """Nominal start times of microbatch 0's F (`forward`), B (`backward`) and W (`weight`) on every virtual stage.
 
-    Microbatches come in groups of `group`. Groups start `group` intervals apart, which is the shortest time that the
-    work of a group allows. If `group` is above 1, the microbatches of a group start `interval` / chunks apart, because
-    the group goes through one chunk after another. `weight` is None if B includes the weight gradient. `overlaps` gives
-    pairs of a forward and a backward of different microbatches that stay next to each other. The backward of a pair is
-    whole; all other backwards are split. The times serve only to order the passes, so it is enough that they respect
-    the dependencies. `forward_time` and `backward_time` are the durations of F and B that the start times assume (with
-    W if B includes the weight gradient).
+    Microbatches are processed in groups of `group`. Each group starts `group` intervals after the previous one, because
+    a microbatch occupies a rank for one interval in total. If `group` is above 1, a microbatch starts `interval` /
+    chunks after the previous one of its group, because the group passes through one chunk before the next. `weight` is
+    None if B includes the weight gradient. `overlaps` returns pairs of a forward and a backward, of different
+    microbatches, that must run back to back. The backward of a pair is whole; all other backwards are split. The times
+    serve only to order the passes, so it is enough that they respect the dependencies. The start times assume that F
+    takes `forward_time` and that B, including the weight gradient if `weight` is None, takes `backward_time`.
     """
 
     placement: Placement
@@ -65,7 +65,8 @@ def v_shaped_block(
 ) -> BuildingBlock:
     """Build the block of a V-shaped schedule: two chunks per rank, separate B and W, and six slots per interval.
 
-    `forward` and `backward` are slots by virtual stage; modulo six, the slots of a rank's passes must differ.
+    `forward` and `backward` give the slots of F and B by virtual stage. A rank's passes must have different slots
+    modulo six.
     """
     placement = Placement.v_shape(pipeline_size)
     weight = weights_in_free_slots(placement, 6, forward, backward)

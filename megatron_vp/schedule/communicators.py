@@ -26,9 +26,8 @@ class RankCommunicators:
     """The communicators of one rank.
 
     edges: the edges that start or end at this rank; each has its own communicator.
-    pipeline, tensor: numbers of ranks in the vocabulary collectives and in the stage's tensor-parallel group. A group
-        of one rank needs no communicator. `pipeline` and `tensor` are 1 on a rank that does not take part in the
-        vocabulary collectives.
+    pipeline, tensor: sizes of the vocabulary collectives' group and of the stage's tensor-parallel group. A group of
+        size 1 has no communicator. Both sizes are 1 on a rank that takes no part in the vocabulary collectives.
     row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
     """
 
@@ -83,7 +82,7 @@ def communicators(
     embeds_on_last_stage: bool = False,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
-    """The communicators of every pipeline rank, in a model replica of `tensor` tensor-parallel pipelines.
+    """The communicators of every pipeline rank; `tensor` is the tensor-parallel size.
 
     `vocab_ranks` are the ranks that hold vocabulary rows (None means all ranks).
     """

@@ -1,7 +1,7 @@
-"""Durations of passes and communication in any unit of time, either equal everywhere or by stage, rank and link.
+"""Durations of passes and communication, in any unit of time.
 
-Both classes of costs provide the duration of a pass (`duration`), the duration of an operation (`communication`), and
-mean costs from which schedules are generated (`nominal`).
+`PassCosts` are equal everywhere; `StageCosts` depend on the stage, rank and link. Both provide the durations of passes
+(`duration`) and operations (`communication`), and mean costs from which schedules are generated (`nominal`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PassCosts:
         return cls(**own, other={name: value for name, value in given.items() if name not in _OWN})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """These costs, because they are equal on all ranks."""
+        """Return `self`, because these costs are equal on all ranks."""
         return self
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
@@ -91,12 +91,12 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """These costs with the work divided equally among F, B and W, and free communication; copies do not change."""
+        """These costs with F, B and W replaced by their mean, and with `comm` set to 0; copies keep their durations."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """These costs with F, B and W of at least a thousandth of their sum, as nominal times require."""
+        """These costs with F, B and W raised to at least a thousandth of their sum, so that none of them is 0."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -108,7 +108,7 @@ _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
 """Names of the durations that have a field in `PassCosts`."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
-"""Kinds of pass whose duration cannot be given: it follows from other kinds, or the pass only starts or awaits a copy.
+"""Kinds of pass for which no duration is given: BW and V combine other passes, and O and R only start or await copies.
 """
 
 
@@ -118,10 +118,10 @@ class StageCosts:
 
     F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
     duration per rank, and are empty if the schedule has no such passes. Kinds in `other` have one duration per virtual
-    stage, or per rank if a rank runs only one such pass per microbatch. Keys are (source rank, target rank, channel) in
-    `messages`, the kind in `collectives`, and (to the host, rank, chunk) in `copies`. Passes and operations without an
-    entry take no time. Raises UserError for a negative or non-finite duration, and if F, B and W have different numbers
-    of stages.
+    stage, or per rank if a rank runs only one such pass per microbatch. The keys of `messages` are (source rank, target
+    rank, channel), those of `collectives` are kinds of collective, and those of `copies` are (whether the target is the
+    host, rank, chunk). Passes and operations without an entry take no time. Raises UserError for a negative or
+    non-finite duration, and if F, B and W have different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -177,9 +177,8 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """These costs with each stage's work divided equally among F, B and W, and free communication.
-
-        The durations of copies do not change.
+        """These costs with each stage's F, B and W replaced by their mean, and without messages and collectives. Copies
+        keep their durations.
         """
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
@@ -218,7 +217,8 @@ class StageCosts:
                 return self.B[stage] + self.W[stage]
         times = getattr(self, step.kind) if step.kind in PASSES else self.other.get(step.kind)
         if not times and step.kind is PassKind.S and not self.T:
-            times = self.V  # an interlaced schedule whose passes V were expanded
+            # In an expanded interlaced schedule, S takes as long as the whole V.
+            times = self.V
         return times[stage if step.kind.per_chunk else rank] if times else 0.0
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
@@ -233,8 +233,7 @@ PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassK
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest accepted duration of a pass, in any unit; in sums with larger values, rounding would remove short durations.
-"""
+"""Longest accepted duration of a pass, in any unit. Rounding could lose a short duration added to a longer one."""
 
 
 def _check(name: str, value: float) -> None:

@@ -1,8 +1,8 @@
 """Builds the dependency graph of a schedule: its passes and the communication between them.
 
-The rules (arXiv 2411.05288, section 4): F of a stage waits for F of the previous stage, S for the last stage's output
-(C0), T for the statistics of all shards (C1), B of the last stage for the vocabulary method's last barrier, and W for
-its B. Only ranks with vocabulary rows run IF, S, T and IB.
+The rules follow arXiv 2411.05288, section 4. F waits for the previous stage's F. S waits for the last stage's output
+(C0). T waits for the statistics of all shards (C1). The last stage's B waits for the last barrier of the vocabulary
+method. W waits for its B. Only ranks with vocabulary rows run IF, S, T and IB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 """Passes that move activations to host memory and back."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""All passes of the vocabulary layers, of all vocabulary methods."""
+"""The kinds of vocabulary pass of all vocabulary methods together."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
@@ -125,8 +125,8 @@ def _listed(steps: Sequence[Pass]) -> str:
 def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
     """Build the dependency graph of the passes of `schedule`; the order in which they are listed does not matter.
 
-    `with_loss` adds the loss function on rank p-1 and the operations for its input and its gradient. Without the loss,
-    the graph is the published one, in which T waits only for the statistics. With `embeds_on_last_stage` (multi-token
+    `with_loss` adds the loss function on rank p-1 and the communication of its input and its gradient. Without the
+    loss, T waits only for the softmax statistics, as in the paper. With `embeds_on_last_stage` (multi-token
     prediction), the last stage also waits for the embedded rows.
     """
     variants, which = _variants(schedule)
@@ -139,11 +139,11 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""Passes that a microbatch has in addition to the required ones, as (rank, pass) with microbatch 0."""
+"""The optional passes and BWs of one microbatch, as (rank, pass) pairs in which the microbatch number is set to 0."""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
-    """The variants in the schedule, and the index of each microbatch's variant."""
+    """The distinct variants in the schedule, and for each microbatch the index of its variant."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
     if not special:
         return [frozenset()], [0] * schedule.microbatches
@@ -234,7 +234,7 @@ class _Rules:
                     self.before[giver].append(filled)
 
     def output_layer(self, last_forward: int) -> list[int]:
-        """Add S, T, their collectives and the loss, or V. Returns the nodes that B of the last stage waits for."""
+        """Add S and T, or V, with their collectives and the loss. Returns the nodes that the last stage's B awaits."""
         loss_rank, root = self.schedule.pipeline_size - 1, self.schedule.placement.last_rank
         broadcast = self.collective(CollectiveKind.C0, root, [last_forward])
         if self.schedule.vocab is VocabMethod.INTERLACED:
@@ -253,9 +253,9 @@ class _Rules:
         return gates
 
     def whole_output_layer(self, last_forward: int) -> list[int]:
-        """Add the loss, with messages if it is not on the last stage's rank. Returns the nodes that the last B needs.
+        """Add the loss of an unsharded output layer. Returns the nodes that the last stage's B waits for.
 
-        If the last stage is on another rank, rank p-1 reads the labels and sends them after its F of chunk 0.
+        If the last stage is on another rank, rank p-1 sends the labels there after its own F of chunk 0.
         """
         if not self.with_loss:
             return [last_forward]
@@ -287,7 +287,7 @@ class _Rules:
         return self.add(Collective(kind, 0, root), after)
 
     def hand_over(self, channel: Channel, before: int, source_stage: int, target_stage: int) -> int:
-        """Return the node that the target stage waits for: a message, or the source's step if both are on one rank."""
+        """Return the node that the target stage waits for: a message or, within a rank, the step `before` itself."""
         source, target = (self.schedule.placement.rank_of(stage) for stage in (source_stage, target_stage))
         if source == target:
             return before

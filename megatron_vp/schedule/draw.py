@@ -31,7 +31,7 @@ WIDEST = 16.0
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Format metrics, a line of figures per rank, and a chart of `width` columns; `window` limits the time shown."""
+    """Format metrics, a table with a line per rank, and a chart of `width` columns. `window` is its time range."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   in host memory" if schedule.offloaded else ""
@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
     column = (last - first) / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
     shown = f"{first:.6g} to {last:.6g}: " if window else ""
-    lines += ["", f"{shown}one column is {column:.4g}; {marks}a dot is idle; much shorter passes may be invisible"]
+    lines += ["", f"{shown}one column is {column:.4g}, so shorter passes may be invisible; {marks}a dot is idle"]
     middles = [first + (place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
@@ -77,7 +77,7 @@ def _vocabulary(schedule: Schedule) -> str:
 
 
 def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
-    """Whether the legend must explain the kind's mark, because the mark is not the name of a kind."""
+    """Whether the legend must explain the kind's mark; a mark that is the name of a kind explains itself."""
     return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
@@ -113,8 +113,8 @@ def to_slots(timeline: Timeline) -> str:
 def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
     """Draw the timeline, or the part of it in `window`, as `svg` or `png`.
 
-    Each rank has a row of passes, labelled with their microbatch if they are wide enough, and below it a chart of the
-    activations that the rank holds. Collectives that take time appear as a line under the passes.
+    Each rank has a row of passes, with a chart of the activations that the rank holds below the row. Passes that are
+    wide enough are labelled with their microbatch. Collectives that take time appear as a line under the passes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Without a date and random identifiers, equal schedules give equal files. Text is stored as text, not as outlines.
+    # Equal schedules give equal files, because identifiers are not random. Text is stored as text, not as outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -141,7 +141,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         host = "; blue line: in host memory" if schedule.offloaded else ""
-        axes.set_xlabel(f"time; grey below each rank: activations held, of a peak of {peak:.4g} microbatches{host}")
+        axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}")
         axes.set_title(
             f"{title(schedule)}; makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
             loc="left",
@@ -170,7 +170,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
     for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
         boxes[step.kind, step.chunk].append((start, end - start))
         label = str(step.microbatch)
-        # In the smallest legible font size, a digit is 3.6 points wide.
+        # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
         if (end - start) * points_per_unit >= 3.6 * len(label) + 1:
             middle = (start + end) / 2
             axes.text(middle, rank + 0.28, label, ha="center", va="center", fontsize=5.5, color="black", clip_on=True)
@@ -235,7 +235,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
         patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
     if timeline.schedule.offloaded:
         patches.append(Patch(facecolor=COPIES, label="copies to and from the host"))
-    rows = math.ceil(1.7 * len(patches) / width)  # the widest legend entry takes 1.7 inches
+    # The widest legend entry takes 1.7 inches.
+    rows = math.ceil(1.7 * len(patches) / width)
     columns = math.ceil(len(patches) / rows)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
 

@@ -15,7 +15,7 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
     unchanged.
 
     The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
-    synchronises all ranks as V does. Each embedding gradient (IB) is inserted after the next V.
+    synchronises all ranks as V does. Each IB is inserted after the first V that follows stage 0's B.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
@@ -37,7 +37,7 @@ Behind = dict[Pass | None, list[Pass]]
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """Return the places of IF and IB on the first stage's rank and on other ranks, and the IB passes left for the end.
+    """Return where to insert IF and IB, on the first stage's rank and on others, and the IBs that every rank runs last.
 
     Other ranks run an IF or IB after the same V as the first stage's rank.
     """

@@ -1,7 +1,7 @@
 """The schedule families: one record for each, with all the properties that code outside the generators uses.
 
 To add a family, write its generator and add a record to FAMILIES. A schedule in a file gets a record of the same form.
-Code checks a record's properties, never its name.
+Other code must decide by a record's properties, not by its name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
     """Add v-flex, whose memory can be set to values between those of the V-shaped families."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
-    summary = "V shape, the shortest within --activation-limit; without it, zb-v"
+    summary = "V shape, shortest schedule within --activation-limit (default: zb-v)"
     flexible = replace(bases[0], name="v-flex", summary=summary, bases=bases, planned=False)
     return found | {flexible.name: flexible}
 
@@ -155,7 +155,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "po",
-            "gis-h with evenly repeating microbatches",
+            "gis-h with microbatches one by one, not in groups",
             Placement.round_robin,
             lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r + math.gcd(v, (p + 1) // 2) - 1,
             "(ceil(p/2)(v - 1) + p - r + gcd(v, ceil(p/2)) - 1)/v",
@@ -202,7 +202,7 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """Read a file's record. The cache key includes `changed`, the modification time in ns (None without a file)."""
+    """Read a file's record. The cache reads the file again if `changed`, its modification time in ns, differs."""
     return family_of_text(path, text_of_file(path))
 
 
@@ -212,7 +212,7 @@ def text_of_file(path: str) -> str:
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule in `text`, the contents of the file `path`. Raises UserError like `family_of_file`."""
+    """The record of the schedule in `text`, the contents of the file `path`. Raises UserError if it cannot run."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:
@@ -256,8 +256,9 @@ def generate(
 ) -> Schedule:
     """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
 
-    `activation_limit` is the memory limit of a flexible family, in microbatches through all chunks of a rank. Raises
-    UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and `fitted`.
+    `activation_limit` is the memory limit of a flexible family; a rank's activations of one microbatch count as 1.
+    Raises UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and
+    `fitted`.
     """
     try:
         method = VocabMethod(vocab)

@@ -24,11 +24,9 @@ class OrderPolicy(StrEnum):
     """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """a search that starts from the block's order looks for a shorter order for the real costs, within the promised
-    peaks
-    """
+    """a search changes the block's order to reduce the makespan for the real costs, within the promised peaks"""
     KEEP = "keep"
-    """the order is kept for all costs"""
+    """the block's order is used for all costs"""
 
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
@@ -44,9 +42,9 @@ class Family:
     placement: Callable[[int, int], Placement]
     """(pipeline size, chunks) -> the placement of the virtual stages"""
     peak: Peak
-    """largest number of chunk activations on a rank if the schedule has no vocabulary passes; may exceed m v"""
+    """largest number of chunk activations on a rank without vocabulary passes, for arbitrarily many microbatches"""
     peak_formula: str
-    """the peak as a formula in p, r, v and m, in microbatches through all chunks of a rank"""
+    """the peak as a formula in p, r, v and m; a rank's activations of one microbatch count as 1"""
     block: Block | None = None
     """the building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN
@@ -58,23 +56,23 @@ class Family:
     methods: tuple[VocabMethod, ...] = SHARDED
     """supported vocabulary methods, the default first"""
     splits_backward: bool = False
-    """whether some weight gradients are separate passes W"""
+    """whether at least some backwards are split into B and W"""
     planned: bool = True
     """whether `megatron-vp plan` considers the family"""
     in_megatron: bool = False
     """whether Megatron itself runs this order if the vocabulary layers are not split"""
     bases: tuple[Family, ...] = ()
-    """for a flexible family (one that is fitted to a memory limit): the families whose blocks its search also tries"""
+    """for a flexible family, which can be fitted to a memory limit: the families whose blocks the fit also tries"""
     shape: str = ""
-    """for a fitted flexible family: the shape of its building block"""
+    """shape of the building block, if the family was fitted to a memory limit"""
     limit: int | None = None
-    """for a flexible family fitted with its own block: the largest number of chunk activations"""
+    """largest number of chunk activations, if the family was fitted with its own block instead of one from `bases`"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
-    """for a file: its schedule, whose numbers of ranks and microbatches are fixed"""
+    """the schedule of a file, whose numbers of ranks and microbatches are fixed"""
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Number of chunks per rank if `chunks` are requested. Raises UserError if the family does not support this
-        number.
+        """Number of chunks per rank; `chunks` is the requested number, if any. Raises UserError if the family does not
+        support it.
         """
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
@@ -110,18 +108,18 @@ class Family:
 
     @property
     def own_method(self) -> VocabMethod | None:
-        """The vocabulary method, other than `none`, of a family that supports only this one; otherwise None."""
+        """The only vocabulary method that the family supports; None if it supports several, or only `none`."""
         return self.methods[0] if self.methods[1:] == () and self.methods[0] is not VocabMethod.NONE else None
 
     def method(self, vocab: VocabMethod) -> VocabMethod:
-        """The vocabulary method that a run uses if `vocab` is requested."""
+        """The vocabulary method to use if the user requests `vocab`."""
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold.
 
-        The result is the limit to which the family was fitted or, without such a limit, the family's peak plus one
-        microbatch per barrier.
+        A family with a `limit` promises this limit. Any other family promises its peak, to which generated schedules
+        add one microbatch per barrier.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)
@@ -131,5 +129,5 @@ class Family:
         return min(peak, microbatches * chunks)
 
     def at_most(self, microbatches: int) -> int:
-        """`microbatches`, or the number of microbatches in the file if that is smaller."""
+        """The smaller of `microbatches` and, for a schedule from a file, the number of microbatches in the file."""
         return microbatches if self.fixed is None else min(microbatches, self.fixed.microbatches)

@@ -27,17 +27,17 @@ from megatron_vp.schedule.timeline import simulate
 GAPS = range(4)
 """The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of memory peaks for which the best block is searched. The peaks lie half a microbatch apart, down from the
-largest one within the limit: a higher peak does not always give a shorter schedule.
+"""Number of memory peaks to try: the largest peak within the limit, and lower ones in steps of half a microbatch. The
+search tries several, because a higher peak does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Ranks x microbatches of the sample on which blocks with the same peak are compared. The sample has at least 5/4 p
-microbatches.
+"""Size (ranks x microbatches) of the sample schedules that are used to compare blocks with the same peak. A sample has
+at least 5/4 p microbatches.
 """
 SMALL = 1_000
-"""Up to this value of ranks x microbatches, the best three blocks of each peak and all bases within the limit are
-simulated with all microbatches. Above this value, only the best block of each peak and the base with the largest peak
-are simulated.
+"""Up to this value of ranks x microbatches, the best three blocks of each peak and all base families within the limit
+are simulated with all microbatches. Above this value, only the best block of each peak and the base family with the
+largest peak are simulated.
 """
 
 
@@ -48,7 +48,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     For the request's sizes, method and costs, the fitted family's schedule stays within the limit. No base family has a
     shorter schedule within the limit.
 
-    `limit` counts activations on the device, in microbatches through all chunks of a rank. Raises UserError if the
+    `limit` is for activations on the device; a rank's activations of one microbatch count as 1. Raises UserError if the
     family is not flexible, or if every schedule needs more memory than the limit.
     """
     family = request.family
@@ -133,7 +133,7 @@ class _Search:
         return min(self.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *self.bases()))
 
     def peak(self, shape: Shape) -> int:
-        """Chunk activations of the fullest rank in nominal order."""
+        """Largest number of chunk activations on any rank, in the block's nominal order."""
         return _fullest(self.placed(str(shape)))
 
     def _placed(self, shape: str) -> Schedule:
@@ -148,11 +148,9 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """The `count` blocks with the shortest sample schedules for each of the largest peaks within the limit, largest
-        first.
+        """For each of the largest peaks within the limit, in descending order, the `count` blocks with the best sample.
 
-        The blocks that have a given peak do not depend on the limit, so raising the limit can drop only the lowest
-        peaks.
+        A higher limit adds higher peaks and drops only the lowest, because it does not change the peaks of blocks.
         """
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():

@@ -119,7 +119,7 @@ def _assemble(
         raise ValueError(f"a schedule needs at least 1 microbatch, got {microbatches}")
     longest = max(map(len, orders), default=0)
     if microbatches > longest:
-        raise ValueError(f"it has {microbatches} microbatches, but no rank lists more than {longest} passes")
+        raise ValueError(f"the schedule has {microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
         raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
     schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), shape)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection in a `with` block or a decorated function.
 
-    A large schedule consists of several hundred thousand small objects without cycles. As these objects accumulate, the
-    collector would scan them again and again, which adds a third to the time that creating them takes.
+    A large schedule consists of several hundred thousand small objects without cycles. Without the pause, the collector
+    would scan them again and again as they accumulate, and creating them would take a third longer.
     """
     was_enabled = gc.isenabled()
     gc.disable()

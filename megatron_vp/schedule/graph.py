@@ -77,7 +77,7 @@ class Graph:
         self.kinds = [kind for each in self._of for kind in each.kinds]
 
     def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
-        """The list of `value(node)` for all nodes, computed once per pattern: its microbatches do not differ."""
+        """The list of `value(node)` for all nodes, computed once per pattern; `value` must ignore the microbatch."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
 
@@ -88,7 +88,7 @@ class Graph:
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """Maps a step to the single-rank operation posted after it; each lane runs such operations in step order."""
+        """Maps a step to the single-rank operation that is posted after it."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
@@ -135,9 +135,8 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """Make a node of each microbatch wait for the node `before` of the microbatch that is `distance` earlier.
-
-        The waiting node is whichever node of `either` occurs in the microbatch. `before` and `either` give nodes of
+        """Make every microbatch wait for the microbatch that is `distance` earlier. The awaited node is `before`; the
+        waiting node is the first of `either` that occurs in the later microbatch. Both arguments give nodes of
         microbatch 0.
         """
         by_pattern = {

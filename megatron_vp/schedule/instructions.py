@@ -77,6 +77,6 @@ class Program:
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """Peak memory held by the program's passes, by kind of memory."""
+        """The largest amount of each kind of memory that the program's passes hold, in chunks or shards."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

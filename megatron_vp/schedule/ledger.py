@@ -19,9 +19,9 @@ from megatron_vp.schedule.passes import Pass, Schedule
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """Positions in a rank's order of the passes that allocate and free this memory, as (allocating, freeing) pairs.
+    """The allocating and the freeing pass of each piece of this memory, as positions in a rank's order.
 
-    If no pass frees the memory, as in an evaluation, both are the position of the allocating pass.
+    If no pass frees the memory, as in an evaluation, both positions are that of the allocating pass.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
@@ -46,7 +46,7 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """Numbers of chunks (or shards) of this memory that each pass allocates at its start and frees at its end."""
+    """For each pass, how many chunks or shards of this memory it allocates at its start and frees at its end."""
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1

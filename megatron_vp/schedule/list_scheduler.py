@@ -66,7 +66,7 @@ Memory = Mapping[Held, Users]
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
-    """The users of every kind of memory, if ranks run their passes in these orders; `numbers[r]` numbers `ranks[r]`."""
+    """The users of every kind of memory in these orders of passes; `numbers[r]` are the node numbers of `ranks[r]`."""
     found = {held: Users(set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
@@ -88,7 +88,7 @@ class Problem:
     memory: Memory
     leaving: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
-    """the passes O and R; see `OFFLOAD_KINDS`"""
+    """the numbers of the O passes (`leaving`) and of the R passes (`returning`)"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
     """maps a forward to the backward that runs right after it; the number of such a pair is the forward's number"""
 
@@ -113,7 +113,7 @@ class Problem:
 
 
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
-    """Return the makespan and each rank's passes in the order found, which respects the limits if the given orders do.
+    """Return the makespan and the order found for each rank; these orders respect the limits if the given orders do.
 
     With `backwards`, the scheduler starts from the last pass. If pairs wait for each other, the makespan is infinite,
     and some passes are missing.
@@ -124,9 +124,8 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank. `levels` has the amount held during each remaining pass; the next pass is last.
-
-    `takes` and `gives` tell which of the rank's passes allocate and free the memory; the pass that runs first is last.
+    """One kind of memory of a rank. All lists end with the pass that runs first. `levels` has the amount held during
+    each remaining pass; `takes` and `gives` tell which passes allocate and free the memory.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -156,22 +155,23 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
     for held, limit in limits.items():
         users = memory[held]
         takes, gives = (list(map(each.__contains__, order)) for each in (users.take, users.give))
-        if takes != gives:  # in an evaluation, no memory is kept from one pass to another
+        # In an evaluation, every pass frees what it allocates, so there is nothing to limit.
+        if takes != gives:
             pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
     return pools
 
 
 Ready = list[int]
-"""A heap of the indices of ready passes, negated so that the heap returns passes in their order."""
+"""A heap of negated indices of ready passes; the negation makes the heap return the passes in the given order."""
 
 
 class _Rank:
-    """A rank's remaining passes, as indices in `order`, which lists the pass to run first at the end."""
+    """A rank's remaining passes, as indices into `order`, which ends with the pass that runs first."""
 
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools
         self.left = list(range(len(order)))
-        # Of ready passes that allocate from the same pools, only the first is checked: if it does not fit, none fits.
+        # Ready passes that allocate from the same pools share a queue, because if the first does not fit, none fits.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
         named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
         queues: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
@@ -183,7 +183,7 @@ class _Rank:
         # Passes that become ready after the next computing pass, each with the queue that it joins.
         self.delayed: list[tuple[Ready, int]] = []
         self.free_at = 0.0
-        # The second half of a pair whose first half has started, and the end of the first half.
+        # If the first pass of a pair has started alone, these are the second pass and the time when the first ends.
         self.half: int | None = None
         self.other_half_ends = 0.0
 
@@ -196,7 +196,7 @@ class _Rank:
                 if left[-1] == -ready[0] or self._fits(pools, bisect_left(left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif fillers and fillers[0] < ready[0]:
-                    # The pass does not fit in memory; a filler that precedes it in the order frees memory.
+                    # The pass does not fit in memory, so first run a filler that precedes it: fillers free memory.
                     best, chosen = fillers[0], fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -232,7 +232,7 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in order of time, from the first to the last, or with `backwards` from the last to the first.
+    """Runs the nodes in order of time: from first to last or, with `backwards`, from last to first.
 
     The loss function takes no time, but it waits until the last rank's current pass has ended.
     """
@@ -275,7 +275,7 @@ class _ListScheduler:
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
-        # Ranks that may be able to start a pass. A set of small integers always has the same order of iteration.
+        # Ranks that may be able to start a pass. A set of small integers has a reproducible order.
         self.stirred: set[int] = set()
         # Times that differ only by rounding count as equal.
         self.tolerance = 1e-7 * max(durations, default=0.0)
@@ -331,7 +331,7 @@ class _ListScheduler:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
-        """Run the first half of the pair that is next in the given order, although the second half is not ready.
+        """Run the first pass of the pair that is next in the given order, although the second pass is not ready.
 
         The scheduler does this if the rank has nothing else to run, so that other ranks get their input earlier.
         """
@@ -344,7 +344,7 @@ class _ListScheduler:
         self._end(first, rank.other_half_ends)
 
     def _end_pair(self, rank: _Rank, now: float) -> None:
-        """Run the second half of a pair, which has become ready."""
+        """Run the second pass of a pair, which became ready only after the first pass had started."""
         assert rank.half is not None
         rank.free_at = max(now, rank.other_half_ends) + self.durations[rank.half]
         self._end(rank.half, rank.free_at)

@@ -1,16 +1,16 @@
 """Lowers a schedule of passes to each rank's program, which includes communication.
 
-All events of all ranks are sorted by their simulated times: a pass or a loss at its end, a communication at the time
-when its last input is ready. In this order, every event comes after all events that it waits for. So ranks that post
-and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
+All events of all ranks are sorted by simulated time. The time of a pass or a loss is its end; the time of a
+communication is when its last input is ready. In this order, every event comes after all events that it waits for. So
+ranks that post and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
 
 CUDA devices need this guarantee for two reasons. First, streams may share one hardware queue, in which an operation
-that cannot start stalls everything issued after it. Second, the host may have to wait for the whole device at any step:
-when CUDA loads a kernel, when the allocator frees memory, in debuggers and under timers. Therefore no receive is posted
-before its message's position in this order. An earlier receive could occupy the device while the sender waits for a
-pass that this rank has not run yet.
+that cannot start stalls everything issued after it. Second, the host may have to wait at any step until the device is
+idle, for example when CUDA loads a kernel, the allocator frees memory, or a debugger or a timer synchronises. Therefore
+no receive is posted before its message's position in this order. An earlier receive could occupy the device while the
+sender waits for a pass that this rank has not run yet.
 
-Reading data counts as taking no time. A rank reads data right before the first instruction that uses it.
+Reading is assumed to take no time. A rank reads data right before the first instruction that uses the data.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: 
     """Lower a schedule to the programs of all ranks, which cannot deadlock even if hosts wait for their devices at any
     step.
 
-    `costs` affect only where losses and communication are placed. With `embeds_on_last_stage` (multi-token prediction),
-    the last stage also uses the embedded rows. An interlaced schedule is first expanded by `expand_interlaced`. Raises
-    ScheduleError if the schedule cannot run.
+    The costs affect only the places of losses and communication in the programs. With `embeds_on_last_stage`
+    (multi-token prediction), the last stage also uses the embedded rows. An interlaced schedule is first expanded by
+    `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
@@ -63,10 +63,10 @@ def check_reading(programs: Sequence[Program]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses: `orders` has each rank's steps, `over` the end of each node, `collectives` their
-    start times.
+    """The schedule with its losses. `orders` has each rank's steps, and `over` the end time of each node.
 
-    Operations that all members post in the same order count as collectives (see `Operation.follows_step`).
+    `collectives` has the operations that all members post in the same order (see `Operation.follows_step`), with their
+    start times.
     """
 
     schedule: Schedule
@@ -178,7 +178,7 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether this rank receives embedding rows but runs no IF, and so has not waited for the token ids."""
+        """Whether `operation` brings embedding rows to this rank although no IF has made it wait for the token ids."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
@@ -188,9 +188,9 @@ class _RankLowering:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
-        their data to others. Rank p-1 also sends labels if the output layer is not sharded and is on another rank. If
-        the rank does not send the data, the chunk that contains the embedding or the output layer is the first to use
-        the data.
+        their data to the other ranks. Rank p-1 also sends labels if the output layer is not sharded and is on another
+        rank. If the rank does not send the data, the chunk that contains the embedding or the output layer is the first
+        to use the data.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1

@@ -13,7 +13,7 @@ from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 
 Moment = tuple[float, int]
-"""A time, and a number that orders dependent events at the same time."""
+"""A time, and a number that breaks ties: among events at the same time, it orders those that depend on each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class NodeTimes:
     order: list[int]
 
     def moments(self, times: list[float]) -> list[Moment]:
-        """Convert `times` of all nodes to moments, which order dependent nodes even at the same time."""
+        """Convert times of all nodes to moments, which keep dependent nodes in order even if their times are equal."""
         position = [0] * len(self.order)
         for place, number in enumerate(self.order):
             position[number] = place
@@ -83,7 +83,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """Describe a deadlock: the first line lists steps that wait for each other, the others list stuck ranks."""
+    """Describe a deadlock: the first line lists steps that wait for each other; each other line shows a stuck rank."""
     heads = {}
     around = []
     for rank, order in enumerate(orders):
@@ -102,7 +102,7 @@ def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads
     listed = {number for order in orders for number in order}
 
     def awaited(number: int) -> int:
-        """The step that has not run and blocks this node."""
+        """A step that has not run and that this node waits for, directly or through operations."""
         number = next(before for before in graph.predecessors[number] if before not in done)
         return number if number in listed else awaited(number)
 

@@ -1,8 +1,7 @@
 """The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-Code that reads, writes, checks, times, draws or orders passes, or counts their memory, uses these entries. Passes that
-a schedule's method does not require may be listed at most once per microbatch (and chunk). Such a pass waits for the
-passes that its entry names, and takes no time unless the costs include its kind.
+Passes that a schedule's method does not require may be listed at most once per microbatch (and chunk). Such a pass
+waits for the passes that its entry names, and takes no time unless the costs include its kind.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 from megatron_vp.schedule.transfers import Copy, Operation
 
 Through = Callable[[int, Any], Operation]
-"""(rank, one of its passes) -> an operation for the same microbatch."""
+"""Takes a rank and one of its passes, and makes an operation for the same microbatch."""
 
 
 class Held(StrEnum):
@@ -73,10 +72,10 @@ class PassKind(str, metaclass=_Table):
     waits_for: tuple[str, ...]
     """kinds of the passes that the pass waits for, on the same rank and for the same microbatch and chunk"""
     through: Through | None
-    """makes an operation between the passes of `waits_for` and this pass; if None, this pass waits for them directly"""
+    """makes an operation that follows the passes in `waits_for` and precedes this pass; None if there is none"""
     holds: tuple[Held, ...]
-    """memory that the pass allocates and still holds when it ends; with `through`, the operation fills this memory,
-    which is therefore allocated at the pass that the operation waits for
+    """memory that the pass allocates and still holds when it ends; if `through` is given, its operation fills this
+    memory, so the pass that the operation waits for allocates it
     """
     filled_by: Through | None
     """makes the operation that fills the memory of the pass; the backward or W that frees the memory waits for this
@@ -111,7 +110,7 @@ class PassKind(str, metaclass=_Table):
         kind.waits_for, kind.through, kind.holds, kind.releases = waits_for, through, holds, releases
         kind.filled_by = filled_by
         cls.entries[name] = kind
-        # As an attribute of the class, the entry is found without calling `_Table.__getattr__`.
+        # Class attributes are faster to look up than entries that `_Table.__getattr__` finds.
         setattr(cls, name, kind)
         return kind
 

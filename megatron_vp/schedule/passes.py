@@ -29,7 +29,7 @@ class VocabMethod(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """Number of waits for all ranks between F and B of the last stage; each keeps one more microbatch in flight."""
+        """How often, between its F and B, the last stage waits for all ranks; each wait adds a microbatch in flight."""
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
@@ -84,7 +84,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
     shape: str = ""
-    """for a flexible family that was fitted to a memory limit: the shape of its building block"""
+    """shape of the building block, if the schedule's family was fitted to a memory limit"""
 
     @property
     def pipeline_size(self) -> int:
@@ -148,11 +148,11 @@ class Schedule:
         }
 
     def forward_only(self) -> Schedule:
-        """The same order with only the passes that evaluation runs: IF, F and S, or F and V."""
+        """The same order with only the passes that evaluation runs, such as IF, F and S."""
         kept = tuple(tuple(step for step in order if step.kind.forward) for order in self.ranks)
         return replace(self, ranks=kept)
 
     def first_microbatches(self, microbatches: int) -> Schedule:
-        """The same order with only the first `microbatches`, which is valid because microbatches are independent."""
+        """The same order with only the first `microbatches` microbatches, which do not depend on later ones."""
         kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
         return replace(self, microbatches=microbatches, ranks=kept)

@@ -1,6 +1,6 @@
 """Makes Chrome trace events for Perfetto, both for simulated timelines and for recorded runs.
 
-Every rank is a process. Arguments are in milliseconds; events are in microseconds, as the format requires.
+Every rank is a process. Functions take times in milliseconds; events contain microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Event = dict[str, object]
 
 
 class Lane(IntEnum):
-    """Threads (lanes) of a rank's process; numbers from LINKS on are lanes of the links that leave the rank."""
+    """Lanes of a rank, shown as threads; the links that leave the rank have lanes numbered from LINKS on."""
 
     COMPUTE = 0
     SECOND_STREAM = 1
@@ -58,6 +58,6 @@ def slice_event(
 
 
 def level(rank: int, held: Held, time: float, level: float) -> Event:
-    """The event that sets a rank's counter of held activations, in microbatches, from `time` (milliseconds) on."""
+    """The event that sets a rank's counter of held activations to `level` microbatches at `time` (in milliseconds)."""
     counter = {"ph": "C", "pid": rank, "name": held.value, "ts": 1e3 * time}
     return counter | {"args": {"microbatches": level}}

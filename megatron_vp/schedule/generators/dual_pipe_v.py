@@ -21,7 +21,7 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
     While the pipeline fills and drains, forwards and backwards run unpaired. The unpaired backwards are split, and each
     W fills a bubble.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3F4....f0b0f1b1f2b2f3b3w0w1w2w3..f4..B0--b4B1B2B3w4W1W2B4W3W4
         rank 1  ..F0F1F2F3F4f0..f1b0f2b1f3b2w0b3w1w2w3f4B0--B1B2B3b4W1w4W2W3B4W4....
@@ -30,14 +30,14 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
 
     1. Fill: forwards of chunk 0, then of chunk 1 (`f`).
     2. Steady: the forward of one chunk next to a whole backward (`b0--`) of the other.
-    3. Drain: backwards of both chunks; split ones leave their W for the gaps.
+    3. Drain: backwards of both chunks; the Ws of split backwards fill the gaps.
     """
     p, slot = pipeline_size, (costs.F + costs.B + costs.W) / 2
     stages, behind_forward = range(2 * p), costs.F / 2
     backward = [(4 * p - 1 - stage) * slot + behind_forward for stage in stages]
 
     def overlaps(rank: int, microbatches: int, barriers: int) -> list[tuple[Pass, Pass]]:
-        """The (forward, backward) pairs of the slots in which neither pass has to wait for the other.
+        """The rank's (forward, backward) pairs; a slot has one only if neither pass would have to wait for the other.
 
         Each barrier delays backwards by two slots, the time of one microbatch. The first 2p - 1 - r forwards of chunk 0
         (and one more for each barrier) fill the pipeline.

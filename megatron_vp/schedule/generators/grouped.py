@@ -11,16 +11,17 @@ from megatron_vp.schedule.placement import Placement
 
 
 def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Build a block for groups of `group` microbatches; a chunk runs `step` microbatches after the one before it.
+    """Build a block for groups of `group` microbatches; each chunk starts `step` microbatches after the previous chunk.
 
     Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, some chunks would share slots, so later chunks wait one more microbatch.
+    # With one microbatch per group, chunks that are `part` apart would share slots, so each later one is
+    # delayed by one microbatch.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # Ranks are two slots apart as long as they do not run into the next chunk; the remaining ranks are one slot apart.
-    # So a chunk's backward on the last rank never comes before the next chunk's backward on rank 0.
+    # Forwards on consecutive ranks are two slots apart on as many ranks as fit before the next chunk, and then one slot
+    # apart. So a chunk's backward on the last rank never comes before the next chunk's backward on rank 0.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
     forward = [late[chunk] + rank + shift[rank] for chunk in range(v) for rank in range(p)]
@@ -44,7 +45,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Groups of p microbatches: rank r holds activations of at most p v - r chunks, and W fills bubbles.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3f0f1f2f3......b0w0F4b1w1..b2w2..b3w3f4B0W0B1W1B2W2b4B3W3w4B4W4
         rank 1  ..F0F1F2F3f0f1f2....b0w0f3b1w1..b2F4..b3w2w3B0f4B1W0B2W1b4B3W2W3B4w4W4
@@ -52,8 +53,8 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0F1F2F3f0b0w0f1b1w1f2b2w2f3b3w3B0..F4B1W0B2f4b4B3W1..B4W2W3w4W4
 
     1. Fill: p microbatches go through chunk 0, then through chunk 1 (`f`).
-    2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right after it or in a gap.
+    2. Steady: F, B and W take turns, each on one chunk.
+    3. Drain: each W runs right after its B or in a later gap.
     """
     return _grouped(pipeline_size, pipeline_size, pipeline_size, chunks, costs)
 
@@ -61,7 +62,7 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Groups of p/2 microbatches, rounded up: about half the memory of `gis`.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3f0f1..........b0w0..f2b1w1f3B0W0F4B1W1b2w2..f4b3w3B2W2B3W3b4w4....B4W4
         rank 1  ..F0F1F2..f0f1......b0w0F3b1w1f2B0W0f3B1W1F4b2w2..b3w3f4B2W2B3W3b4w4....B4W4..
@@ -69,18 +70,17 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0F1....f0b0w0f1b1w1F2B0W0F3B1W1f2b2w2f3b3w3F4B2W2B3f4b4W3w4..B4W4......
 
     1. Fill: groups of p/2 microbatches go through chunk 0, then through chunk 1 (`f`).
-    2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right after it or in a gap.
+    2. Steady: F, B and W take turns, each on one chunk.
+    3. Drain: each W runs right after its B or in a later gap.
     """
     half = (pipeline_size + 1) // 2
     return _grouped(half, half, pipeline_size, chunks, costs)
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of one microbatch, with the steps of `gis_h`: a chunk's activations live equally long for all
-    microbatches.
+    """Like `gis_h`, but with groups of one microbatch, so a chunk's activations live equally long for all microbatches.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2..f0f1F3f2......b0w0F4b1w1f3B0W0..b2f4w2B1W1..b3w3B2W2b4B3w4W3B4W4
         rank 1  ..F0F1F2..f0f1F3....b0w0f2b1w1F4B0W0f3b2w2..B1f4..b3W1B2w3b4B3W2w4B4W3W4
@@ -88,7 +88,7 @@ def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0F1F2..f0b0w0f1b1w1F3B0W0f2b2w2F4B1W1f3b3B2w3f4b4B3....B4W2w4W3W4
 
     1. Fill: forwards of chunk 0; chunk 1 (`f`) starts p/2 microbatches later and takes turns with it.
-    2. Steady: F, B and W of a chunk in turn.
-    3. Drain: B, with W right after it or in a gap.
+    2. Steady: F, B and W take turns, each on one chunk.
+    3. Drain: each W runs right after its B or in a later gap.
     """
     return _grouped((pipeline_size + 1) // 2, 1, pipeline_size, chunks, costs)

@@ -25,7 +25,7 @@ def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
 
     1. Fill: forwards; all ranks run V of a microbatch at the same time.
     2. Steady: between two Vs, one forward and one backward.
-    3. Drain: backwards, and the last Vs between them.
+    3. Drain: the remaining backwards and Vs.
     """
     ranks = tuple(tuple(_order(pipeline_size - 1 - rank, microbatches)) for rank in range(pipeline_size))
     return Schedule("interlaced", VocabMethod.INTERLACED, Placement.linear(pipeline_size), microbatches, ranks)

@@ -10,7 +10,7 @@ from megatron_vp.schedule.placement import Placement
 def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Rank r runs 2(p - 1 - r) + (v - 1)p forwards, then one forward and one backward in turn, as in Megatron.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3f0f1f2f3F4..........b0--..b1--..f4b2--..b3--..B0--B1--b4--B2--B3--....B4--
         rank 1  ..F0F1F2F3f0f1f2f3F4....b0--..b1--..b2--..f4b3--..B0--B1--b4--B2--B3--....B4--....

@@ -25,11 +25,11 @@ class Shape(NamedTuple):
 
     slack: int
     """Amount of slack, from 0 to 2p. Without slack, every rank takes one slot on the way down the V and one on the way
-    up, as in V-Min. Up to p, each unit gives one more rank, starting from the last, a second slot on the way down: a
-    slack of p gives V-Half. Above p, each unit gives one more rank three slots each way: a slack of 2p gives ZB-V.
+    up, as in V-Min. Each unit up to p adds a slot on the way down, from the last rank to the first; a slack of p gives
+    V-Half. Each further unit raises one more rank to three slots in both directions; a slack of 2p gives ZB-V.
     """
     gap: int
-    """number of slots between forwards and backwards at the end of the V"""
+    """number of empty slots between a microbatch's last forward and its first backward"""
 
     def __str__(self) -> str:
         return f"slack={self.slack},gap={self.gap}"
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """The building block for a family's record."""
+        """The function that builds this shape's building block, in the form that `Family.block` requires."""
         return partial(_v_flex, self)
 
 
@@ -51,14 +51,16 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
 
     Passes may share a slot, because nominal times only order the passes.
 
-    Five microbatches on four ranks, at most 3.5 held; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks, each of which holds at most 3.5. F, B and W take one unit of time each; lowercase
+    letters are chunk 1:
 
         rank 0  F0F1F2F3F4....f0b0f1b1w0w1..f2b2B0w2f3b3W0B1w3f4b4B2W1B3w4W2W3B4W4..
         rank 1  ..F0F1F2F3F4f0..f1b0w0b1w1f2..B0b2f3W0w2B1b3f4W1B2b4B3w3W2w4B4W3W4..
         rank 2  ....F0F1F2f0F3f1F4..b0w0f2b1B0w1f3b2W0B1w2f4b3B2W1B3b4w3W2B4w4W3W4..
         rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
 
-    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up, delayed on ranks with slack.
+    1. Fill: forwards of chunk 0 go down the V, with delays on ranks that have slack. Forwards of chunk 1 (`f`) come
+       back up.
     2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
@@ -88,7 +90,7 @@ def _slots(ranks: int, rank: int, slack: int) -> tuple[int, int]:
 
 
 def _through_the_v(start: int, down: tuple[int, ...], up: tuple[int, ...]) -> list[int]:
-    """The slots in which a microbatch is on each rank, down and up the V, if it starts on rank 0 in slot `start`."""
+    """A microbatch's slot on each rank, down and then up the V; the first slot, which is on rank 0, is `start`."""
     places = [start]
     for slots in down[:-1]:
         places.append(places[-1] + slots)

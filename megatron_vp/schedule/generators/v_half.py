@@ -10,9 +10,9 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p/2 + 1 microbatches, or (p + 1)/2 if p is odd.
 
     Forwards and backwards both advance one rank every second slot down the V, and one rank every slot back up. If p is
-    even, three slots between forwards and backwards keep a rank's passes out of each other's slots.
+    even, three empty slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3F4....f0b0w0f1b1w1..f2B0b2w2W0..f3B1b3w3W1f4b4B2w4B3W2W3..B4W4
         rank 1  ..F0F1F2F3..f0..f1b0w0..b1f2B0w1F4b2W0f3B1w2W1b3f4w3B2b4B3W2w4W3B4W4..

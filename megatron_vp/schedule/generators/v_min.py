@@ -9,11 +9,11 @@ from megatron_vp.schedule.costs import PassCosts
 def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p/3 + 2/3 microbatches, rounded up.
 
-    Forwards and backwards advance one rank every slot, down the V and back up. If p is a multiple of three, two slots
-    between forwards and backwards keep a rank's passes out of each other's slots. As there is no slack, unequal F, B
-    and W or slow communication leave bubbles in the steady state.
+    Forwards and backwards advance one rank every slot, down the V and back up. If p is a multiple of three, two empty
+    slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot. As there is no slack,
+    unequal F, B and W or slow communication leave bubbles in the steady state.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1..........f0b0w0F2....f1b1B0w1W0F3f2b2B1w2W1F4f3b3B2w3W2..f4b4B3w4W3......B4W4
         rank 1  ..F0........f0F1..b0w0..f1F2B0b1w1W0f2F3B1b2w2W1f3F4B2b3w3W2f4..B3b4w4W3....B4W4..

@@ -19,7 +19,7 @@ def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 2  ....F0F1F2B0F3B1W0B2W1F4B3W2B4W3W4..
         rank 3  ......F0B0F1B1F2B2F3B3W0F4B4W1W2W3W4
 
-    1. Fill: forwards until the first B can run, at most p.
+    1. Fill: up to p forwards, until the first B can run.
     2. Steady: one F and one B per microbatch; rank r defers the W of r microbatches.
     3. Drain: B as soon as it can run; W fills the gaps.
     """

@@ -1,4 +1,4 @@
-"""ZB-V: chunks in V shape with two slots of slack per stage: 1F1B's peak activations, almost no bubble."""
+"""ZB-V: chunks in V shape with two slots of slack per stage. It has 1F1B's peak activations and almost no bubble."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     step between the two chunks of the last rank, which takes one slot. The slack of two slots per stage fills the
     warm-up and hides communication.
 
-    Five microbatches on four ranks; F, B and W take one unit of time each, small letters are chunk 1:
+    Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3F4....f0b0f1b1f2b2w0f3b3B0w1w2f4b4B1w3B2W0B3w4B4W1W2W3W4..
         rank 1  ..F0F1F2F3F4f0..f1b0f2b1w0f3b2B0b3w1f4w2B1b4B2W0B3w3B4W1w4W2W3W4..
         rank 2  ....F0F1F2f0F3f1F4f2b0w0f3b1B0b2w1f4b3B1W0B2b4B3w2B4W1w3W2w4W3W4..
         rank 3  ......F0f0F1f1F2f2F3f3b0B0w0F4W0f4b1B1b2B2b3B3b4B4w1W1w2W2w3W3w4W4
 
-    1. Fill: forwards of chunk 0 go down the V, those of chunk 1 (`f`) come back up.
+    1. Fill: forwards of chunk 0 go down the V, and those of chunk 1 (`f`) come back up.
     2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: B first; W fills the gaps.
     """
