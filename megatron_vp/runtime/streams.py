@@ -125,7 +125,7 @@ class ThreadEvent:
     """Completion of a function that the worker thread runs."""
 
     def __init__(self) -> None:
-        # The worker thread releases this lock when the function has finished. A `Future` would take four times as long.
+        # The worker thread releases this lock when the function has finished. A `Future` is four times slower.
         self._pending = threading.Lock()
         self._pending.acquire()
         self._error: BaseException | None = None

@@ -33,7 +33,7 @@ rank checks for one.
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank stays alive after collecting all answers, so that its peers can collect them, too."""
 _TOLD_SECONDS = 2.0
-"""Seconds that a process may spend on asking its peers for their positions after receiving a signal to end."""
+"""Seconds that a process may spend on asking its peers for their positions after a termination signal."""
 
 
 class Watchdog:

@@ -66,7 +66,7 @@ def row_pairs(
 ) -> set[tuple[int, int]]:
     """Pairs of ranks that exchange embedding rows, the smaller rank first.
 
-    The rank of the first stage exchanges rows with the ranks that own them, `vocab_ranks` (None means all ranks). With
+    The rank of the first stage exchanges rows with the owners of the rows, `vocab_ranks`; None means all ranks. With
     multi-token prediction (`embeds_on_last_stage`), the rank of the last stage also exchanges rows with the owners.
     """
     owners = range(placement.ranks) if vocab_ranks is None else vocab_ranks

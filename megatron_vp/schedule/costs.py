@@ -108,8 +108,7 @@ _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
 """Names of the durations that have a field in `PassCosts`."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
-"""Kinds of pass for which no duration is given: BW and V combine other passes, and O and R only start or await copies.
-"""
+"""Kinds of pass for which users give no duration: BW and V combine other passes; O and R only start or await copies."""
 
 
 @dataclass(frozen=True)

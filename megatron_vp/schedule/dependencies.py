@@ -25,7 +25,7 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 """Passes that move activations to host memory and back."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""The kinds of vocabulary pass of all vocabulary methods together."""
+"""All kinds of pass that at least one vocabulary method requires."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:

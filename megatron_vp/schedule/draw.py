@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
     column = (last - first) / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
     shown = f"{first:.6g} to {last:.6g}: " if window else ""
-    lines += ["", f"{shown}one column is {column:.4g}, so shorter passes may be invisible; {marks}a dot is idle"]
+    lines += ["", f"{shown}one column is {column:.4g}; shorter passes may be invisible; {marks}a dot is idle"]
     middles = [first + (place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"

@@ -256,7 +256,7 @@ def generate(
 ) -> Schedule:
     """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
 
-    `activation_limit` is the memory limit of a flexible family; a rank's activations of one microbatch count as 1.
+    `activation_limit` is the memory limit of a flexible family, in units of one microbatch's activations on a rank.
     Raises UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and
     `fitted`.
     """

@@ -13,20 +13,20 @@ from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 
 Block = Callable[[int, int, PassCosts], BuildingBlock]
-"""(pipeline size, chunks, costs) -> building block."""
+"""Makes the building block for a pipeline size, a number of chunks per rank, and costs."""
 Order = Callable[[int, int], Schedule]
-"""(pipeline size, microbatches) -> schedule."""
+"""Makes the schedule for a pipeline size and a number of microbatches."""
 Peak = Callable[[int, int, int, int], int]
-"""(pipeline size p, rank r, chunks v, microbatches m) -> chunk activations."""
+"""Returns the chunk activations on a rank, given pipeline size p, rank r, chunks per rank v, and microbatches m."""
 
 
 class OrderPolicy(StrEnum):
     """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """a search changes the block's order to reduce the makespan for the real costs, within the promised peaks"""
+    """a search changes the block's order to reduce the makespan for the real costs, within the promised memory peaks"""
     KEEP = "keep"
-    """the block's order is used for all costs"""
+    """the block's order is used, whatever the costs are"""
 
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
@@ -40,11 +40,11 @@ class Family:
     summary: str
     """one line, for help texts and tables"""
     placement: Callable[[int, int], Placement]
-    """(pipeline size, chunks) -> the placement of the virtual stages"""
+    """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
     peak: Peak
     """largest number of chunk activations on a rank without vocabulary passes, for arbitrarily many microbatches"""
     peak_formula: str
-    """the peak as a formula in p, r, v and m; a rank's activations of one microbatch count as 1"""
+    """the peak as a formula in p, r, v and m, in units of one microbatch's activations on a rank"""
     block: Block | None = None
     """the building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN

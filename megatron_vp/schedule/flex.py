@@ -48,8 +48,8 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     For the request's sizes, method and costs, the fitted family's schedule stays within the limit. No base family has a
     shorter schedule within the limit.
 
-    `limit` is for activations on the device; a rank's activations of one microbatch count as 1. Raises UserError if the
-    family is not flexible, or if every schedule needs more memory than the limit.
+    `limit` applies to activations on the device, in units of one microbatch's activations on a rank. Raises UserError
+    if the family is not flexible, or if every schedule needs more memory than the limit.
     """
     family = request.family
     if not family.bases:

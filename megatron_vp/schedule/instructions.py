@@ -1,4 +1,4 @@
-"""The instructions that a rank executes: read data, run a pass, call the loss, start an operation, wait for one."""
+"""The instructions that a rank executes: read data, run a pass, call the loss, start an operation, or wait for one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ idle, for example when CUDA loads a kernel, the allocator frees memory, or a deb
 no receive is posted before its message's position in this order. An earlier receive could occupy the device while the
 sender waits for a pass that this rank has not run yet.
 
-Reading is assumed to take no time. A rank reads data right before the first instruction that uses the data.
+Reading data is assumed to take no time. A rank reads data right before the first instruction that uses it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The post of an operation, preceded by reading the data to send or by waiting for token ids, if needed."""
+        """The instructions that post an operation; if needed, they first read data to send or wait for token ids."""
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):

@@ -16,8 +16,8 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
     Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, chunks that are `part` apart would share slots, so each later one is
-    # delayed by one microbatch.
+    # With one microbatch per group, chunks that are `part` apart would share slots, so the start is delayed by one more
+    # microbatch every `part` chunks.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
     # Forwards on consecutive ranks are two slots apart on as many ranks as fit before the next chunk, and then one slot

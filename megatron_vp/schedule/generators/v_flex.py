@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Build the block of a shape, with W right after its B.
+    """Build the block of a shape, in which W runs right after its B.
 
     Passes may share a slot, because nominal times only order the passes.
 
@@ -62,7 +62,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
     1. Fill: forwards of chunk 0 go down the V, with delays on ranks that have slack. Forwards of chunk 1 (`f`) come
        back up.
     2. Steady: for each microbatch, one F, B and W per chunk.
-    3. Drain: B first; W fills the gaps.
+    3. Drain: Bs run first, and Ws fill the gaps.
     """
     p = pipeline_size
     down, up = zip(*(_slots(p, rank, shape.slack) for rank in range(p)), strict=True)

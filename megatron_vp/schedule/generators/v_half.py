@@ -21,7 +21,7 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: a forward goes down the V, one rank every second slot, and comes back up, one rank every slot.
     2. Steady: for each microbatch, one F, B and W per chunk.
-    3. Drain: B first; W fills the gaps.
+    3. Drain: Bs run first, and Ws fill the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 2 else 3
     down, up = range(p), range(p - 1, -1, -1)

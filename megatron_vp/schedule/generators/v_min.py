@@ -22,7 +22,7 @@ def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: forwards go down the V and straight back up, one after another.
     2. Steady: for each microbatch, one F, B and W per chunk, with no slack between ranks.
-    3. Drain: B first; W fills the gaps.
+    3. Drain: Bs run first, and Ws fill the gaps.
     """
     p, gap = pipeline_size, 0 if pipeline_size % 3 else 2
     forward = list(range(2 * p))

@@ -21,7 +21,7 @@ def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: up to p forwards, until the first B can run.
     2. Steady: one F and one B per microbatch; rank r defers the W of r microbatches.
-    3. Drain: B as soon as it can run; W fills the gaps.
+    3. Drain: each B runs as soon as it can, and Ws fill the gaps.
     """
     p, backward = pipeline_size, costs.B + costs.W
     starts = [p * costs.F + (p - 1 - stage) * backward for stage in range(p)]

@@ -22,7 +22,7 @@ def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
     1. Fill: forwards of chunk 0 go down the V, and those of chunk 1 (`f`) come back up.
     2. Steady: for each microbatch, one F, B and W per chunk.
-    3. Drain: B first; W fills the gaps.
+    3. Drain: Bs run first, and Ws fill the gaps.
     """
     p, stages = pipeline_size, range(2 * pipeline_size)
     forward = [3 * stage - 2 * (stage >= p) for stage in stages]
