@@ -37,7 +37,7 @@ _TOLD_SECONDS = 2.0
 
 
 class Watchdog:
-    """Watches one pipeline rank from its own thread.
+    """Watches one pipeline rank from a separate thread.
 
     Args:
         progress: the progress of the rank.
@@ -130,8 +130,8 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline, if a connection breaks outside a schedule. Without a watchdog, return
-    an empty text.
+    """Name the ranks that hold up the pipeline when a connection has broken outside a schedule. Without a watchdog,
+    return an empty text.
     """
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")

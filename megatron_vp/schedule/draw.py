@@ -82,7 +82,7 @@ def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
 
 
 def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
-    """One character per entry of `times`: the mark of the pass that the rank runs then, or a dot."""
+    """One character per entry of `times`: the mark of the pass that the rank runs at that time, or a dot."""
     spans, order = timeline.spans[rank], timeline.schedule.ranks[rank]
     starts = [start for start, _ in spans]
     cells = []
@@ -154,7 +154,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
 
 
 def _typical_duration(timeline: Timeline) -> float:
-    """Mean duration of the first rank's passes that take time, or 1 if there are none."""
+    """Mean duration of rank 0's passes, of which only those with a positive duration count; 1 if there are none."""
     taken = [end - start for start, end in timeline.spans[0] if end > start]
     return sum(taken) / len(taken) if taken else 1.0
 

@@ -99,7 +99,7 @@ class Family:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether chunk c of rank r is stage c p + r, as Megatron places chunks."""
+        """Whether chunk c of rank r is stage c * p + r, as Megatron places chunks."""
         some = self._some_placement()
         return some == Placement.round_robin(some.ranks, some.chunks)
 

@@ -268,10 +268,10 @@ class _ListScheduler:
         for forward, backward in problem.backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
-        # Without pairs, O and R, a pass that becomes ready only needs to join its queue.
+        # If there are no pairs and no O or R passes, a pass that becomes ready only needs to join its queue.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # The nodes that end at each time, and a heap of the times; many nodes end at the same time.
+        # Nodes are grouped by the time at which they end, because many end together; `times` is a heap of these times.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))

@@ -22,7 +22,7 @@ class Held(StrEnum):
     ACTIVATIONS = "activations"
     """a chunk's activations, on the device"""
     LOGITS = "logits"
-    """E of the rank's vocabulary shard, on the device, kept from S to T"""
+    """the exponentials E of the rank's logits, on the device, kept from S to T"""
     HOST_ACTIVATIONS = "host activations"
     """a copy of a chunk's activations in host memory"""
 

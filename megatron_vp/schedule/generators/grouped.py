@@ -43,7 +43,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p microbatches: rank r holds activations of at most p v - r chunks, and W fills bubbles.
+    """Groups have p microbatches. Rank r holds the activations of at most p * v - r chunks, and Ws fill bubbles.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
@@ -60,7 +60,7 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups of p/2 microbatches, rounded up: about half the memory of `gis`.
+    """Groups have p/2 microbatches, rounded up, and need about half the memory of `gis`.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
