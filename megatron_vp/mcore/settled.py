@@ -5,7 +5,7 @@ A job's startup takes these steps, in this order:
 1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
 2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
-4. Once process groups exist, `start/same_job.py` sends the costs by which rank 0 orders passes to all ranks.
+4. Once process groups exist, `start/same_job.py` sends rank 0's costs to all ranks, which order their passes by them.
 
 Functions that Megatron calls get the job from `current()` and pass it to all other functions of the plug-in. This
 module does not import Megatron.
@@ -49,7 +49,7 @@ class Words:
     the words of the command line.
     """
     platform_flags: tuple[str, ...] = ()
-    """The flags of Megatron that were added for the platform."""
+    """Megatron's flags that the plug-in added for the platform."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The options in `all`, by argument name."""
 
@@ -131,12 +131,12 @@ class ChosenRows:
     """The number of vocabulary rows chosen for each rank of a job, and the layout if one was chosen with the rows."""
 
     rows: tuple[int, ...] | None = None
-    """The number of rows by pipeline rank, for all tensor ranks of a stage together; None for equal shards."""
+    """The number of rows of each pipeline rank, summed over its tensor ranks; None for equal shards."""
     reason: str | None = None
     """Why the plug-in chose these rows; None if the user gave them, or if the shards are equal and need no explanation.
     """
     layout: str | None = None
-    """The layout that was chosen with the rows (for a hybrid model, a pattern with bars); None to keep the user's
+    """The layout that was chosen with the rows (for a hybrid model, a pattern with `|`); None to keep the user's
     layout.
     """
 

@@ -37,7 +37,7 @@ def c_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Triton's cache folder, whether or not the folder exists."""
+    """Triton's cache folder, which may not exist yet."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
 
@@ -57,7 +57,7 @@ def file_system(folder: Path) -> str | None:
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether a type of file system is a network file system, judged by its name."""
+    """Whether a file system of this type is a network file system."""
     return kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

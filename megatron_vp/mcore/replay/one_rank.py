@@ -182,8 +182,8 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """Return a number of microbatches that suffices to reach the memory peak, and the number in the job. The two are
-    equal if the replay must run all microbatches.
+    """Return how many microbatches suffice to reach the memory peak, and how many the job has. The numbers are equal if
+    the replay must run all microbatches.
 
     Every schedule that we generate reaches its peak of activations within ROUNDS microbatches per rank. A schedule from
     a file has a fixed number of microbatches.
@@ -231,7 +231,7 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
-    """Fill a batch with arbitrary tokens and labels, all of which count in the loss, and a causal attention mask."""
+    """Fill a batch with arbitrary tokens and labels, a loss mask of ones, and a causal attention mask."""
     for name, tensor in batch.items():
         match name:
             case _ if tensor is None:

@@ -28,8 +28,8 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the number of layers by virtual stage, from a layout or from the bars in a hybrid pattern; None if neither
-    is given.
+    """Return the number of layers by virtual stage, from a layout or from the `|` separators in a hybrid pattern; None
+    if neither is given.
     """
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:

@@ -100,7 +100,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _print(reasons: str | dict[str, str]) -> None:
-    """Print one line with the reason of all ranks, or with several reasons and the ranks that give them."""
+    """Print one line with the reason that all ranks share, or with several reasons and the ranks that gave each."""
     if isinstance(reasons, str):
         line = f"error: {reasons}"
     elif len(reasons) == 1:

@@ -72,7 +72,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process with one line outside `one_line_errors` too, for example while a script imports
+    """Let Ctrl-C end this process with one line even outside `one_line_errors`, for example while a script imports
     Megatron.
     """
     before = sys.excepthook

@@ -121,7 +121,7 @@ def without_compilers() -> Iterator[None]:
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
-    """Replaces `torch.compile` as a decorator with or without options; returns the function uncompiled."""
+    """Replaces the decorator `torch.compile`, with or without options, and leaves the function uncompiled."""
     return (lambda decorated: decorated) if function is None else function
 
 
@@ -160,7 +160,7 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check the files that validated `args` name, as a job does at startup. Raises UserError."""
+    """Check the files named in validated `args`, as a job does at startup. Raises UserError."""
     # Imported late, because warnings must be silenced before Megatron is imported.
     from megatron_vp.mcore.options.settle import check_files as check
 

@@ -28,7 +28,7 @@ _PARTS = ("metadata.json", ".metadata")
 
 
 def check_checkpoint(args: argparse.Namespace) -> str | None:
-    """Check the checkpoint that validated Megatron arguments name, without reading its tensors.
+    """Check the checkpoint named in Megatron's validated arguments, without reading its tensors.
 
     Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
 
@@ -100,7 +100,7 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
 
 
 def _chunks_asked(args: argparse.Namespace) -> int | None:
-    """Return the number of chunks per rank that parsed arguments request; None if the arguments do not set it."""
+    """Return the number of chunks per rank from parsed arguments; None if the arguments do not set this number."""
     layers = args.num_layers_per_virtual_pipeline_stage
     if layers is not None and args.num_layers is not None:
         return args.num_layers // (args.pipeline_model_parallel_size * layers)

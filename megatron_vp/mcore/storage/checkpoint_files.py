@@ -1,7 +1,7 @@
 """Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
-Megatron empties the file that names the last checkpoint before it writes a new iteration number. If the rank dies
-before it has written the number, or if the disk is full, Megatron can no longer find the last good checkpoint.
+Megatron empties the file that names the last checkpoint before it writes a new iteration number. If the writing rank
+dies in between, or if the disk is full, Megatron can no longer find the last good checkpoint.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# Called with the stage, the number of characters processed, and the total number of characters (None if unknown).
+# A function that gets the name of a step, the number of characters processed, and their total (None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
@@ -39,7 +39,7 @@ _BATCH_CHARACTERS = 4_000_000
 class Prepared:
     """The files that `prepare` wrote."""
 
-    dataset: Path  # the path of the .bin and .idx files, without the suffix
+    dataset: Path  # The path of the .bin and .idx files, without the suffix.
     tokenizer: Path
     vocab_size: int
     documents: int
@@ -269,7 +269,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
 
 
 def check_inputs(args: argparse.Namespace) -> None:
-    """Check every dataset and the tokenizer that parsed Megatron arguments name, before Megatron opens any of them.
+    """Check every dataset and the tokenizer named in Megatron's parsed arguments, before Megatron opens any of them.
 
     Raises UserError for the first dataset or tokenizer that cannot be used.
     """

@@ -49,7 +49,7 @@ def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndar
 
 
 def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
-    """Return the range of documents (first, last + 1) for training, validation and test data; None for a share of 0.
+    """Return the ranges of documents (first, last + 1) for training, validation and test; None for a share of zero.
 
     The ranges are computed as in Megatron's `BlendedMegatronDatasetBuilder`.
     """
@@ -63,8 +63,8 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """Return a split that gives every part of `split` at least one document. If there are too few documents, the result
-    gives all of them to training.
+    """Return a split that gives every part of `split` at least one document. If there are too few documents, the split
+    gives all documents to training.
     """
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
