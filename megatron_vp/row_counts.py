@@ -28,8 +28,8 @@ def rows_per_shard(vocab_size: int, count: int) -> int:
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Raise UserError unless `rows`, one number per pipeline rank, adds up to `vocab_size`, and each number is a
-    multiple of `tensor`, the number of tensor ranks in a stage.
+    """Check the numbers of vocabulary rows of all pipeline ranks. Raises UserError unless the numbers add up to
+    `vocab_size`, and each number is a multiple of `tensor`, the number of tensor ranks in a stage.
     """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:

@@ -112,7 +112,7 @@ class ChunkPasses:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run the forward of a chunk; return its autograd leaf (None if it embeds its tokens) and its output."""
+        """Run the forward of a chunk; return its autograd leaf (None if the chunk embeds its tokens) and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:
@@ -141,8 +141,7 @@ class ChunkPasses:
     def _whole_backward(self, microbatch: int, chunk: int) -> None:
         """Run the pass BW, a backward that includes the weight gradients.
 
-        If the schedule splits other backwards into B and W, the model leaves the weight gradients of this backward to a
-        W, too, and the W follows immediately.
+        If the schedule splits other backwards into B and W, this method runs the chunk's B and W one after the other.
         """
         self._backward(microbatch, chunk)
         if self._split_backward:

@@ -4,8 +4,8 @@ No rank leaves an all-gather before every rank has entered it. Let `o` be the nu
 rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`
 down to an interval. The midpoint of the interval is taken as `o`. Half the interval's width bounds the error, and is at
 most the time of the fastest all-gather. Ranks on rank 0's host read the same clock as rank 0, so their offset is
-exactly 0. On GPUs, the recorder also relates the device's clock to the host's clock, through an event for which the
-host waits.
+exactly 0. On GPUs, the recorder also relates the device's clock to the host's clock: the host reads its own clock
+before it records a CUDA event and after it has waited for the event.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Alignment:
 
     offset: the number to add to this rank's `perf_counter_ns` to get rank 0's.
     error: bound on the error of `offset`.
-    origin: a moment on rank 0's clock; the same number on all ranks.
-    wall: rank 0's `time_ns` at about the moment `origin`; the same number on all ranks.
+    origin: a reference time on rank 0's clock; the same number on all ranks.
+    wall: rank 0's `time_ns` at about the time `origin`; the same number on all ranks.
     """
 
     offset: int
@@ -58,7 +58,7 @@ class Pipeline(Protocol):
 
 
 def align(groups: Pipeline) -> Alignment:
-    """Compare this rank's clock with rank 0's, outside a schedule. Collective over the pipeline; blocks the host."""
+    """Compare this rank's clock with rank 0's. All ranks of the pipeline must call this function outside a schedule."""
     device = pipeline_device()
     ranks = len(groups.members)
     token = torch.zeros(1, device=device)
@@ -67,7 +67,7 @@ def align(groups: Pipeline) -> Alignment:
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
         groups.pipeline.all_gather(tokens, token)
-        tokens.tolist()  # on a GPU, the host waits for the all-gather
+        tokens.tolist()  # On a GPU, `tolist` makes the host wait for the all-gather.
         leave.append(time.perf_counter_ns())
     host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else groups.rank
     own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=device)

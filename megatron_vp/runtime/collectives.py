@@ -39,7 +39,7 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerShards:
-    """This rank's shards of the vocabulary layers, which share one weight if the layers are tied, and the token loss.
+    """The token loss, and this rank's shards of the vocabulary layers, which share one weight if the layers are tied.
 
     A rank without vocabulary rows has neither layer.
 
@@ -181,8 +181,8 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # IF (on ranks with rows) and EMBED use the exchange. Unless the embedding is frozen, IB and EMBED_GRAD also
-            # use the exchange.
+            # EMBED and, on ranks with rows, IF use the row exchange. In training, unless the embedding is frozen,
+            # EMBED_GRAD and, on ranks with rows, IB use the exchange, too.
             uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
@@ -245,7 +245,7 @@ class VocabularyCollectives:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
         statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
-        # All tensor ranks of a stage without rows have the same statistics, so no fold over tensor ranks is needed.
+        # All tensor ranks of a stage without rows have the same statistics, which therefore need not be combined.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
         gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
@@ -342,7 +342,7 @@ class VocabularyCollectives:
         return communicate, sum_nh
 
     def _row_exchange(self, microbatch: int) -> RowExchange | None:
-        """Take the microbatch's row exchange; return None on a rank that neither owns nor receives embedding rows."""
+        """Take the row exchange from the store; return None on a rank that neither owns nor receives embedding rows."""
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
@@ -375,8 +375,7 @@ class VocabularyCollectives:
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in self._members]
 
-    # The values are plain functions: an object that stores its own bound methods forms a reference cycle, which only
-    # the garbage collector frees.
+    # This table contains functions, not bound methods, for the reason given in `ChunkPasses.handlers`.
     _PREPARE: ClassVar = {
         CollectiveKind.TOKENS: _tokens,
         CollectiveKind.EMBED: _embed,

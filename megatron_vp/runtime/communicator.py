@@ -30,7 +30,7 @@ class Communicator(Protocol):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> None:
-        """Send `outgoing[r]` rows of `sent` to every rank r, and fill `received` with `incoming[r]` rows from every r.
+        """Send `outgoing[r]` rows of `sent` to each rank r; fill `received` with `incoming[r]` rows from each rank r.
 
         The rows of both tensors are in rank order. Both sender and receiver know the counts in advance.
         """
@@ -59,7 +59,7 @@ class NativeCommunicator:
     ) -> None:
         """See `Communicator`.
 
-        Only pairs of ranks with rows to exchange send messages, in one batch. An all-to-all would also send empty
+        A rank sends one batch of messages, only to ranks that need its rows. An all-to-all would also send empty
         messages and thus connect all pairs of ranks, which would take 9 MiB of buffers per pair, direction and channel.
         """
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
@@ -133,7 +133,7 @@ class MessageCommunicator:
             if rank != self._rank
         ]
         for work in works:
-            assert work is not None  # never None, because this rank is a member
+            assert work is not None  # `work` is None only on ranks outside the group.
             work.wait()
 
 

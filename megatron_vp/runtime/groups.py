@@ -23,10 +23,11 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations, because
-transformer passes run at the same time. An operation occupies its thread blocks even while it waits for a peer. By
-default, a receive over NVLink would occupy up to 32 thread blocks until its message arrives, and the receives of all
-edges together would occupy nearly all multiprocessors. The effect of this limit has not yet been measured on a GPU.
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. This limit
+leaves multiprocessors to the transformer passes that run at the same time. An operation occupies its thread blocks even
+while it waits for a peer. By default, a receive over NVLink would occupy up to 32 thread blocks until its message
+arrives, and the receives of all edges together would occupy nearly all multiprocessors. The effect of this limit has
+not yet been measured on a GPU.
 """
 EDGE_CTAS = CTAS
 """Maximum number of thread blocks for a message between two ranks. A rank in the middle of the pipeline nearly always
@@ -98,7 +99,7 @@ class PipelineGroups:
         joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
         mine = None
 
-        def collective(ranks: Sequence[int]) -> Any:  # returns a placeholder on ranks outside the group
+        def collective(ranks: Sequence[int]) -> Any:  # On ranks outside the group, `new_group` returns a placeholder.
             return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, CTAS))
 
         for replica in map(tuple, replicas):
@@ -142,13 +143,13 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
         # of a group create its communicator, at the group's first use, as in older releases.
         options.lazy_init = True
     if timeout is not None:
-        options._timeout = timeout  # `new_group` warns if its timeout differs from this one
+        options._timeout = timeout  # `new_group` warns if the timeout in the options differs.
     return options
 
 
 def pipeline_device() -> torch.device:
     """The device on which this process computes and communicates."""
-    # PyTorch's fake process group, which a rank without peers uses, does not know the device.
+    # The fake process group of a rank without peers works with any device, so use a GPU if one is available.
     if dist.get_backend() == "nccl" or (dist.get_backend() == "fake" and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -70,8 +70,8 @@ class HostMemory:
         self.odd_slots = 0
         """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """For each chunk: the module and the size in bytes of each tensor that a forward saves but that stays on the
-        device, because another reference keeps the tensor alive.
+        """For each chunk, a list of the saved tensors that stay on the device because another reference keeps them
+        alive: the module that saved the tensor, and the tensor's size in bytes.
         """
         self.seconds = 0.0
         """Time spent on allocating the blocks, in seconds."""

@@ -26,7 +26,7 @@ class Links:
         """Start sending a contiguous tensor."""
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
-        assert work is not None  # Never None, because this rank is a member.
+        assert work is not None  # `work` is None only on ranks outside the group.
         if not self._groups.alone:  # A send without a receiver would never complete.
             self._sending.append((work, tensor))
 

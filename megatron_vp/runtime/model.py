@@ -69,15 +69,16 @@ class Shapes:
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
-        """From values laid out like `token_ids`, [b, e, ...], select those that lie `depth` positions ahead, [b, s,
-        ...].
+        """From values [b, e, ...] laid out like `token_ids`, return the value `depth` positions after each of the s
+        positions, [b, s, ...].
         """
         if not depth:
             return values_be[:, : self.sequence]
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        skipped = max(0, depth - own.shape[2])  # following positions to skip, if `depth` exceeds a chunk's length
+        # If `depth` exceeds a chunk's length, skip the first positions that follow the chunk.
+        skipped = max(0, depth - own.shape[2])
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
     def activation(self) -> torch.Tensor:
@@ -160,8 +161,8 @@ class Model(Protocol):
         evaluation.
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
-        unsharded. With multi-token prediction, all three tensors have the shape [predictions b, s]. Called only on the
-        last pipeline rank, in microbatch order.
+        unsharded. With multi-token prediction, the token losses, `target_is_argmax_bs` and g have the shape
+        [predictions b, s]. Called only on the last pipeline rank, in microbatch order.
         """
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:

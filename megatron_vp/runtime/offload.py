@@ -1,4 +1,4 @@
-"""Moves activations to host memory and back: the tensors that a chunk's forward saves for its backward.
+"""Moves the tensors that a chunk's forward saves for its backward to host memory and back.
 
 During F, every saved tensor is packed into a handle. After F, every storage to which only saved tensors refer is copied
 to the host in full. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
@@ -59,7 +59,7 @@ class SavedStorage:
 
     @property
     def is_ours(self) -> bool:
-        """Whether no other reference keeps the storage alive."""
+        """Whether this object holds the only reference to the storage."""
         assert self.bytes is not None
         return _owners(self.bytes) == _ALONE
 
@@ -92,7 +92,7 @@ class SavedForward:
         self.staying: list[SavedStorage] = []
         """Storages that stay on the device because other references keep them alive."""
         self.slot: HostSlot | None = None
-        """The host slot that holds the copy."""
+        """The slot of host memory to which the storages in `moving` are copied."""
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
@@ -118,10 +118,10 @@ class SavedForward:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
-            return tensor  # layers expect a saved parameter to have `main_grad`
+            return tensor  # Layers read `main_grad` from a saved parameter.
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
         if storage is None or storage.nbytes() < SMALLEST:
-            return tensor.detach()  # keeping the tensor itself would form a cycle with its graph
+            return tensor.detach()  # Saving the tensor itself would create a reference cycle with its graph.
         key = storage._cdata
         if key not in self._by_storage:
             self._by_storage[key] = SavedStorage(tensor, " in ".join(reversed(self._modules[-3:])))
@@ -132,8 +132,8 @@ class SavedForward:
         """Divide the saved storages into `moving` and `staying`; called after the forward's output data has been
         released.
 
-        This call also frees the data of the graph's leaf. The leaf keeps its shape, against which autograd checks the
-        gradient.
+        This call also frees the data of the graph's leaf. The leaf keeps its shape, because autograd compares the
+        shapes of a leaf and its gradient.
         """
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
@@ -201,9 +201,9 @@ class Offload:
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
         """Divide the saved storages after the forward; see `SavedForward.close`.
 
-        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. Like parameters
-        and caches, activations that wrongly stay are kept alive by other references, but their storages differ between
-        the two forwards.
+        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. The storages of
+        parameters and caches are the same in both forwards. Any other storage that stays on the device belongs to an
+        activation that another reference keeps alive.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -271,4 +271,4 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 _ALONE = _owners(torch.empty(1))
-"""The result of `_owners` if only one tensor refers to the storage."""
+"""Number of references to a storage that only one tensor uses."""

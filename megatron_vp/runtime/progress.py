@@ -87,9 +87,10 @@ class Progress:
         self.instruction: Instruction | _Finishing | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
-        """The first wait that the device had not passed when the main thread last looked; None if there was none."""
+        """The first wait that the device had not passed when the marks were last queried; None if it had passed all.
+        """
         self.collective: Operation | None = None
-        """On CPU: the operation that the second stream is running in its thread."""
+        """On CPU, the operation that the second stream is running in its thread."""
         self.others: Callable[[], str] = str
         """Function that names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this
         function.
@@ -139,7 +140,7 @@ class Progress:
         """A value that changes whenever this rank makes progress."""
         iteration, at, behind = self.iteration, self.instruction, self.behind
         if at is None and self._device_finished():
-            behind = None  # marks are not read outside a schedule
+            behind = None  # Marks are not queried outside a schedule, so `behind` is out of date.
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
@@ -187,7 +188,8 @@ def lost_peer(error: Exception) -> str | None:
     """Summarise a backend's error about a lost or silent peer in a few words; return None for any other error."""
     said = str(error).strip()
     first_line = said.partition("\n")[0]
-    # gloo has no exception class of its own, and NCCL's newer backend uses its class only for timeouts.
+    # Search the error text, because gloo has no exception class of its own, and NCCL's newer backend uses its class
+    # only for timeouts.
     by_name = _GLOO.search(said) or (isinstance(error, RuntimeError) and _NCCL.search(first_line))
     if _LOCAL.search(first_line) or not (by_name or isinstance(error, dist.DistError)):
         return None

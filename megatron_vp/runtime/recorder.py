@@ -24,7 +24,7 @@ Work = Instruction | Operation | PassKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end of some work in nanoseconds of this host's `perf_counter`, and its compute time in milliseconds.
+    """Start and end of timed work on this host's `perf_counter` (nanoseconds), and its compute time (milliseconds).
 
     issued: milliseconds that the host took to issue the work. On a GPU, the host should run ahead: if `issued` exceeds
         `computed`, the device waited for launches.
@@ -121,8 +121,8 @@ class Recorder:
     """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
 
     With `lean`, recording does not slow the iteration down: only passes, losses and operations on other streams are
-    timed, and the host never waits for the device. Call `read` instead of `finish`, once `passed` returns True. With
-    `lean` on CUDA, spans count from the start of the iteration. `milliseconds` stays 0.
+    timed, and the host never waits for the device. The caller of a lean recorder calls `read` instead of `finish`, once
+    `passed` returns True. With `lean` on CUDA, spans count from the start of the iteration. `milliseconds` stays 0.
 
     spans: after `finish`, everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.

@@ -78,7 +78,7 @@ class RehearsalModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return zeros that depend on the input: an activation, the outputs of all predictions, or token losses."""
+        """Return zeros, linked to the input by autograd: an activation, outputs of all predictions, or token losses."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
                 input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)

@@ -43,14 +43,13 @@ class RollCall:
     def answer(self, limit: float) -> None:
         """Record where this rank is, if another rank calls the roll while this rank is stuck.
 
-        This method never returns, so it needs its own thread.
-
-        A rank that makes progress does not contact the store. `limit`: seconds that a rank may stay in one place.
+        This method never returns, so it needs its own thread. A rank that makes progress does not contact the store.
+        `limit` is the number of seconds that a rank may go without progress.
         """
         place = store = None
         while True:
             time.sleep(min(limit / 20, _LONGEST_LOOK_SECONDS))
-            with suppress(Exception):  # the process that hosts the store may have exited
+            with suppress(Exception):  # The process that hosts the store may have exited.
                 before, place = place, self._progress.place()
                 if place == before:
                     store = store or _store(_STORE_SECONDS)
@@ -60,20 +59,20 @@ class RollCall:
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
         """Record where this rank is, and return a text that names the ranks that hold up the pipeline.
 
-        The text lists the ranks that do not wait for others, then the ranks without a record. This method returns soon
-        after `seconds`, even if the store does not respond. On a slow machine, the call takes longer, because the
-        asking thread counts polling rounds, not seconds.
+        The text lists the ranks that do not wait for others, then the ranks without a record. If the store does not
+        respond, this method returns after at most about `3 * seconds + 1` seconds. On a slow machine, other ranks have
+        more time to answer, because the asking thread counts polling rounds, not seconds.
 
         Args:
             seconds: time that other ranks have to answer, if the machine is idle.
-            sleep: sleeps for the given number of seconds, and returns the most seconds that this call may still take.
+            sleep: function that sleeps for a number of seconds, and returns how many seconds this call may still take.
             call: whether to call the roll; if not, return an empty text immediately unless another rank has called the
                 roll.
         """
         heard: dict[int, str] = {}
         asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
         began, most = time.monotonic(), 3 * seconds + 1
-        with suppress(Exception):  # the system may refuse to start a thread
+        with suppress(Exception):  # The system may refuse to start a thread.
             asking.start()
         while asking.is_alive() and time.monotonic() - began < most:
             most = min(most, time.monotonic() - began + sleep(_ROUND_SECONDS / 2))

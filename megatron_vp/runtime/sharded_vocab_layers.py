@@ -75,7 +75,7 @@ class ShardedVocabLayers:
         """Return the embedding rows that all ranks have looked up, and the first layer's input computed from these
         rows.
         """
-        # The leaf is a separate tensor, because the rows may still be in use elsewhere when the leaf's data is freed.
+        # The leaf is a separate tensor, so that freeing its data leaves the rows intact for multi-token prediction.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
         if self._shapes.mtp_depth:
@@ -130,7 +130,8 @@ class ShardedVocabLayers:
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
         """Reorder values that match the rows of the last stage's output, [outputs], to [predictions b, s]."""
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
-        return values_pbs.contiguous().view(-1, self._shapes.sequence)  # users' loss functions take views of the result
+        # Loss functions may call `view` on the result, which therefore must be contiguous.
+        return values_pbs.contiguous().view(-1, self._shapes.sequence)
 
     @property
     def _embedding(self) -> EmbeddingLayer:

@@ -1,1 +1,1 @@
-"""Replaces Megatron's pipeline schedule: captures the arguments of `forward_step`, then runs the model's passes."""
+"""Replaces Megatron's pipeline schedule: records how `forward_step` calls the model, then runs the model's passes."""

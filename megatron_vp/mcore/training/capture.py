@@ -40,7 +40,7 @@ class Placeholder(torch.Tensor):
 
 
 class Probe:
-    """Replaces the model in one call of `forward_step`. Attributes are read from the model itself."""
+    """Replaces the model in one call of `forward_step`. Attribute reads are forwarded to the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class Capture:
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that were passed to the model, by parameter name. Omitted arguments are absent."""
+        """Return the arguments that were passed to the model, by parameter name."""
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
@@ -91,9 +91,9 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data ends, or if our passes do not support the script. As in Megatron's own scripts,
-    `forward_step` must call the model exactly once and return the model's output unchanged. Arguments that our passes
-    would ignore are refused.
+    Raises UserError if the data iterator is exhausted, or if our passes do not support the script. As in Megatron's own
+    scripts, `forward_step` must call the model exactly once and return the model's output unchanged. Arguments that our
+    passes would ignore are refused.
     """
     probe = Probe(model)
     try:
@@ -121,8 +121,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step does not return the model's output unchanged: return the output itself, and move any "
             "computation with it to the loss function"
         )
-    # A loss function may keep a reference to the model, as NVIDIA's does. Because the probe takes the model's place, it
-    # must not keep an attention mask alive.
+    # A loss function may refer to the model, as NVIDIA's does, and then keeps the probe alive. Remove the recorded call
+    # from the probe, so that its attention mask can be freed.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

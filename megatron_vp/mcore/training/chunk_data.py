@@ -43,7 +43,8 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         """Call the original function, but keep the lengths of the validation sets if the chunk has no data."""
         nonlocal given
         args = current().args
-        if isinstance(args.eval_iters, list):  # set by the call for the previous chunk
+        # The call for a previous chunk has replaced `args.eval_iters` by a list with one number per validation set.
+        if isinstance(args.eval_iters, list):
             counted, args.eval_iters = args.eval_iters, given
         else:
             counted, given = None, args.eval_iters
@@ -106,4 +107,4 @@ PATCHES = (
         "p2p_communicator=None)",
     ),
 )
-"""Applied with --iterations-to-skip or --multiple-validation-sets, even under Megatron's schedules."""
+"""Patches that are applied with --iterations-to-skip or --multiple-validation-sets, even under Megatron's schedules."""

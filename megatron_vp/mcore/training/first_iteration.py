@@ -40,7 +40,8 @@ def rehearse(
     """
     kinds = [(shapes, gradients)]
     if gradients:
-        kinds.append((replace(shapes, mtp_depth=0), False))  # evaluation predicts only the next token
+        # Evaluation predicts only the next token, even if training predicts further tokens.
+        kinds.append((replace(shapes, mtp_depth=0), False))
     new = [kind for kind in kinds if not pipeline.has_rehearsed(*kind)]
     if not new:
         return
@@ -59,7 +60,7 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Run an iteration inside this context. On exit, log newly allocated host memory, and activations that were not
+    """Context manager for one iteration. On exit, log newly allocated host memory, and activations that were not
     offloaded.
     """
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)

@@ -95,7 +95,8 @@ def forward_backward(
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
-        create_cudagraphs()  # captures graphs only after the first iteration, in the order of its passes
+        # Megatron captures the graphs after the first iteration, in the order in which that iteration ran the passes.
+        create_cudagraphs()
     megatron.check_losses()
     if timers is not None:
         timers("forward-backward").stop()
@@ -164,7 +165,7 @@ class _Job:
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Collect the model and its settings.
 
-    Raises UserError if our builders did not prepare the model, or if `agreed` refuses it.
+    Raises UserError if our builders did not prepare the model, or if its frozen layers or adapters are not supported.
     """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
@@ -200,9 +201,10 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     split = {
-        # In evaluation, and with whole vocabulary layers, our passes predict only the next token.
+        # Our passes predict further tokens only in training with --vocab-parallel.
         "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
-        "cp_chunks": 2 if context > 1 else 1,  # one chunk from the front of the whole sequence, one from its end
+        # With context parallelism, each rank has one chunk from each half of the sequence.
+        "cp_chunks": 2 if context > 1 else 1,
         "sp_size": sp_size,
         "sp_rank": sp_rank,
     }

@@ -12,13 +12,12 @@ import torch
 
 
 class GradientSynchronisation:
-    """Controls the gradient synchronisation of one chunk in one iteration, whether Megatron's DDP wraps the chunk or
-    not.
+    """Controls the gradient synchronisation of one chunk in one iteration, with or without Megatron's DDP.
 
     Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
     autograd's graph report through a hook. If a pass T, IB or W accumulates the gradient of a weight, this class
-    reports the weight, exactly once and only after `start`. Before `start`, Megatron expects more microbatches and does
-    not count reports.
+    reports that the gradient is ready, exactly once and only after `start`. Before `start`, Megatron expects more
+    microbatches and does not count reports.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -49,7 +48,7 @@ class GradientSynchronisation:
     def finish(self, synchronise: Callable[..., Any] | None) -> None:
         """Start the gradient synchronisation at the end of the schedule, unless it has already started.
 
-        If Megatron aligns the start between ranks, `synchronise` starts the synchronisation.
+        If Megatron aligns the start between ranks, it provides the function `synchronise`, which this method calls.
         """
         if self._started:
             return

@@ -27,7 +27,7 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
     """Return the order of a rank's forwards and backwards: c + 1 stands for F of chunk c, -(c + 1) for its backward.
 
     The list does not name microbatches, so both the forwards and the backwards of a chunk must process microbatches in
-    ascending order. Raises UserError for a different order.
+    ascending order. Raises UserError if the schedule processes microbatches in another order.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     steps = [step for step in schedule.ranks[rank] if step.kind in signs]

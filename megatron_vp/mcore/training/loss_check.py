@@ -42,7 +42,7 @@ class LossCheck:
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
-        worst = label.take(label.abs().argmax())  # `[]` would copy the index to the host
+        worst = label.take(label.abs().argmax())  # Indexing with `[]` would copy the index to the host.
         self._microbatches.append(microbatch)
         self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
 
@@ -68,7 +68,7 @@ class LossCheck:
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report a forward pass that produced NaN or infinity from finite input. Waits for the device.
+    """Report a forward pass that produced NaN or infinity from finite input. The host waits for the pass.
 
     given, made: the input and the output of the pass; `given` is None if the input is tokens.
     """

@@ -39,8 +39,8 @@ class MegatronModel:
         context_group: the context-parallel group, whose ranks share each sequence.
         split_backward: whether weight gradients are computed in separate W passes instead of in B.
         late_weights: the (chunk, microbatch) pairs for which other passes run between B and W.
-        first_val_step: the argument that Megatron passes to a schedule in evaluation. If it is False, quantised weights
-            that layers have cached are still valid.
+        first_val_step: the argument that Megatron passes to a schedule in evaluation. If `first_val_step` is
+            False, quantised weights that layers have cached are still valid.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class MegatronModel:
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # The backward of a CUDA graph always writes the input's gradient to the same buffer, which a send may still be
-        # reading.
+        # The backward of a CUDA graph always writes the input's gradient to the same buffer. Copy the gradient, because
+        # a send may still read it when the next backward overwrites the buffer.
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
@@ -137,9 +137,11 @@ class MegatronModel:
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
             output = output.float().clone()
-        elif output is taken:  # the output of a hybrid segment without layers is its input, which must not be freed
+        elif output is taken:
+            # A hybrid segment without layers returns its input, which `release_output` must not free.
             output = taken.clone()
-        elif self._keeps_outputs:  # the output is a buffer of Megatron's graph, which `release_output` must not free
+        elif self._keeps_outputs:
+            # The output is a buffer of Megatron's CUDA graph, which `release_output` must not free.
             output = _copied(output)
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
@@ -171,9 +173,11 @@ class MegatronModel:
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
         parameters = [parameter for each in pending for parameter in each.parameters]
-        parameters += trained_parameters(part.delaying)  # includes the biases of frozen weights
+        # A layer whose weight is frozen has no pending gradient, but its bias may be trained.
+        parameters += trained_parameters(part.delaying)
+        # Pop each layer's tensors, so that they are freed before the next layer's weight gradient is computed.
         pending.reverse()
-        while pending:  # free a layer's tensors before computing the next layer's product
+        while pending:
             pending.pop().accumulate()
         part.after_weight_gradient(parameters)
 
@@ -225,8 +229,8 @@ class MegatronModel:
         self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
-        """Capture all microbatches up to `microbatch`, in order. Captures are not made earlier, because attention masks
-        can be large.
+        """Call `forward_step` for all microbatches up to `microbatch` that have not been read, in order. Microbatches
+        are read as late as possible, because their attention masks can take much memory.
         """
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
@@ -324,7 +328,7 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that microbatch 0 runs W first, because Transformer Engine's products for it overwrite main_grad."""
+        """Check that microbatch 0 runs W first, because its weight gradients overwrite main_grad."""
         assert self._weight_passes or not microbatch, "microbatch 0 must be the first microbatch that runs pass W"
         self._weight_passes += 1
 

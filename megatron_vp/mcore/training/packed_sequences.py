@@ -20,7 +20,7 @@ def packs_sequences(args: argparse.Namespace) -> bool:
 
 
 def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
-    """Raise UserError for packed sequences that our passes cannot run, without reading tensors from a device.
+    """Raise UserError if our passes cannot run a microbatch's packed sequences. Tensors on a GPU are not read.
 
     Args:
         captured: one microbatch of one chunk.

@@ -100,7 +100,7 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
         "(self)",
     ),
 )
-"""Applied with --vocab-parallel or a --pipeline-schedule other than 1f1b."""
+"""Patches that are applied with --vocab-parallel or a --pipeline-schedule other than 1f1b."""
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -116,7 +116,7 @@ PATCHES: tuple[Patch, ...] = (
         "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
 )
-"""Applied with --vocab-parallel."""
+"""Patches that are applied with --vocab-parallel."""
 
 ESTIMATE_PATCHES: tuple[Patch, ...] = (
     Patch(
