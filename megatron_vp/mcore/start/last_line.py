@@ -35,7 +35,7 @@ def refuse_together(reason: str, seconds: float) -> None:
     """
     at_last(lambda: None)  # Flush this rank's output, which must precede the line.
     printed, who = False, os.environ.get("RANK")
-    with suppress(Exception):  # The store is unreachable if, for example, its address is wrong.
+    with suppress(Exception):  # The store may be unreachable, for example because its address is wrong.
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or _replays():

@@ -54,7 +54,7 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def signals_received(self: Any) -> Any:
         global _told_to_stop
-        received = original(self)  # One entry for each rank; a signal on any rank stops all ranks.
+        received = original(self)  # The list has one entry per rank; a signal on any rank stops all ranks.
         _told_to_stop = _told_to_stop or any(received)
         return received
 

@@ -53,8 +53,7 @@ class SaveFolder:
         self._own: Path | None = None
         self._descriptor: int | None = None
         self._watched: dict[Path, tuple[Any, float]] = {}
-        """For each claim that may be void, its state when this run first saw it, and the time of that observation.
-        """
+        """For each claim that may be void, its state when this run first saw it, and the time of that observation."""
         self._identity = _identity()
 
     def take(self) -> bool:
