@@ -142,8 +142,8 @@ PATCHES = (
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "loading expects one step per parameter, although checkpoints store one step per group; it also writes into "
-        "leaf tensors",
+        "loading expects one step per parameter, but checkpoints store one step per group; loading also writes into "
+        "leaf tensors, so it must run without autograd",
         "(self, model_param, tensors)",
     ),
     Patch(

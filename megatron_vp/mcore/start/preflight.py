@@ -42,11 +42,11 @@ def check_job(
 
     The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine;
     if it has no CUDA device, they are checked for a run on CPUs. If `nodes` describes GPU nodes, for example as
-    "te=2.17.1,apex=no", arguments are checked for these nodes. Unless `here` is set, a machine without GPUs also checks
-    for GPU nodes if the job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is installed. With
-    `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's script may have
-    options of its own. Raises UserError for anything that the job would refuse at startup, such as unknown or
-    contradictory arguments, or an unsupported version of Megatron.
+    "te=2.17.1,apex=no", arguments are checked for these nodes. Unless `here` or --cpu is given, a machine without GPUs
+    checks for typical GPU nodes if the job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is
+    installed. With `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's
+    script may have options of its own. Raises UserError for anything that the job would refuse at startup, such as
+    unknown or contradictory arguments, or an unsupported version of Megatron.
     """
     with (
         one_line_for_paths(),
