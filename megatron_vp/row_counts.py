@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from megatron_vp.errors import UserError
 
 UNIT = 64
-"""The number of rows of a shard is a multiple of UNIT. A token's logits then fill a multiple of 128 bytes in 16-bit
-dtypes, and start at an aligned address for any number of ranks. Vector loads and the fast GEMM kernels need an
-alignment of at least 16 bytes.
+"""The number of rows of a shard is a multiple of UNIT. With this multiple, a token's logits fill a multiple of 128
+bytes in 16-bit dtypes, and start at an aligned address for any number of ranks. Vector loads and the fast GEMM kernels
+need an alignment of at least 16 bytes.
 """
 
 SMALL_UNIT = 8
@@ -21,7 +21,7 @@ SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Rows of a full shard when `vocab_size` rows are cut into `count` shards; the last shards may have fewer."""
+    """Number of rows of a full shard if `vocab_size` rows are cut into `count` shards; the last may have fewer."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)

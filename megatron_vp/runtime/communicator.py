@@ -82,7 +82,7 @@ class MessageCommunicator:
     """Sends messages only between ranks that have data for each other; an operation with a root sends only to or from
     the root.
 
-    Written for gloo, whose own collectives need more messages and more steps for small tensors.
+    This class is written for gloo, whose own collectives need more messages and more steps for small tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -109,4 +109,4 @@ class RehearsalModel:
         return torch.zeros_like(token_loss_bs) if self._gradients else None
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Do nothing: a rehearsal completes no gradient of the job."""
+        """Do nothing, so that Megatron does not start to synchronise gradients."""

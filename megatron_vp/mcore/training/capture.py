@@ -122,7 +122,7 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "computation with it to the loss function"
         )
     # A loss function may refer to the model, as NVIDIA's does, and then keeps the probe alive. Remove the recorded call
-    # from the probe, so that its attention mask can be freed.
+    # from the probe, so that the call's attention mask can be freed.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

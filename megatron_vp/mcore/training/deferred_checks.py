@@ -1,7 +1,7 @@
 """Defers Megatron's checks of losses and gradients to the end of an iteration.
 
-A check reads from the device whether a number is NaN, and the host waits until the device has computed the number. With
-Megatron's defaults, the rank that runs the loss function waits twice per microbatch, and launches no kernels meanwhile.
+To check a number for NaN, the host waits until the device has computed it. With Megatron's defaults, the rank that runs
+the loss function waits twice per microbatch, and launches no kernels meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks the losses of an iteration by microbatch, and finds the first pass that produced a NaN or an infinity.
+"""Checks the loss of every microbatch of an iteration, and finds the first pass that produced a NaN or an infinity.
 
 The checks run on the device. The host reads the results of all checks once, at the end of the iteration, when Megatron
 waits for the device anyway.
@@ -29,9 +29,9 @@ class LossCheck:
     ) -> None:
         """Check one microbatch, without waiting for the device.
 
-        A label outside the vocabulary has no logit, so its token loss is meaningless. Such a label is an error if the
-        loss depends on it, but masked positions may have any label. In evaluation, there are no gradients that show
-        which token losses matter, so negative labels, which usually mark ignored positions, are accepted.
+        A label outside the vocabulary has no logit, and is an error if the loss depends on its token loss. Masked
+        positions may have any label. In evaluation, there are no gradients that show which token losses matter, so
+        negative labels, which usually mark ignored positions, are accepted.
 
         Args:
             loss: the loss of the microbatch, [].

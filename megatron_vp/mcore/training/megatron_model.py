@@ -115,7 +115,7 @@ class MegatronModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the chunk on its input [s, b, h]. Return the output [s, b, h] or, if the chunk has the whole output
+        """Run the chunk on its input [s, b, h]. Return the output [s, b, h] or, if the chunk has an unsharded output
         layer, token losses [b, s] in fp32.
         """
         self._start_timer("forward-compute")
@@ -151,7 +151,7 @@ class MegatronModel:
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the data of an output of which another copy exists, but keep the output's autograd graph."""
+        """Free the output's data unless another tensor uses the data, but keep the output's autograd graph."""
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ class MegatronModel:
 
 
 class _KeptGradient(torch.autograd.Function):
-    """Passes on a chunk's input [s, b, h] unchanged, and copies the input's gradient to separate memory."""
+    """Returns a chunk's input [s, b, h] unchanged in the forward, and copies the input's gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -
     """Leave the gradients of frozen weights out of the costs that decide the order of passes.
 
     The time of W is scaled by the fraction of weights that are trained. IB takes no time if the embedding is frozen. If
-    the output layer is frozen, T takes half of its time with vocab-1, because T still computes dX. With other
-    algorithms, T then takes no time.
+    the output layer is frozen, the time of T is halved with vocab-1, where T still computes dX, and set to zero with
+    any other algorithm.
     """
     if trained.everything:
         return costs
