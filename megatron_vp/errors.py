@@ -49,8 +49,8 @@ class Reasons:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Record a UserError that is raised inside the block, and continue. Any other exception propagates unless a
-        reason has already been recorded, because the exception may be a consequence of that reason.
+        """Record a UserError that is raised inside the block, and continue. Other exceptions propagate until a
+        reason has been recorded; after that, they are ignored, because that reason may have caused them.
         """
         try:
             yield
@@ -77,7 +77,7 @@ class PeerLost(RuntimeError):
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """Return a description of a storage error and its file, or None for any other error."""
+    """Return one line that describes a storage error and names the file; return None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
         return None
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
@@ -85,7 +85,7 @@ def storage_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def one_line_for_paths() -> Iterator[None]:
-    """Turn storage errors inside the block into a UserError; for blocks that open user-supplied paths."""
+    """Turn storage errors into a UserError inside a block that opens user-supplied paths."""
     try:
         yield
     except OSError as error:
@@ -112,7 +112,7 @@ def say(line: str) -> None:
 
 
 def at_last(speak: Callable[[], None]) -> bool:
-    """Call `speak` right before the process exits, and flush standard output and error; return whether both succeeded.
+    """Call `speak` right before exit, then flush standard output and error; return whether the flushes succeeded.
 
     `speak` runs in a thread, which is abandoned after a few seconds because a pipe that is not being read blocks its
     writer.
@@ -128,7 +128,7 @@ def at_last(speak: Callable[[], None]) -> bool:
         speaking = threading.Thread(target=words, daemon=True)
         try:
             speaking.start()
-        except RuntimeError:  # no thread can be started: risk blocking rather than print nothing
+        except RuntimeError:  # Without a thread, `speak` may block, but its lines are not lost.
             words()
         else:
             speaking.join(_PATIENCE_SECONDS)
@@ -139,6 +139,6 @@ def _flush(stream: TextIO | None) -> bool:
     try:
         if stream is not None:
             stream.flush()
-    except Exception:  # the stream is closed, or its disk is full
+    except Exception:  # The stream is closed, or its disk is full.
         return False
     return True

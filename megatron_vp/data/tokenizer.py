@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
-# The smallest vocabulary holds 256 byte tokens, two special tokens and one merge. With a smaller vocabulary, there
-# would be no merge to learn.
+# The smallest vocabulary consists of 256 byte tokens, two special tokens and one merge.
 SMALLEST_VOCABULARY = 256 + 2 + 1
 # The size is limited because the trainer allocates memory for all tokens before it reads the first text.
 LARGEST_VOCABULARY = 1 << 22
@@ -123,7 +122,7 @@ def check_tokenizer(directory: str | os.PathLike[str]) -> None:
 
         try:
             Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises a bare Exception for any defect of the file
+        except Exception as error:  # The library raises a bare Exception for any defect in the file.
             raise UserError(f"{path}/tokenizer.json cannot be read: {error}; replace the file") from error
 
 

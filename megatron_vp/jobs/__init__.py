@@ -1,1 +1,1 @@
-"""A job's configuration and flags as data, read the same way by every command, without torch or Megatron."""
+"""Reads a job's configuration and flags in the same way for every command, without torch or Megatron."""

@@ -66,7 +66,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files given with `--config`, in order, and all other words.
+    """Separate the files that `--config` options name from all other words, without changing the order.
 
     Raises UserError for a `--config` without a file.
     """
@@ -88,7 +88,7 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """Separate the configuration files of a command's job, `CONFIG [FLAGS]` with overlays, from its flags.
+    """Split a command's words, `CONFIG [FLAGS]`, into files and flags, and append the overlays to the files.
 
     Later files override earlier ones, and flags override files.
     """

@@ -17,10 +17,10 @@ ALGORITHM_ALONE = (
     "--vocab-parallel-algorithm {vocab_parallel_algorithm} has no effect without --vocab-parallel: add "
     "--vocab-parallel, or leave --vocab-parallel-algorithm out"
 )
-"""The error if an algorithm is given without vocabulary parallelism; the same text in every command."""
+"""The error that every command reports if an algorithm is given without vocabulary parallelism."""
 
 CPU_NAME = name_of(CPU)
-"""The name of `--cpu`, which is removed from the arguments before the training script parses them."""
+"""The argument name of `--cpu`, a flag that is removed before the training script parses its arguments."""
 
 SIZES = (
     "num_layers",
@@ -145,11 +145,10 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
 def read_sizes(
     files: Sequence[str | os.PathLike[str]], flags: Sequence[str], commands_own: Sequence[str] = ()
 ) -> JobConfig:
-    """Read a job as `read_job_config` does, and check that its sizes are whole numbers within limits, or None.
+    """Read a job as `read_job_config` does, and check that each size is None or a whole number within its limits.
 
     `commands_own` lists the options of the calling command, which are also suggested for a misspelled option. Also
-    raises UserError for an unknown argument, a value that its option does not accept, a size that is out of range, NaN
-    and infinity.
+    raises UserError for an unknown argument, a value that its option does not accept, NaN or infinity.
     """
     config = read_job_config(files, flags)
     for name, origin in config.origins.items():

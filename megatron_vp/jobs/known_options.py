@@ -68,7 +68,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for an option that training does not have; name the most similar one, also of `commands_own`."""
+    """Raise UserError for an unknown training option; suggest the most similar option of training or `commands_own`."""
     known = known_options()
     if name in known:
         return
@@ -94,7 +94,7 @@ def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
         raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
     if value is True and not isinstance(origin, Leaf):
         if option.several:
-            return  # no values: only training can tell whether the option accepts an empty list
+            return  # Only training can tell whether the option accepts an empty list.
         raise UserError(f"{origin} needs a value: {_expected(option)}")
     if isinstance(value, list) and not option.several:
         raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
@@ -107,7 +107,7 @@ def _fits(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return option.kind == "bool"
     if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # probably a misspelled option, because values do not start with a dash
+        return False  # A text with a leading dash is probably a misspelled option.
     if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
         return False
     return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)

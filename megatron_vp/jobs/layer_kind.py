@@ -1,4 +1,4 @@
-"""Determines which implementation of transformer layers a job uses; their activation memory depends on it."""
+"""Determines which implementation of transformer layers a job uses, because activation memory depends on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LayerKind(StrEnum):
     """The implementation of a transformer layer."""
 
     PAPER = "paper"
-    """The layers of the paper's authors, whose published memory the cost model's constants were fitted to."""
+    """The paper authors' layers; constants of the cost model were fitted to the memory that the authors published."""
     ENGINE = "transformer_engine"
     """Transformer Engine's fused layers."""
     LOCAL = "local"
@@ -29,19 +29,19 @@ class LayerKind(StrEnum):
 
 _LINES = {
     LayerKind.PAPER: "layers: the paper authors' implementation",
-    LayerKind.ENGINE: "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)",
-    LayerKind.LOCAL: "layers: Megatron's local ones, whose attention keeps all scores (--core-attention sdpa keeps "
-    "none; --transformer-impl transformer_engine for fused layers)",
-    LayerKind.LOCAL_SDPA: "layers: Megatron's local ones with PyTorch's fused attention (--transformer-impl "
-    "transformer_engine for fused layers)",
+    LayerKind.ENGINE: "layers: Transformer Engine's fused layers (for Megatron's own, use --transformer-impl local)",
+    LayerKind.LOCAL: "layers: Megatron's local layers, whose attention keeps all scores (to keep none, use "
+    "--core-attention sdpa; for fused layers, use --transformer-impl transformer_engine)",
+    LayerKind.LOCAL_SDPA: "layers: Megatron's local layers with PyTorch's fused attention (for fused layers, use "
+    "--transformer-impl transformer_engine)",
 }
 
 
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
     """The kind of layers that a job's `arguments` (by long name, with underscores) select.
 
-    Without `transformer_impl`, layers are local if `core_attention` is sdpa, which only local layers support, and
-    otherwise Transformer Engine's, as in Megatron. Raises UserError for an implementation that does not exist.
+    Without `transformer_impl`, the layers are Transformer Engine's, as in Megatron, unless `core_attention` is sdpa,
+    which only local layers support. Raises UserError for an implementation that does not exist.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:

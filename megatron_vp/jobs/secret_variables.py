@@ -24,8 +24,8 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def environment_without_secrets() -> Iterator[list[str]]:
     """Make OmegaConf's `oc.env` refuse variables whose name or value looks like a secret.
 
-    Yields a list to which the reason of each refusal is appended. A refusal raises ValueError, which OmegaConf replaces
-    by its own error.
+    Yields a list to which the reason of each refusal is appended. A refusal raises ValueError, which OmegaConf turns
+    into an error of its own.
     """
     refused: list[str] = []
 

@@ -25,7 +25,7 @@ def flags_of(settings: dict[str, Any]) -> str:
         text = shlex.quote(str(value))
         if value is True:
             words.append(option_of(name))
-        elif str(value).startswith("-"):  # without "=", argparse would take the value for an option
+        elif str(value).startswith("-"):  # Without "=", argparse would mistake the value for an option.
             words.append(f"{option_of(name)}={text}")
         else:
             words += [option_of(name), text]

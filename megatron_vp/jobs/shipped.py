@@ -14,7 +14,7 @@ TRAINING_SCRIPT = _PACKAGE.parent / "pretrain_gpt_vp.py"
 
 
 def names() -> list[str]:
-    """Names of the shipped model configurations, such as llama3_8b, without overlays such as methods/v-half."""
+    """Names of the shipped model configurations, such as llama3_8b; overlays such as methods/v-half are left out."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

@@ -13,13 +13,13 @@ class ShardRule(StrEnum):
     """How the number of rows of each rank is chosen."""
 
     BALANCED = "balanced"
-    """by predicted pass times, so that every rank takes the same time"""
+    """Predicted pass times determine each rank's rows, so that all ranks take the same time."""
     EVEN = "even"
-    """the same number on every rank"""
+    """Every rank has the same number of rows."""
     MEASURED = "measured"
-    """by pass times that an earlier run measured"""
+    """Pass times from an earlier run determine each rank's rows."""
     ROWS = "rows"
-    """given as one number per rank"""
+    """The option lists each rank's rows."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Reads YAML configuration files, in which every leaf sets an argument; later files override earlier ones.
 
-Section names and nesting are only for the reader. A leaf's key is a long option without its leading dashes and with
+Section names and nesting only help human readers. A leaf's key is a long option without its leading dashes and with
 underscores (`--no-rope-fusion` is `no_rope_fusion: true`).
 """
 
@@ -27,7 +27,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A `key: value` pair of overlaid files, with its `section` and the `file` that sets the value in effect."""
+    """A `key: value` pair of overlaid files, with its `section` and the last `file` that sets the key."""
 
     file: Path
     section: str
@@ -42,10 +42,10 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files, in the order of the files; later files overlay earlier ones.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
-    variables that look like secrets are refused, because arguments are written to files and logs. The path in a
-    top-level `base: other.yaml` is relative to the file that contains it, and the file at this path is read first. A
-    path may also be the name of a configuration that comes with megatron_vp. Raises UserError for a file that is
-    missing or malformed.
+    variables that look like secrets are refused, because arguments are written to files and logs. If a file has
+    `base: other.yaml` at its top level, other.yaml is read first, from a path relative to that file. Each of `paths`
+    may also be the name of a configuration that comes with megatron_vp. Raises UserError for a file that is missing or
+    malformed.
     """
     if not paths:
         return []
@@ -60,7 +60,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
-    assert isinstance(merged, Mapping)  # because every file is a mapping
+    assert isinstance(merged, Mapping)  # `_layers` refuses files that are not mappings.
     return [
         Leaf(
             file=next(file for file, tree in raw if _holds(tree, trail)),
@@ -103,7 +103,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     text = read_text(path, "configuration file", MIB)
     try:
         config = OmegaConf.load(io.StringIO(text))
-    except OSError as error:  # the file contains only a word or a number
+    except OSError as error:  # OmegaConf raises OSError for a file that contains only a word or a number.
         raise UserError(
             f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections"
         ) from error
@@ -115,7 +115,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(
             f"{path}: {str(error).partition('\n')[0]}; keys must be section names or argument names"
         ) from error
-    except ValueError as error:  # such as a number with thousands of digits or a date that does not exist
+    except ValueError as error:  # YAML raises ValueError for impossible dates and numbers with thousands of digits.
         what = one_line(error).partition(";")[0]
         raise UserError(f"{path} is not valid YAML: {what}; quote it if you mean text") from error
     if not isinstance(config, DictConfig):

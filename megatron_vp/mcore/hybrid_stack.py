@@ -1,5 +1,5 @@
-"""A layer stack for hybrid models without Transformer Engine. Its layers are attention layers (`*`), MLP layers (`-`),
-and multi-token prediction layers that consist of both kinds.
+"""A layer stack for hybrid models without Transformer Engine. The stack supports attention layers (`*`), MLP layers
+(`-`), and multi-token prediction layers built from these two kinds.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments that we read, by the package that reads them.
+"""Lists the arguments of Megatron that each of our packages reads.
 
 If a release of Megatron renames an argument, the job stops at startup with one line that names the argument and says
 why we read it. Without this table, the job would fail later with an AttributeError. Our own options are not listed.
@@ -15,7 +15,7 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """The arguments that a package reads. `use` completes the sentence "megatron_vp reads it ...", which says why."""
+    """The arguments that a package reads. `use` says why, as the end of the sentence "megatron_vp reads it ..."."""
 
     use: str
     names: tuple[str, ...]
@@ -205,7 +205,7 @@ LACKS: dict[str, tuple[str, ...]] = {"0.19": ("logit_dtype", "mtp_hsm")}
 
 
 def missing() -> list[Problem]:
-    """Return the arguments that we read but for which Megatron's parser, which this function builds, has no option."""
+    """Build Megatron's parser, and return the arguments that we read but that the parser lacks."""
     from megatron.training.arguments import add_megatron_arguments
 
     options = {action.dest for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}

@@ -2,8 +2,8 @@
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
 entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`: a signature; `takes
-a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value`; or
-`present`. `IN_SERIES` lists the differences in a release series.
+a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value` for an
+object that is not callable; or `present` for any object. `IN_SERIES` lists the differences in a release series.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ REACHED: dict[str, dict[str, str]] = {
 
 
 UNUSED = "unused"
-"""Marks a symbol in `IN_SERIES` that our sources do not use in a release series, and that the series may lack."""
+"""Marks a symbol in `IN_SERIES` that a release series may lack, because our sources do not use it in that series."""
 
 IN_SERIES: dict[str, dict[str, str]] = {
     "0.20": {

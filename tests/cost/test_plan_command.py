@@ -294,7 +294,7 @@ def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, t
 def test_tied_embeddings_need_a_split_in_a_v(small):
     small.write_text(SMALL.replace("  untie_embeddings_and_output_weights: true\n", ""))
     table = run("plan", small).stdout
-    assert "not possible: v-half, plain: both chunks of the first rank would hold the tied weight" in table
+    assert "not possible: v-half, plain: the first rank would hold the tied weight twice" in table
     assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
     refused = run("simulate", small, "--pipeline-schedule", "v-half").exception
     assert "add --vocab-parallel or --untie" in str(refused)
@@ -305,7 +305,7 @@ def test_plan_prints_what_to_use(small, tmp_path):
     lines = run("plan", small).stdout.splitlines()
     job = job_of(read_sizes([small], []).values)
     imbalance = 100 * (4 * job.shard_rows / 100096 - 1)
-    assert lines[1] == "layers: Transformer Engine's fused ones (--transformer-impl local for Megatron's own)"
+    assert lines[1] == "layers: Transformer Engine's fused layers (for Megatron's own, use --transformer-impl local)"
     assert lines[2] == f"vocabulary shards of at most {job.shard_rows} rows, {imbalance:.1f} % above the mean"
     used = next(line for line in lines if line.startswith("use: "))
     assert "--vocab-parallel" in used

@@ -96,7 +96,7 @@ OF_SIZES = [
     ("plan LLAMA --micro-batch-size 3", "is not a multiple of 1 replicas x micro_batch_size 3"),
     ("plan LLAMA --pipeline-model-parallel-size 1", "one pipeline stage needs no plan"),
     ("plan LLAMA --pipeline-model-parallel-size 100000", "32 layers cannot fill 100000 virtual stages"),
-    ("plan LLAMA --tensor-model-parallel-size 3", "tensor parallel size 3 does not divide 32 heads"),
+    ("plan LLAMA --tensor-model-parallel-size 3", "tensor parallel size 3 must divide 32 heads"),
     ("plan LLAMA --vocab-parallel-algorithm vocab-1", "has no effect without --vocab-parallel"),
     ("plan LLAMA LLAMA", "is not a flag; after the configuration file, give only --flags"),
     ("plan LLAMA -p 4", "'-p' is not a flag"),

@@ -110,7 +110,7 @@ def test_it_prints_memory_alone(tmp_path):
     assert place == "pipeline rank 1 of 4, 4 microbatches, run alone"
     assert [line.split()[0] for line in memory] == ["parameters", "gradients", "allocated", "peak"]
     assert of_what.startswith("memory of tensors only, ") and layers.startswith(
-        "layers: Megatron's local ones with PyTorch's"
+        "layers: Megatron's local layers with PyTorch's"
     )
 
 

@@ -28,9 +28,9 @@ class Fp8Recipe(StrEnum):
     DELAYED = "delayed"
     """one scale per tensor, computed from the largest values in earlier microbatches"""
     BLOCKWISE = "blockwise"
-    """one scale for 128 elements, or for 128 x 128 elements of a weight"""
+    """one scale per 128 elements, or per block of 128 x 128 elements in weights"""
     MXFP8 = "mxfp8"
-    """one scale for 32 elements, applied by the tensor cores"""
+    """one scale per 32 elements; the tensor cores apply the scales"""
 
 
 class CrossEntropy(StrEnum):
@@ -41,7 +41,7 @@ class CrossEntropy(StrEnum):
     EAGER = "eager"
     """Megatron's unfused implementation, its default"""
     NATIVE = "native"
-    """Megatron's fused implementation, compiled in three parts"""
+    """Megatron's fused implementation"""
     TE = "te"
     """Transformer Engine's implementation, which keeps the logits in 16 bits and overwrites them with their gradient"""
 
@@ -54,7 +54,7 @@ class AttentionKernels(StrEnum):
     FLASH_2 = "flash-2"
     """FlashAttention 2, or other kernels of the same generation"""
     EITHER = "either"
-    """either generation; the times of the two are averaged"""
+    """unknown generation; the predicted time is the average over both generations"""
 
 
 class Dispatcher(StrEnum):
@@ -65,7 +65,7 @@ class Dispatcher(StrEnum):
     FLEXIBLE = "flex"
     """DeepEP or similar: a token is sent once for all of its experts on a rank"""
     UNSAID = "unsaid"
-    """not stated; assumed as in published recipes: all-to-all inside a node, the flexible dispatcher between nodes"""
+    """unspecified; assumed to be all-to-all inside a node and flexible between nodes, as in published recipes"""
 
 
 MOST_LAYERS = 10_000
@@ -102,14 +102,14 @@ class ModelShape:
         layer without. The pattern of any other model is empty.
     dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
-    mtp_heads: for each additional token that multi-token prediction predicts, the layers that predict it: letters of a
-        pattern, or t for a transformer layer. These layers follow all others on the last stage.
+    mtp_heads: one text for each head of multi-token prediction, with a letter for each layer of the head (a letter of a
+        hybrid pattern, or t for a transformer layer). All heads are at the end of the last stage.
     windowed: share of the layers in which a token sees only the last `window` tokens.
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
 
-    Raises UserError for sizes below one, for a number of groups that does not divide the heads, and for more experts
-    per token than a layer has.
+    Raises UserError if a size is below one, if the number of groups does not divide the number of heads, or if a token
+    needs more experts than a layer has.
     """
 
     layers: int
@@ -188,7 +188,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model is a hybrid, whose layers are parts of transformer layers."""
+        """Whether this is a hybrid model, in which each layer is a single block, such as attention or an MLP."""
         return bool(set(self.pattern) - {"t", "d"})
 
     @property
@@ -235,7 +235,7 @@ class Job:
     fp8_parameters: whether the weights of the layers' matrix products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
-    kept_bytes: bytes that one of the paper's layers keeps per hidden unit of a token; 0: computed from the sizes.
+    kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
     attention: the attention kernels.
     dispatcher: how tokens reach their experts.
     states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.
@@ -293,8 +293,9 @@ class Job:
             or (model.kv_groups % t and t % model.kv_groups)
         ):
             raise UserError(
-                f"tensor parallel size {t} does not divide {model.heads} heads, {model.kv_groups} key-value groups or "
-                f"ffn size {model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}; choose one that does"
+                f"tensor parallel size {t} must divide {model.heads} heads and ffn size "
+                f"{model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}, and must divide or be a multiple "
+                f"of {model.kv_groups} query groups"
             )
         if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
             raise UserError(
@@ -321,8 +322,8 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps for each parameter that it updates: both moments, and for 16-bit parameters
-        the fp32 copy or its equivalent.
+        """Bytes that the optimizer keeps for each parameter that it updates: both moments and, for a 16-bit parameter,
+        its fp32 copy or the bits that complete it to fp32.
         """
         if self.states is not None:
             return self.states.kept
@@ -330,7 +331,7 @@ class Job:
 
     @property
     def widens_gradients(self) -> bool:
-        """Whether the optimizer step widens gradients to fp32."""
+        """Whether the optimizer step first converts gradients to fp32."""
         return not self.wide_gradients and self.element_bytes < 4 and not (self.states and self.states.takes_gradients)
 
     @property
@@ -356,7 +357,7 @@ class Job:
 
     @property
     def shard_imbalance(self) -> float:
-        """Relative excess of a full shard over the mean shard."""
+        """The fraction by which a full shard is larger than the average shard."""
         return self.shard_rows * self.pipeline * self.tensor / self.model.vocab - 1
 
     @property
@@ -380,7 +381,7 @@ class Plan:
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
-    """shape that a flexible schedule got when it was fitted to a memory limit; see `prediction.limit`"""
+    """the shape with which a flexible schedule meets its memory limit; see `prediction.limit`"""
     activation_limit: str = ""
     """memory limit of a flexible schedule, as given to `--activation-limit`"""
     offload_chunks: int = 0
@@ -388,7 +389,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """The schedule's name for tables, with its limit and offloaded chunks, if any."""
+        """The schedule's name in tables, with its memory limit and number of offloaded chunks if these are set."""
         away = f", {self.offload_chunks} offloaded" if self.offload_chunks else ""
         return f"{self.schedule} {self.activation_limit}".strip() + away
 
@@ -417,8 +418,8 @@ class Plan:
         """Raise UserError if training would refuse this plan for `job`."""
         if job.model.tied and self.vocab is VocabMethod.NONE and not family(self.schedule).ends_on_last_rank:
             raise UserError(
-                "both chunks of the first rank would hold the tied weight; add --vocab-parallel or "
-                "--untie-embeddings-and-output-weights"
+                "the first rank would hold the tied weight twice, in its first and its last chunk; add "
+                "--vocab-parallel or --untie-embeddings-and-output-weights"
             )
         if self.offload_chunks and job.recompute is Recompute.FULL:
             raise UserError(
@@ -430,8 +431,8 @@ class Plan:
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
-        Even shards count as full on all ranks, although the last ones may be shorter. Raises UserError if assigned rows
-        do not fit the job, or if rows are assigned but the method needs even shards.
+        Even shards count as full on all ranks, although the shards of the last ranks may be shorter. Raises UserError
+        if assigned rows do not fit the job, or if rows are assigned but the method needs even shards.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline

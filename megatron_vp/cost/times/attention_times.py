@@ -15,25 +15,24 @@ from megatron_vp.cost.sizes.shapes import AttentionKernels, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 BACKWARD = 2.5
-"""FLOPs of a fused attention backward relative to the forward: five products instead of two."""
+"""FLOPs of a fused attention backward relative to the forward: five matrix products instead of two."""
 
 HALF = 350
-"""Number of keys in a sequence at which fused kernels reach half of their rate. Published times of cuDNN and
-FlashAttention 3 on H100, for 512 to 16384 keys, correspond to 200 to 500 keys.
+"""Sequence length, in keys, at which fused kernels reach half of their peak rate. Published times of cuDNN and
+FlashAttention 3 on H100, for sequences of 512 to 16384 keys, imply a value of 200 to 500.
 """
 
 NARROW = 0.4
-"""Share of the rate that is lost with very narrow heads; heads of width 64 lose half of this share. Published rates for
-heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
+"""Share of the rate that kernels lose as the head width approaches 0. The loss falls linearly to 0 at width 128.
+Published rates for heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
 """
 
 TILE = 128
 """Number of keys in a tile, which a kernel always computes as a whole."""
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
-"""Weight of FlashAttention 2's time, which is one half if the job may use either kernel. The 29 published fp8 runs with
-delayed scaling correspond to a weight of 0.5 to 0.8; the runs among them with at most 8192 tokens correspond to a
-weight of 0.25 to 0.5.
+"""Weight of FlashAttention 2 in the average of its time and the newest kernels' time. The 29 published fp8 runs with
+delayed scaling imply a weight of 0.5 to 0.8; the runs with at most 8192 tokens imply 0.25 to 0.5.
 """
 
 SCORE_BYTES = 13
@@ -57,7 +56,8 @@ def attention_times(
     """
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # All scores are computed, written and read. On CPU cores, all layer implementations are modelled alike.
+        # Unfused attention also computes, writes and reads the scores above the diagonal. On CPU cores, all layer
+        # implementations are modelled alike.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved
@@ -74,7 +74,7 @@ def attention_times(
 
 
 def _seen(job: Job) -> float:
-    """Share of the causal half that is computed if some layers see only the last `window` tokens."""
+    """Share of the causal scores that is computed if some layers see only the last `window` tokens."""
     model = job.model
     inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
     return 1 - model.windowed * (1 - inside)

@@ -22,8 +22,8 @@ last piece have no matrix product to overlap with.
 """
 
 BUCKET = 40e6
-"""Megatron's default number of parameters in a gradient bucket, unless a million per replica is more. No backward
-remains to hide the last bucket's reduction.
+"""Number of parameters in a gradient bucket. Megatron's default is this number or a million per replica, whichever is
+larger. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
@@ -41,8 +41,8 @@ assume 0.6 to 3.4 microseconds inside a node and 2.7 to 14 between nodes, depend
 class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
-    In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes,
-    each node has the network bandwidth of one GPU, even if several of its GPUs are members.
+    In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a
+    collective uses the network bandwidth of one GPU per node, even if several GPUs of a node are members.
     """
 
     job: Job
@@ -119,7 +119,7 @@ class CommunicationModel:
         return len({self.node(rank) for rank in ranks})
 
     def messages(self, placement: Placement) -> dict[tuple[int, int, Channel], float]:
-        """Seconds of every message between neighbouring stages."""
+        """Seconds that each message between neighbouring stages takes, by sender, receiver and channel."""
         took = {}
         for stage in range(placement.stages - 1):
             here, there = placement.rank_of(stage), placement.rank_of(stage + 1)
@@ -132,8 +132,8 @@ class CommunicationModel:
         """Seconds of every collective of a microbatch over the pipeline ranks, including the sums and gathers over
         tensor ranks.
 
-        `members`: the pipeline ranks that take part; empty: all. Each embedding row is sent once, in the pipeline of
-        the tensor rank that holds the row.
+        `members`: the pipeline ranks that take part; empty: all. Each embedding row is sent only once, among the
+        pipeline ranks with the same tensor rank as the rank that holds the row.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -211,7 +211,7 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `count` bytes over `ranks` replicas of a stage with `spread`
+        """Seconds of an all-gather or reduce-scatter of `count` bytes over `ranks` replicas, in a stage of `spread`
         GPUs.
 
         Each replica in a node has its own network port, and the links inside the node are fast enough to keep all ports
@@ -227,15 +227,15 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Exposed communication time in seconds per iteration: gradient reduction over the replicas and parameter
-        gathering, as far as passes do not hide them. The reduction can be hidden for `backward` seconds, and the
+        """Exposed communication time in seconds per iteration: the part of gradient reduction over the replicas and of
+        parameter gathering that passes do not hide. The reduction can be hidden for `backward` seconds, and the
         gathering for `forward` seconds. All replicas hold the `shared` parameters; each of the `experts` parameters is
-        on `job.expert_replicas` ranks. `narrow` parameters are gathered in fp8.
+        on `job.expert_replicas` ranks. `narrow` of these parameters are gathered in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts
         width = 4 if job.wide_gradients else job.element_bytes
-        # Without a distributed optimizer, an all-reduce gathers gradients instead of parameters.
+        # Without a distributed optimizer, gathering is the second step of an all-reduce and moves gradients.
         gathered = (job.element_bytes * total - narrow * (job.element_bytes - 1)) / total
         gathered = gathered if job.distributed_optimizer else width
 
@@ -245,7 +245,7 @@ class CommunicationModel:
 
         reduce, gather = took(width), took(gathered)
         if not job.distributed_optimizer:
-            reduce, gather = reduce + gather, 0.0  # one all-reduce, overlapped with the backward
+            reduce, gather = reduce + gather, 0.0  # The all-reduce can overlap only with the backward.
         alone = max(CONTENTION, min(1.0, max(BUCKET, 1e6 * replicas) / total))
         if job.data_overlap:
             reduce = max(reduce * alone, reduce - backward)

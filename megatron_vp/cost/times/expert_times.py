@@ -1,4 +1,4 @@
-"""Computes a layer's work for experts outside matrix products: launches, copies and separate activations."""
+"""Models the work in a layer with experts other than matrix products: launches, copies and unfused activations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ wave of tiles that leaves SMs idle. The value was chosen by hand; published runs
 """
 
 COPIES, SORTED = 8, 4
-"""How often all-to-all reads or writes the experts' tokens in 16 bits: in kernels that gather short rows to sort the
-tokens by rank and back, and in the exchange itself. SORTED is added if a rank has several experts, for sorting tokens
-by expert and back.
+"""How often the all-to-all dispatcher reads or writes the experts' tokens in 16 bits. COPIES is for the exchange, and
+for kernels that gather short rows to sort the tokens by rank and back. If a rank has several experts, SORTED is added
+for kernels that sort tokens by expert and back.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
@@ -30,13 +30,14 @@ times to send them once per rank.
 """
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
-"""Bytes moved per element to clamp an expert's activation in 16 bits: both halves are read and written, and then joined
-in a copy. The backward reads both halves again.
+"""Bytes moved per element to clamp an expert's gated activation in 16 bits: its gate and its linear input are each
+read, written, and copied into one tensor. The backward reads the gate and the linear input again.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36
 """Bytes moved per element of the experts' results to add biases, each multiplied by its token's probability in fp32.
-Forward: multiply 4, add 10, join 8, narrow 6. Backward: widen 6, narrow 6, and two products with their sums 12 each.
+The forward moves 4 bytes to multiply, 10 to add, 8 to concatenate and 6 to convert to 16 bits. The backward moves 6
+bytes to convert to fp32, 6 to convert back, and 12 for each of two products with its sum.
 """
 
 
@@ -53,8 +54,8 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens; if the job names no dispatcher, the flexible one is assumed if
-    the ranks that together hold all experts span several nodes.
+    """Whether the flexible dispatcher moves the tokens. If the job names no dispatcher, the flexible one is assumed if
+    the experts are distributed over several nodes.
     """
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node

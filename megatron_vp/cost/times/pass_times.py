@@ -21,8 +21,9 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
 
 EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD = 38, 14
-"""Bytes per logit that Megatron's unfused cross entropy reads and writes. Forward: widen 6, maximum 4, subtract 8,
-exponentiate 8, sum 4, divide 8. Backward: scale 8, narrow 6.
+"""Bytes per logit that Megatron's unfused cross entropy reads and writes. The forward moves 6 bytes to convert to fp32,
+4 for the maximum, 8 to subtract, 8 to exponentiate, 4 to sum and 8 to divide. The backward moves 8 bytes to scale and 6
+to convert to 16 bits.
 """
 
 WHOLE_SCORES = {
@@ -30,9 +31,10 @@ WHOLE_SCORES = {
     CrossEntropy.NATIVE: (22, 10),
     CrossEntropy.TE: (6, 4),
 }
-"""Bytes per logit that each implementation moves in the forward and in the backward. NATIVE: widen and find the maximum
-6, exponentiate and sum 8, divide 8; backward: scale and narrow 10. TE, in 16 bits: read 2, read and write 4; backward:
-scale 4.
+"""Bytes per logit that each implementation moves in the forward and in the backward. The forward of NATIVE moves 6
+bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward moves 10 bytes
+to scale and convert to 16 bits. TE stays in 16 bits: its forward reads 2 bytes, then reads and writes 4, and its
+backward moves 4 to scale.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
@@ -41,9 +43,9 @@ times of IF and IB.
 """
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes moved per element of an embedding's dense gradient. A shard's gradient is filled with zeros and then added to
-the accumulated gradient, according to the published times of IB. A whole embedding's gradient is only filled, according
-to the V-Half baselines.
+"""Bytes moved per element of an embedding's dense gradient. According to the published times of IB, a shard's gradient
+is filled with zeros and then added to the accumulated gradient. According to the V-Half baselines, a whole embedding's
+gradient is only filled with zeros.
 """
 
 FUSED_HIDDEN = 22
@@ -55,7 +57,7 @@ OWN_SHARE = 0.4
 """Share of norms, dropouts and residuals in the bytes that the paper's layers move between matrix products."""
 
 SHARED_HIDDEN = 50
-"""Bytes that S and T move per hidden unit of a token, for X and for its gradient in fp32 and 16 bits."""
+"""Bytes that S and T move per hidden unit of a token, for X and for X's gradient in fp32 and in 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
 """Bytes that vocab-2 moves in addition, to scale a gradient after computing it: per hidden unit of a token, and per
@@ -73,7 +75,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch's work on one rank of `job` on `hardware`, at the sustained speed of a mean rank."""
+    """Seconds of one microbatch's work on one rank of `job`, at the average sustained speed of ranks on `hardware`."""
 
     job: Job
     hardware: Hardware
@@ -88,8 +90,8 @@ class PassTimes:
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
-        """Seconds of a forward, an input gradient or a weight gradient of a matrix: the longer of arithmetic and
-        operand traffic.
+        """Seconds of one matrix product (forward, input gradient or weight gradient): the time to compute it, or to
+        read and write its operands, whichever is longer.
         """
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
@@ -152,8 +154,8 @@ class PassTimes:
         return Split(forward, backward + again, weight)
 
     def _mlps_again(self, kind: LayerType, others: float) -> float:
-        """Seconds that the backward spends recomputing a layer's MLPs; `others`: seconds of their launches and
-        exchanges.
+        """Seconds that the backward spends recomputing a layer's MLPs; `others`: seconds of the MLPs' launches and
+        communication.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
@@ -169,8 +171,8 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether the layers are modelled as Transformer Engine's: the job uses these layers, and the hardware's
-        attention rates are known.
+        """Whether to model the layers as Transformer Engine's: the job must use them, and the hardware's attention
+        rates must be known.
         """
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
@@ -184,12 +186,12 @@ class PassTimes:
 
     @property
     def accumulated(self) -> int:
-        """Bytes per element to add a weight gradient to the accumulated one: a read and a write."""
+        """Bytes per element to add a weight gradient to the accumulated gradient, which is read and written."""
         return 8 if self.job.wide_gradients else 2 * self.job.element_bytes
 
     @property
     def gap(self) -> float:
-        """Seconds that a pass takes in addition to its work."""
+        """Fixed seconds per pass, for kernel launches and the transition to the next pass."""
         rates = self.hardware.rates
         return rates.gap if rates and rates.gap else self.constants.gap
 
@@ -207,7 +209,8 @@ class PassTimes:
             return kind.share * self.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
         if kind.attends:
-            # Queries, keys and values are split; rotary positions are applied to queries and keys.
+            # Splitting the joint projection reads and writes queries, keys and values, and so do rotary positions and
+            # norms.
             keys = max(model.keys // t, model.head_size) + max(model.values // t, model.value_size)
             inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
         if mlp:
@@ -278,7 +281,7 @@ class PassTimes:
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """Seconds of IF and IB.
 
-        The pipeline of each tensor rank exchanges only tokens whose rows are in that pipeline's shards.
+        Pipeline ranks with the same tensor rank exchange only the tokens whose rows are in their own shards.
         """
         job, own = self.job, self.own_kernels(rows)
         if own:
@@ -307,8 +310,8 @@ class PassTimes:
         )
 
     def optimizer_step(self, parameters: float) -> float:
-        """Seconds of mixed-precision Adam over a rank's parameters: widen gradients, compute norms, read and write
-        states. States in lower precision move fewer bytes.
+        """Seconds of mixed-precision Adam over a rank's parameters: convert gradients to fp32, compute norms, read and
+        write states. States in lower precision move fewer bytes.
         """
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
         return self.memory_time((46 - spared) * parameters)

@@ -1,4 +1,4 @@
-"""Times of S, T, IF and IB in GEMMs and in this project's kernels, whose bytes and instructions were counted.
+"""Computes the times of S, T, IF and IB from the times of their GEMMs and of this project's kernels.
 
     S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
     T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
@@ -25,13 +25,13 @@ ISSUE_SHARE = 0.75
 """Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
 
 LONGEST_ROW = 32_768
-"""Length in logits of the longest row that a kernel can hold and thus reads only once; longer rows are read twice."""
+"""Length in logits of the longest row that fits in registers and is read only once; longer rows are read twice."""
 
 WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
 """Largest number of instructions per logit in the softmax, for rows of up to LONGEST_ROW logits and for longer rows."""
 
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
-"""Instructions per element to rescale E W, and to weight the rows of X in T."""
+"""Instructions per element to rescale E W, and to scale the rows of X in T."""
 
 ADD_LAUNCHES = 4
 """Number of kernels in IB: two PyTorch kernels, which find the rows of the owned tokens, and two of this project's
@@ -48,7 +48,7 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        """Seconds including the launch."""
+        """Seconds that the kernel takes, including its launch."""
         return LAUNCH + max(self.memory, self.issue)
 
     @property

@@ -1,9 +1,9 @@
 """Flash attention for Megatron's local layers, based on PyTorch's scaled-dot-product attention.
 
 Megatron's own local attention writes the scores of all heads, [b, heads, s, s], to memory, keeps the softmax for the
-backward, and needs whole sequences. PyTorch's fused kernels keep neither scores nor softmax. With context parallelism,
-every rank gathers the keys and values of all ranks. `--core-attention sdpa` selects this attention for local layers;
-Transformer Engine's layers keep their own attention.
+backward, and does not support context parallelism. PyTorch's fused kernels keep neither scores nor softmax. With
+context parallelism, every rank gathers the keys and values of all ranks. `--core-attention sdpa` selects this attention
+for local layers; Transformer Engine's layers keep their own attention.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from megatron_vp.mcore.settled import replay
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Replaces Megatron's `DotProductAttention`: same constructor, same shapes, no parameters.
+    """Replaces Megatron's `DotProductAttention`, with the same constructor and tensor shapes and without parameters.
 
     The constructor also accepts the sizes `k_channels` and `v_channels`, which latent attention passes, and ignores
     them: the key and value tensors already have these sizes.
 
-    A causal layer ignores its mask argument, because the mask only encodes causality. Packed documents come with
-    boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once, by 1 /
-    sqrt(head size). Megatron's query-key layer scaling, which divides scores by the layer number to fit the range of
-    fp16 and multiplies them again inside the softmax, is not needed in a fused kernel with fp32 scores.
+    A causal layer ignores its mask argument, because the mask only encodes causality. For packed documents, Megatron
+    passes boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once,
+    by 1 / sqrt(head size). Megatron's query-key layer scaling divides scores by the layer number to fit the fp16 range
+    and multiplies them again inside the softmax. Fused kernels compute scores in fp32 and do not need this scaling.
 
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
     of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences in this way to balance
     causal attention. The queries of a piece attend to all keys up to the end of the piece.
 
-    Raises:
-        UserError: for a softmax or a window that PyTorch's attention does not support, and for context parallelism in a
-            layer that is not causal.
+    Raises UserError if PyTorch's attention does not support the softmax or the window, or if a layer with context
+    parallelism is not causal.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ScaledDotProductAttention(MegatronModule):
 
         Args:
             query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
-                where dv is d except in latent attention. All three have the same dtype.
+                where dv is d except in latent attention. Query, key and value have the same dtype.
             attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key; unused in a causal
                 layer.
             attn_mask_type: replaces the layer's own type if given.
@@ -144,7 +143,7 @@ class ScaledDotProductAttention(MegatronModule):
     def _lengths(self, packed_seq_params: Any) -> list[int]:
         """Count the tokens of each document on this rank, including the padding after it; omit empty documents.
 
-        The boundaries are read on the host, as in Megatron's own rotary embedding, in every layer.
+        Like Megatron's rotary embedding, every layer reads the documents' boundaries on the host.
         """
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
@@ -160,8 +159,8 @@ class ScaledDotProductAttention(MegatronModule):
         for piece_bnsd, index in zip(query_bnsd.chunk(2, dim=2), (rank, 2 * ranks - 1 - rank), strict=True):
             length = piece_bnsd.shape[2]
             end = length * (index + 1)
-            # Fused kernels recognise this mask object, in which the last query attends to every key, and need no mask
-            # matrix. Fake tensors do not support this object.
+            # With `causal_lower_right`, the last query attends to every key. Fused kernels recognise this mask object
+            # and need no mask matrix. Fake tensors do not support this object.
             fake = isinstance(piece_bnsd, FakeTensor)
             mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
             contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))

@@ -26,7 +26,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout that gives every chunk the segment of the virtual stage that a placement assigns to the chunk."""
+    """A layout that follows a placement: every chunk gets the segment of its virtual stage."""
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
@@ -53,7 +53,7 @@ def even_layout(layers: int, stages: int, further_heads: int) -> str:
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
-@lru_cache  # Megatron parses the layout again for every batch
+@lru_cache  # The layout is cached because Megatron parses it for every batch.
 def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
     return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
 

@@ -146,8 +146,8 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach an input or a list of inputs, because the autograd graph would keep the chunk's input and its gradient
-    until W.
+    """Detach an input or a list of inputs; otherwise, the autograd graph would keep the chunk's input and its gradient
+    in memory until W.
     """
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
@@ -241,6 +241,4 @@ PATCHES = (
         "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )
-"""Patches that are applied with a --pipeline-schedule whose backward is split and --transformer-impl
-transformer_engine.
-"""
+"""Patches for jobs with --transformer-impl transformer_engine and a --pipeline-schedule whose backward is split."""

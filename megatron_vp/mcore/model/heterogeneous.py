@@ -37,6 +37,4 @@ PATCHES = (
         "(config, vp_stage)",
     ),
 )
-"""Patches that are applied with --heterogeneous-layers-config-path (or its JSON) and virtual pipeline stages, also in
-plain runs.
-"""
+"""Patches for all jobs with heterogeneous layers, even without a --pipeline-schedule."""

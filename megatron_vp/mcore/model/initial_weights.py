@@ -10,10 +10,10 @@ broadcast. The method works for every layer that draws its weights in its constr
 startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank
 ever holds the whole model.
 
-Plain Megatron divides the model by the user's layout, or evenly. If our schedule places chunks as Megatron does, the
-plain run whose weights we take has the same number of chunks per rank. If our schedule places chunks differently, the
-plain run has one stage per rank, and rank r joins segments v r to v r + v - 1 of our v p segments. If our segments are
-even, the joined stages equal Megatron's even split.
+Plain Megatron divides the model by the user's layout if there is one, and evenly otherwise. If our schedule places
+chunks as Megatron does, the plain run whose weights we take has the same number of chunks per rank. If our schedule
+places chunks differently, the plain run has one stage per rank, and rank r joins segments v r to v r + v - 1 of our v p
+segments. If our segments are even, the joined stages equal Megatron's even split.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class PlainStart:
 
     @torch.no_grad()
     def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
-        """Overwrite the weights of this rank's new chunk `index`; collective over a model replica, once per chunk.
+        """Overwrite the weights of this rank's new chunk `index`.
 
-        After the last chunk, the plain chunks are freed. A parameter that does not exist in plain Megatron keeps its
-        own initial value, and a warning names it.
+        All ranks of a model replica call this method, once per chunk. After the last chunk, the plain chunks are freed.
+        A parameter that does not exist in plain Megatron keeps its own initial value, and a warning names it.
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
@@ -161,7 +161,7 @@ class PlainStart:
         if index + 1 == placement.chunks:
             self._held.clear()
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # the cached blocks are too small for gradient buffers
+                torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
 
     def _from_all(self, own: Any) -> list[Any]:
         """Gather one object from each rank of the model replica, in order of pipeline rank, then tensor rank."""
@@ -170,7 +170,7 @@ class PlainStart:
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """Find the rank within the replica, and the chunk of this rank, that would hold a tensor in plain Megatron. If
+        """Find where plain Megatron would hold a tensor: the rank within the replica, and the chunk on this rank. If
         several chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
         """
         holders = []
@@ -224,7 +224,7 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
-    """Set Megatron's arguments and state, inside this context, as in a job with this layout."""
+    """Inside this context, Megatron's arguments and state are those of a job with this layout."""
     settings = layout.settings(args.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     ours = {name: getattr(args, name) for name in settings}
@@ -256,7 +256,7 @@ def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
         return
     if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
-        largest.zero_()  # discard the amax of the values that are replaced
+        largest.zero_()  # Discard the amax of the old values.
     tensor.copy_(value)
     tensor.get_high_precision_init_val().copy_(value)
 

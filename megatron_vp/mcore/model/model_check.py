@@ -91,8 +91,8 @@ def softcap_of(config: Any) -> float:
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split, which
-    returns hidden states instead of losses.
+    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split. Such a
+    chunk returns hidden states instead of losses.
 
     The decoder's input is set only during pass F, which distinguishes a call by pass F from a call by the script.
     """
