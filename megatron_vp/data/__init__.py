@@ -1,1 +1,1 @@
-"""Reads documents from files, and trains byte-level BPE tokenizers on them. Needs neither torch nor Megatron."""
+"""Reads documents from files, and trains byte-level BPE tokenizers on them, without torch or Megatron."""

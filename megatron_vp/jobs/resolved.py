@@ -19,7 +19,7 @@ RESOLVED_NAME = "resolved_config.yaml"
 
 
 def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> None:
-    """Write every argument of `args` as plain YAML, sorted by name; the file appears complete or not at all.
+    """Write every argument of `args` as plain YAML, sorted by name; the file is written completely or not at all.
 
     Values that YAML cannot represent (enums, data types, functions) are written as text. Only the file's owner and
     group can read it. Only one rank may call this function. Raises UserError if the file cannot be written.

@@ -54,6 +54,6 @@ def environment_without_secrets() -> Iterator[list[str]]:
 
 def _resolve_environment_by(function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
-        # OmegaConf 2.4 renames this function, but 2.3 has another function with the new name.
+        # OmegaConf 2.4 warns that this function has a new name, but in 2.3 another function has that name.
         warnings.simplefilter("ignore")
         OmegaConf.register_new_resolver("oc.env", function, replace=True)

@@ -15,7 +15,7 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
         found.append(
             "attention time is the mean of the times of FlashAttention 2 and cuDNN 9, because published runs with "
-            "delayed scaling used either; choose one with --attention-backend flash or fused"
+            "delayed scaling used one or the other; choose one with --attention-backend flash or fused"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
         kind = "flex" if is_flexible(job, hardware) else "alltoall"

@@ -51,8 +51,8 @@ class AttentionTimes(NamedTuple):
 def attention_times(
     job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
 ) -> AttentionTimes:
-    """Times of the attention in a layer of this type on one rank of `job`, without the matrix products before and after
-    the attention.
+    """Times of the attention in a layer of type `kind` on one rank of `job`, without the matrix products before and
+    after the attention.
     """
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:

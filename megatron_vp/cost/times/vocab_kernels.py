@@ -17,8 +17,8 @@ from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6
-"""Fixed seconds per additional kernel: the gap before it, its start-up and its tail. The host is assumed to launch
-kernels ahead of the GPU.
+"""Fixed seconds per kernel that is not a GEMM: the gap before the kernel, its start-up and its tail. The host is
+assumed to launch kernels ahead of the GPU.
 """
 
 ISSUE_SHARE = 0.75

@@ -6,8 +6,8 @@ wrapper. Under our schedules, pass W may run several microbatches later. Pass B 
 queues and keeps them for W. In pass W, our code accumulates the gradients and reports them to Megatron, as for local
 layers.
 
-Tested with the layers of Transformer Engine 2.8 to 2.20 on a CPU, with a replacement for its compiled extension; not
-yet tested on a GPU.
+This code was tested on a CPU with the layers of Transformer Engine 2.8 to 2.20, whose compiled extension was replaced.
+It has not been tested on a GPU.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """The weights and biases of delaying layers that require gradients, including biases of frozen weights."""
+    """The trainable weights and biases of layers with delayed weight gradients, including biases of frozen weights."""
     held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
     return tuple(parameter for parameter in held if parameter.requires_grad)
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
-    """Keep Megatron's DDP wrapper from registering autograd hooks on the weights and biases of delaying layers.
+    """Keep Megatron's DDP wrapper from registering autograd hooks on layers with delayed weight gradients.
 
     Transformer Engine's layers set `skip_backward_post_hook` on their parameters, but the biases lose this attribute if
     Megatron initialises on the CPU, because CPU initialisation replaces the biases.

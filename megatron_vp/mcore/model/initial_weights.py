@@ -5,7 +5,7 @@ rank, then builds its stage: embedding, layers in order, output layer. In a V-sh
 not hold the same layers as in plain Megatron, so the layers would get different initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
-generators. Our chunks are built afterwards and copy these values by global name. Values that another rank holds are
+generators. Our chunks are built afterwards and copy these weights by global name. Values that another rank holds are
 broadcast. The method works for every layer that draws its weights in its constructor. The extra cost arises only at
 startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank
 ever holds the whole model.
@@ -186,9 +186,9 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     """Build the weights that our chunks start from; return None if the chunks draw plain Megatron's weights anyway or
     need no weights.
 
-    The call is collective over a model replica, and comes before the first chunk is built. The weights are not needed
-    if every layer is on the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn
-    (on the meta device, and in a replay of a single rank).
+    All ranks of a model replica make this call before the first chunk is built. The weights are not needed if every
+    layer is on the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn (on the
+    meta device, and in a replay of a single rank).
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
