@@ -1,10 +1,11 @@
-"""Inserts copies of activations to host memory and back into a schedule in nominal order (PipeOffload).
+"""Adds to a schedule in nominal order the passes that copy activations to host memory and back (PipeOffload).
 
 Ideally, activations are copied out right after their forward and copied back just before their backward, so that they
 occupy the device only around these two passes. In practice, copies are delayed because a rank has a single copy lane,
-on which copy-outs and copy-backs take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed on the time
-grid of the building block. On this grid, forwards come no faster than in the steady state, so copies keep up even in
-the warm-up. Reordering the passes later does not increase the activations on the device.
+on which copy-outs and copy-backs take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed by the
+passes' nominal times. In a building block, forwards come no faster in the warm-up than in the steady state, so copies
+keep up with them from the start. When the passes are later reordered for their costs, no rank may hold more activations
+on the device than the fullest rank does here.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Rank and R of activations for which the rank computes nothing between O and R."""
+    """Each R, with its rank, that has no computing pass between it and its O."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found
@@ -85,7 +86,7 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
-    """The same order with only the first `microbatches`.
+    """The passes of the first `microbatches` microbatches, in the order of `schedule`.
 
     If no computation is left between an O and its R, the R moves after the next computing pass, or the O moves before
     the previous one. If the chunk's backward directly follows its forward, the chunk stays on the device instead.
@@ -114,9 +115,9 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Links that keep a computing pass between each R in `returning` and its O, as in the schedule `placed`.
+    """Dependencies that keep a computing pass between each R in `returning` and its O.
 
-    Among the passes between O and R in `placed`, the links use the one that is nearest to the R in `found`.
+    Each of these passes runs between O and R in `placed`, and is the one of them that is nearest to R in `found`.
     """
     links = []
     for rank, back in returning:
@@ -129,7 +130,7 @@ def computed_between(
 
 
 class _Placing:
-    """Places the copies of one rank; a copy with place k is inserted before the k-th pass of the order."""
+    """Chooses the places of one rank's copies in its order; a copy at place k runs right before the k-th pass."""
 
     def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
         self.order, self.spans = tuple(order), spans
@@ -148,7 +149,7 @@ class _Placing:
             elif step.kind is PassKind.W:
                 self.release[key] = place
         self.work = sum(end - start for start, end in spans) / len({microbatch for _, microbatch in self.forward})
-        # Sums of durations have rounding errors.
+        # Times that should be equal can differ by rounding errors.
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
     def lifespan(self, chunk: int) -> float:
@@ -164,12 +165,13 @@ class _Placing:
         return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
 
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
-        """Places of O and R for every microbatch of the chunks in `durations`, which gives (out, back) copy times.
+        """Places of O and R for every microbatch of the chunks in `durations`.
 
-        The copy lane's time is divided into slots, each for one copy-out and one copy-back. Each copy-out takes the
-        first free slot after its forward. Each copy-back takes the last free slot before its backward, starting with
-        the last backward. If a microbatch's copies take longer than its passes, the passes will wait for the copies;
-        copy times are then scaled down to fit the grid.
+        `durations[chunk]` are the times of a copy-out and a copy-back. The copy lane's time is divided into slots, each
+        for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each copy-back
+        takes the last free slot before its backward; the last backward chooses first. If a microbatch's copies take
+        longer than its passes, copy times are scaled down to the time of the passes. In a run, the passes then wait for
+        the copies.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
@@ -201,11 +203,11 @@ class _Placing:
         return {key: (leaves[key], returns[key]) for key in keys}
 
     def _outside_pairs(self, place: int, away: int) -> int:
-        """`place`, or its neighbour in direction `away` if `place` would separate a pair of passes."""
+        """Return `place`, or `place + away` if a copy at `place` would separate a pair of passes."""
         return place + away if place in self.within_pairs else place
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:
-        """Insert O and R at these places; at the same place, O comes before R."""
+        """Return the rank's order with passes O and R inserted at `places`; at the same place, O comes before R."""
         put_in: dict[int, list[Pass]] = defaultdict(list)
         for kind, which in ((PassKind.O, 0), (PassKind.R, 1)):
             for key in sorted(places, key=self.forward.__getitem__):

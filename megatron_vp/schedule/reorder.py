@@ -1,4 +1,4 @@
-"""Reorders the passes of a schedule for their real costs, within its memory limits, to close gaps at both ends.
+"""Reorders the passes of a schedule for their real costs, within its memory limits, to shorten the schedule.
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
 the opposite. A result can be improved by a second run in the other direction, or by a run with durations other than the
@@ -21,11 +21,12 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""For schedules with up to this many passes and operations, more orders are compared; each takes a few milliseconds."""
+"""For schedules with up to this many passes and operations, more orders are compared, in a few milliseconds per order.
+"""
 
 LARGE = 40_000
-"""For schedules with copies to the host and at least this many passes and operations, only the first orders are
-compared. For 32 ranks with 4 chunks and 40 microbatches, this comparison takes about two seconds.
+"""For schedules with copies to the host and at least this many passes and operations, only `first_orders` are compared.
+With 32 ranks, 4 chunks and 40 microbatches, comparing them takes about two seconds.
 """
 
 EMBEDDING_GRADIENTS = 4
@@ -78,14 +79,14 @@ def reorder_for_costs(
 
 def linked_graph(schedule: Schedule) -> Graph:
     """The graph of the dependencies that a reordered `schedule` must keep."""
-    # Without vocabulary passes, the graph is the published one, in which the last stage's B does not wait for a loss.
+    # In published schedules without vocabulary passes, the last stage's B does not wait for a loss.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
     return graph
 
 
 def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
-    """Makespan of the shortest of the first orders; see `reorder_for_costs`.
+    """The shortest makespan of `schedule` itself and of the list scheduler's results for it in both directions.
 
     `graph` is the `linked_graph` of a schedule with the same passes.
     """
@@ -95,7 +96,7 @@ def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph
 
 
 Orders = Sequence[Sequence[int]]
-"""The numbers of each rank's passes."""
+"""For each rank, the node numbers of its passes, in the order in which they run."""
 Found = tuple[float, Orders]
 """Makespan and orders."""
 
@@ -117,21 +118,21 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order and the list scheduler's results for it in both directions, which are preferred in a tie."""
+        """The given order, and the list scheduler's results for it in both directions."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
         self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
     ) -> list[Found]:
-        """The list scheduler's results for its own first orders, and for the given order with `even` durations.
+        """Further results of the list scheduler: for its first results, and for the given order with `even` durations.
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
-        the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed,
-        and in the order found with even durations, real passes wait only briefly for each other. An order found with
-        vocabulary passes that take no time, improved backwards with the real durations, helps for the same reason. All
-        runs take equally long, so for a large schedule, only one more run is made: in the other direction if it has
-        vocabulary passes, otherwise with even durations. With copies to the host, both first results are improved in
-        the other direction.
+        the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed.
+        In an order found in this way, passes with real durations wait only briefly for each other. For the same reason,
+        one more order is found as if vocabulary passes took no time, and is then improved backwards with the real
+        durations. All runs take equally long, so a large schedule gets only one more run: in the other direction if it
+        has vocabulary passes, otherwise with even durations. If a large schedule has copies to the host, both of its
+        first results are improved in the other direction.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -148,15 +149,15 @@ class _Search:
         return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
 
     def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
-        """The list scheduler's results forwards and backwards in time."""
+        """The results of a list scheduler that works forwards in time, and of one that works backwards."""
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
-        """The forward result improved backwards, and the backward result improved forwards."""
+        """Run the list scheduler backwards on the forward result, and forwards on the backward result."""
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The list scheduler's order for these durations, with its makespan for the real durations.
+        """The order that the list scheduler finds for `durations`, with the order's makespan for the real durations.
 
         If the scheduler does not finish, the result is the given order with an infinite makespan.
         """
@@ -173,7 +174,7 @@ class _Search:
         return makespan, orders
 
     def _parted(self, number: int) -> tuple[int, ...]:
-        """The two passes of a pair, or the single pass itself."""
+        """The two passes of a pair if `number` is the first of them, otherwise only `number`."""
         return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
@@ -206,8 +207,8 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 def link_limits(graph: Graph, schedule: Schedule) -> None:
     """Add the waits that a reordered schedule must keep in addition to the dependencies.
 
-    Embedding runs only a few microbatches ahead of its use, a chunk's W of microbatch 0 comes before its whole
-    backwards, and in an evaluation microbatches keep their order.
+    Embedding runs only a few microbatches ahead of its use. A chunk's W of microbatch 0 runs before all whole backwards
+    of the chunk. In a schedule for evaluation, microbatches keep their order.
     """
     if not schedule.has_backward:
         for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
@@ -216,13 +217,13 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
         _limit_embedding(graph, schedule)
     for rank, step in schedule.whole_backwards:
         first = Pass(PassKind.W, 0, step.chunk)
-        # A chunk's W of microbatch 0 starts the sum of gradients over microbatches.
+        # The sum of a chunk's weight gradients over microbatches starts with microbatch 0.
         if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
             graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield each forward pass and the rank's next one of the same kind and chunk; numbers grow with the microbatch."""
+    """Yield the numbers of successive forwards of one rank, kind and chunk; numbers increase with the microbatch."""
 
     def same(node: Node) -> tuple[PassKind, int] | None:
         action = node.action if isinstance(node, Step) else None

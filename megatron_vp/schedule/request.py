@@ -20,7 +20,9 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted ranks x microbatches x chunks, which takes about three minutes on one core and 6 GB of memory."""
+"""Largest accepted product of ranks, microbatches and chunks. Generating such a schedule takes about three minutes on
+one core and 6 GB of memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class ScheduleRequest:
     """Everything that determines a schedule: equal requests give equal schedules. `ScheduleRequest.of` fills in
     defaults.
 
-    Raises UserError for a method, chunks or vocabulary ranks that the family does not support, for a number
-    of ranks that differs from a file's, for more microbatches than a file for training has, for fewer than one rank or
-    microbatch, for vocabulary passes on fewer than two ranks, for costs that have a different number of stages or
-    ranks, and for more than LARGEST forwards.
+    Raises UserError if the family does not support the method, the chunks or the vocabulary ranks; if there are too few
+    ranks or microbatches, or more than LARGEST forwards; or if the costs are for another number of stages or ranks. A
+    schedule read from a file must have the requested number of ranks and, for training, at least the requested number
+    of microbatches.
     """
 
     family: Family
-    """the family's record; for a file, a record with its schedule"""
+    """the schedule family; a schedule file becomes a family that has only this schedule"""
     pipeline_size: int
     """number of ranks, p"""
     microbatches: int
@@ -49,9 +51,7 @@ class ScheduleRequest:
     vocab_ranks: tuple[int, ...]
     """the ranks that hold vocabulary rows and run vocabulary passes, in ascending order"""
     forward_only: bool = False
-    """whether the schedule is for evaluation: only forward passes, in an order of their own; a file may then be used
-    with any number of microbatches
-    """
+    """whether the schedule is for evaluation (only forwards); a file's number of microbatches then does not matter"""
     further_orders: bool = True
     """if False, compare only the first orders; see `reorder_for_costs`"""
     offload_chunks: int = 0
@@ -74,7 +74,7 @@ class ScheduleRequest:
     ) -> ScheduleRequest:
         """Make a request; None means the family's default chunks, `PassCosts()` and all ranks.
 
-        If the family has only one method, the method `none` stands for it.
+        If the family has only one method, the method `none` selects this method.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -256,7 +256,7 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
 
 
 AUTO = "auto"
-"""The value of `--offload-chunks` with which the cost model chooses the number."""
+"""The value of `--offload-chunks` that lets the cost model choose the number of chunks."""
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:

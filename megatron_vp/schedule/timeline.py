@@ -21,7 +21,7 @@ Span = tuple[float, float]
 
 
 class _Times(NamedTuple):
-    """A graph, and the start and end of its nodes by number."""
+    """A graph, and the start and end times of its nodes, indexed by node number."""
 
     graph: Graph
     start: list[float]
@@ -30,7 +30,7 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule. `spans[r][k]` is the start and end of the k-th pass of rank r; `nodes` has all times."""
+    """A simulated schedule. `spans[r][k]` is the start and end of the k-th pass of rank r."""
 
     schedule: Schedule
     costs: Costs
@@ -55,23 +55,23 @@ class Timeline:
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """Fraction of all ranks' time in [0, makespan] in which they are idle."""
+        """Fraction of the makespan during which a rank is idle, averaged over ranks."""
         whole = self.makespan * len(self.spans)
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        """Largest number of activations held at once on each rank, in microbatches; see `ledger.activation_levels`."""
+        """Peak activations of each rank; the unit is the activations of one microbatch in all chunks of the rank."""
         return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def peak_host(self) -> tuple[float, ...]:
-        """Largest number of activations held at once in each rank's host memory, in microbatches."""
+        """Peak of each rank's activations in host memory, in the unit of `peak_activation`."""
         return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
-        """Time for which each rank waits only for copies: before passes O, before backwards, and before other passes.
+        """For each rank, the total times for which passes O, backwards and other passes wait only for copies.
 
         Other passes wait for copies only if copies and passes share one hardware queue.
         """
@@ -100,10 +100,10 @@ class Timeline:
 class Simulator:
     """Simulates a schedule with one or more sets of costs.
 
-    Ranks run their passes in the schedule's order. A communicator runs its operations in the order in which they become
-    ready with the constructor's `costs`. This order is the same in every simulation, because the lowered programs fix
-    the order. With `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises
-    ScheduleError for a missing, repeated or unexpected pass, and for an order that deadlocks.
+    Ranks run their passes in the schedule's order. A communicator's operations run in the order in which they become
+    ready under the constructor's `costs`. Every simulation keeps this order, because the lowered programs fix it. With
+    `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises ScheduleError for a
+    missing, repeated or unexpected pass, and for an order that deadlocks.
     """
 
     @gc_paused()

@@ -19,7 +19,7 @@ class Channel(StrEnum):
     """description of the data that a rank waits for"""
 
     def __new__(cls, value: str, content: str) -> Self:
-        """Create an entry with a description of its data."""
+        """Create a channel with a description of its data."""
         channel = str.__new__(cls, value)
         channel._value_, channel.content = value, content
         return channel
@@ -27,14 +27,12 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """if vocabulary layers are not split: from rank p-1, which reads labels, to the last stage if it is on another rank
+    """labels that rank p-1 sends to the last stage if vocabulary layers are not split and the stage is on another rank
     """
     TOKEN_LOSS = "token-loss", "the token losses"
-    """if vocabulary layers are not split: from the last stage to the loss function on rank p-1"""
+    """token losses that the last stage sends to the loss function on rank p-1, in the same cases as LABELS"""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """if vocabulary layers are not split: the gradient of the loss function with respect to token losses, to the last
-    stage
-    """
+    """gradient with respect to token losses, sent back to the last stage in the same cases as LABELS"""
 
 
 class Origin(Enum):
@@ -56,25 +54,25 @@ class CollectiveKind(StrEnum):
     origin: Origin
 
     def __new__(cls, value: str, origin: Origin) -> Self:
-        """Create an entry with its origin."""
+        """Create a kind of collective with its origin."""
         kind = str.__new__(cls, value)
         kind._value_, kind.origin = value, origin
         return kind
 
     TOKENS = "TOKENS", Origin.READERS
-    """tokens and labels of a microbatch to every member"""
+    """sends a microbatch's tokens and labels to every member"""
     EMBED = "EMBED", Origin.ALL
-    """embedded rows from their owners to the first stage"""
+    """sends embedded rows from their owners to the first stage"""
     C0 = "C0", Origin.ROOT
-    """the last stage's output to every member"""
+    """sends the last stage's output to every member"""
     C1 = "C1", Origin.ALL
-    """softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage"""
+    """gathers the softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage"""
     C2 = "C2", Origin.ALL
-    """vocab-1 only: the input gradient, reduced to the last stage"""
+    """reduces the input gradient to the last stage (vocab-1 only)"""
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
-    """the loss function's gradient with respect to token losses, from rank p-1 to every member"""
+    """sends the loss function's gradient with respect to token losses from rank p-1 to every member"""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
-    """gradients of the embedded rows, from the first stage to the rows' owners"""
+    """sends gradients of the embedded rows from the first stage to the rows' owners"""
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
@@ -97,7 +95,7 @@ class Operation(Protocol):
     def follows_step(self) -> bool:
         """Whether the members post the operation right after the step that produces its data.
 
-        If not, the members post the operation in the order of its lane, which is the same for all members.
+        If False, every member posts the operations of the lane in the same order.
         """
 
     @property
@@ -110,7 +108,7 @@ class Operation(Protocol):
 
     @property
     def per_chunk(self) -> bool:
-        """Whether the duration in `PassCosts` is for all chunks of a rank, although the operation is for one chunk."""
+        """Whether the operation takes the duration in `PassCosts` divided by the number of chunks per rank."""
 
     @property
     def timing_key(self) -> Hashable:
@@ -128,10 +126,10 @@ class Operation(Protocol):
         """The ranks that post the operation. `vocab_members` take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describe the data that a waiting rank needs, and its sources; `ranks` has the numbers to print for ranks."""
+        """Describe the data that a waiting rank needs, and its sources; rank r is shown with the number `ranks[r]`."""
 
     def _replace(self, *, microbatch: int) -> Self:
-        """The same operation for another microbatch."""
+        """Return this operation with another microbatch."""
 
 
 class Message(NamedTuple):
@@ -177,7 +175,7 @@ class Message(NamedTuple):
 
     @property
     def category(self) -> str:
-        """`message` for all channels."""
+        """The category named `message`."""
         return "message"
 
     @property
@@ -231,7 +229,7 @@ class Collective(NamedTuple):
 
     @property
     def category(self) -> str:
-        """`collective` for all kinds."""
+        """The category named `collective`."""
         return "collective"
 
     @property
@@ -280,7 +278,7 @@ class Copy(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """`copy` for both directions."""
+        """The cost named `copy`, which both directions share."""
         return "copy"
 
     @property
@@ -295,7 +293,7 @@ class Copy(NamedTuple):
 
     @property
     def category(self) -> str:
-        """`copy` for both directions."""
+        """The category named `copy`."""
         return "copy"
 
     @property

@@ -17,8 +17,9 @@ from megatron_vp.schedule.transfers import Operation
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
     """Check that a schedule runs, both as a schedule and as lowered programs, and return its timeline.
 
-    `memory_bound[r]` is the largest activation memory of rank r, in activations of one microbatch in all its chunks.
-    Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded memory bound.
+    `memory_bound[r]` limits the activation memory of rank r; its unit is the activations of one microbatch in all
+    chunks of the rank. Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded
+    memory bound.
     """
     timeline = simulate(schedule, costs)
     check_memory(schedule, memory_bound or ())
@@ -33,13 +34,13 @@ def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
             if level > bound + 1e-9:
                 step = schedule.ranks[rank][place]
                 raise ScheduleError(
-                    f"rank {rank} holds {level:g} microbatches at {step}, which is more than its bound of {bound:g}\n"
-                    + around(rank, schedule.ranks[rank], place)
+                    f"rank {rank} holds activations of {level:g} microbatches at {step}, "
+                    f"more than its bound of {bound:g}\n" + around(rank, schedule.ranks[rank], place)
                 )
 
 
 def around(rank: int, steps: Sequence[object], place: int) -> str:
-    """A line with a rank's steps around `place`; the step at `place` is marked as `>step<`."""
+    """Format a rank's steps around `place` on one line, and mark the step at `place` as `>step<`."""
     first = max(0, place - 6)
     shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
     return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"

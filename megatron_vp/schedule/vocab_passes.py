@@ -2,8 +2,8 @@
 
 Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right after its forward of chunk 0.
 For each barrier of the method, the last stage waits one more interval between a microbatch's F and its B. Each
-vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots are narrow, because nominal
-times only order the passes; `reorder_for_costs` applies the real costs.
+vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots can be short, because
+nominal times determine only the order of passes. `reorder_for_costs` then reorders the passes for their real costs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TimedPass = tuple[float, Pass]
 class Nominal:
     """A valid schedule in nominal order.
 
-    `pairs` lists, for each rank, the (forward, backward) pairs that stay next to each other. `spans` has the nominal
-    start and end of each rank's passes.
+    `pairs` lists, for each rank, the (forward, backward) pairs that stay next to each other. `spans` are the nominal
+    start and end times of each rank's passes.
     """
 
     schedule: Schedule
@@ -35,7 +35,7 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Sort every rank's passes by their nominal times; each barrier keeps one more microbatch in flight.
+    """Sort every rank's passes by their nominal times; backwards come one step later for each barrier of the method.
 
     `vocab_ranks` are the ranks that hold vocabulary rows.
     """
@@ -76,11 +76,11 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
 
 @dataclass(frozen=True, slots=True)
 class _VocabSlots:
-    """Assigns times to vocabulary passes. A rank's slot is the last part of its forward of chunk 0; each of S, T, IF
-    and IB takes `width` of the slot.
+    """Assigns times to vocabulary passes. A rank's slot is the end of its forward of chunk 0, and consists of four
+    parts of length `width` for S, T, IF and IB.
 
-    S runs within one step after the last stage's forward, and T within the next step, for all positions of a rank's
-    slot. So one step per barrier is enough, and at most two microbatches are between S and T.
+    Wherever a rank's slot lies within a step, S runs within one step after the last stage's forward, and T within the
+    next step. One step per barrier is therefore enough, and at most two microbatches are between S and T.
     """
 
     block: BuildingBlock
@@ -91,7 +91,7 @@ class _VocabSlots:
         block, width = self.block, self.width
         end = block.forward_time - 4 * width
         opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
-        # The loss function runs on rank p-1 between two passes, at the latest after that rank's own S.
+        # T waits for the loss function, which rank p-1 runs at the latest right after its own S.
         loss = output + block.step + width
         backward = block.backward[0] + self.delay + block.backward_time
         return [
@@ -103,7 +103,7 @@ class _VocabSlots:
         ]
 
     def first(self, opens: float, after: float) -> float:
-        """The first time from `after` on that is a whole number of steps away from `opens`."""
+        """The earliest time that is not before `after` and differs from `opens` by a whole number of steps."""
         return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
 
 

@@ -1,4 +1,4 @@
-"""Makes an HTML page that works offline and shows one timeline, or two above each other."""
+"""Makes an HTML page that works offline and shows one timeline, or two timelines one above the other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
     categories = {operation.category for each in timelines for operation in each.operations}
     for category, colour, meaning in (
         ("collective", draw.SECOND_STREAM, "collectives"),
-        ("copy", draw.COPIES, "copies to and from the host; line: activations in host memory"),
+        ("copy", draw.COPIES, "copies to and from the host (line: activations in host memory)"),
         ("message", "", ""),
     ):
         if category in categories:
@@ -75,7 +75,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     for number in numbers:
         node = graph.nodes[number]
         needed = [place_of[each] for each in graph.predecessors[number]]
-        # The simulator makes the previous node on the lane the last predecessor.
+        # If the lane has a previous node, the simulator has made that node the last predecessor.
         has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
         turn = needed.pop() if has_turn else None
         times = _rounded(start[number]), _rounded(end[number])
@@ -103,7 +103,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
 
 
 def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
-    """For each rank, the times at which the held memory changes, each with the new level in microbatches."""
+    """For each rank, the times at which its activation memory changes, each with the new level in microbatches."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         changes: list[list[float]] = []
