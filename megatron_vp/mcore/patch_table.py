@@ -22,7 +22,7 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """The point in startup at which a group is applied. All groups that a run needs are checked before any is used."""
+    """The point in startup at which a group is applied, after all groups that the run needs have been checked."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
     AFTER_VALIDATION = "after Megatron has validated the arguments"
@@ -108,7 +108,7 @@ class PatchGroup:
 
 
 def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # the value is a string in the early arguments
+    return str(args.log_pipeline_interval) != "0"  # Early arguments contain the value as a string.
 
 
 def _records(args: argparse.Namespace) -> object:
@@ -408,7 +408,7 @@ def patches_of(name: str) -> tuple[Patch, ...]:
 
 
 def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
-    """The groups that a run needs, for one stage or for all, in the order of the table."""
+    """The groups that a run needs at `stage` or, by default, at all stages, in the order of the table."""
     return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(run))
 
 
@@ -445,8 +445,8 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the named groups ahead of their stage, as far as the run needs these groups. If a patch does not fit, apply
-    none and raise UserError.
+    """Apply those of the named groups that the run needs, before their usual stage. If a patch does not fit, apply none
+    and raise UserError.
     """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 

@@ -45,8 +45,8 @@ class Patch:
     target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
-    signature: the expected `signature_of(original)`. Alternatives are joined by " or " if another package decides which
-        one Megatron has; `nothing` means that Megatron lacks the symbol if that package is missing.
+    signature: the expected `signature_of(original)`. If another package decides which of several signatures
+        Megatron has, they are joined by " or "; `nothing` stands for a Megatron without the symbol.
     variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
     """
 
@@ -68,9 +68,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Problem:
-    """A difference between Megatron and what we expect of it: in a symbol that we patch or use, or in an argument that
-    we read.
-    """
+    """A symbol or an argument in which the installed Megatron differs from what we expect."""
 
     target: str
     expected: str

@@ -1,9 +1,9 @@
-"""Multi-token prediction: runs a block of k layers on the last stage, which predict the k tokens after the next one.
+"""Multi-token prediction: the last stage also runs a block of k layers, which predict the k tokens after the next one.
 
 Megatron's block follows the decoder and returns the hidden states of all 1 + k predictions, concatenated. Passes S and
-T process the concatenated states as 1 + k times as many tokens. The block needs the embeddings of the tokens ahead, so
-the last stage also receives the embedding rows of each microbatch, as the first stage does. Evaluation predicts only
-the next token.
+T treat the concatenated states as the states of 1 + k times as many tokens. The block also needs the embeddings of the
+following tokens, so the last stage receives the embedding rows of each microbatch, as the first stage does. Evaluation
+predicts only the next token.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PrefetchedEmbedding(nn.Module):
     """Replaces `word_embeddings` for the block: returns embedding rows that were already looked up, on the ranks that
     hold them.
 
-    ahead: yields rows [b, s, h] for each layer of the block in turn, shifted by one more position each time; None in
-        evaluation.
+    ahead: yields rows [b, s, h] once per layer of the block, each time shifted by one more position than for the layer
+        before; None in evaluation.
     beyond: the row for positions past the end of a sequence, [b, 1, h].
     """
 
@@ -42,11 +42,11 @@ class PrefetchedEmbedding(nn.Module):
 
 
 def attach_mtp_block(chunk: nn.Module) -> None:
-    """Run the MTP block at the end of the chunk's decoder, on received embedding rows, and remove the chunk's
-    embedding.
+    """Make the chunk run the MTP block after its decoder, with embedding rows that it receives, and remove the chunk's
+    own embedding.
 
-    In checkpoints and in the gradient reduction, Megatron treats a chunk with such a block as an owner of the word
-    embedding. `mtp_process` is therefore set to False.
+    `mtp_process` is set to False, because Megatron would otherwise treat the chunk as an owner of the word embedding in
+    checkpoints and in the gradient reduction.
     """
     rows = PrefetchedEmbedding()
     chunk.received_embedding, chunk.embedding = chunk.embedding, None
@@ -61,7 +61,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
         if given.get("packed_seq_params") is not None:
             rows.ahead = _within_documents(rows.ahead, rows.beyond, given["packed_seq_params"].cu_seqlens_q)
         predictions_sbh = chunk.mtp(
-            input_ids=None,  # each layer's rows are already shifted, so no ids are needed
+            input_ids=None,  # Each layer's rows are already shifted, so no ids are needed.
             position_ids=None,
             hidden_states=hidden_sbh,
             embedding=chunk.received_embedding,
@@ -76,9 +76,9 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yield the rows of the tokens ahead in packed documents. As in Megatron, the last positions of a document get the
-    row for positions past the end of a sequence, instead of rows of the next document. The last positions do not count
-    in any loss, but the block's experts process them like other tokens.
+    """Yield the rows of the following tokens in packed documents. As in Megatron, the last positions of a document get
+    the row for positions past the end of a sequence, instead of rows of the next document. No loss counts these last
+    positions, but the block's experts process them like other tokens.
 
     Args:
         ahead: yields rows [b, s, h], shifted by one more position each time.
@@ -140,8 +140,8 @@ def with_further_predictions(
     context_group: dist.ProcessGroup,
     packed_seq_params: Any,
 ) -> torch.Tensor:
-    """Attach the losses of the further predictions to the losses [b, s] of the next token, so that one backward covers
-    all of them, and log them.
+    """Attach the losses of the further predictions to the next token's losses [b, s], so that a single backward covers
+    all predictions. Also log the further losses.
 
     Args:
         token_loss_ks: the token losses of all predictions, [(1 + k) b, s].

@@ -47,9 +47,9 @@ class _OwnModel:
         self.building = False
         """Whether our constructor is running, in which case nested constructor calls go to Megatron unchanged."""
         self.hooks_follow = False
-        """Whether Megatron's builder is running, which calls hooks once all chunks are built."""
+        """Whether one of Megatron's builders is running, in which case it calls hooks after building all chunks."""
         self.uncut: ProcessGroupCollection | None = None
-        """The process groups of chunks whose vocabulary layers will be split after the hooks; None if there are none.
+        """Process groups of the chunks whose vocabulary layers will be split after the hooks; None if no chunk waits.
         """
 
 
@@ -57,7 +57,7 @@ _model = _OwnModel()
 
 
 def _preparing(original: Callable[..., None]) -> Callable[..., None]:
-    _model.clear()  # discard what a failed construction left behind
+    _model.clear()  # A failed construction may have left state behind.
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -129,7 +129,7 @@ def _construct(
 
 
 def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
-    """Prepare a rank's chunks, if needed, once their builder's hooks have run.
+    """Prepare a rank's chunks after the hooks of their builder, unless the chunks are already prepared.
 
     The call is collective over all ranks. Raises UserError if the hooks have left a model whose vocabulary layers
     cannot be split.
@@ -209,9 +209,7 @@ def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tu
 
 
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Make Megatron-Bridge's test for the last stage follow the schedule's placement. The test decides which rank
-    applies Gemma's softcap.
-    """
+    """Make Megatron-Bridge apply Gemma's softcap on the rank to which the schedule assigns the last stage."""
 
     @functools.wraps(original)
     def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Sequence parallelism for pass W: joins the tensor ranks' parts of a layer's input, or extracts one part."""
+"""Sequence parallelism for pass W: joins the tensor ranks' parts of a layer's input, or extracts this rank's part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Join the tensor ranks' parts of a sequence along the first dimension; without a group, return the part."""
+    """Join the tensor ranks' parts of a sequence along the first dimension; without a group, return `part` itself."""
     if group is None:
         return part
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))

@@ -71,8 +71,8 @@ def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
     """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
-    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run before W, in which
-    case each rank keeps only its own part of a gathered input; see `take_delayed`.
+    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run between B and W. If
+    so, each rank keeps only its own part of an input that was gathered over the tensor ranks (see `take_delayed`).
     """
     global _collected
     assert _collected is None, "backward_without_weights cannot be nested"
@@ -101,8 +101,8 @@ class _Layer:
 class _InputGradientLinear(torch.autograd.Function):
     """Y = X W^T + b. The backward returns dX and db, and keeps (W, X, dY) for pass W.
 
-    W is passed inside a `_Layer` to hide it from autograd. If a parameter were an input of the function, the backward
-    would call the parameter's hooks, in which Megatron's overlapped gradient reduction expects a gradient.
+    W is passed inside a `_Layer` to hide it from autograd. Otherwise, the backward would call the hooks of W, and
+    Megatron's hook for overlapped gradient reduction would fail, because it expects a gradient.
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class _InputGradientLinear(torch.autograd.Function):
         (layer_input,) = ctx.saved_tensors
         layer = ctx.layer
         assert _collected is not None, "a split backward must run inside pass B"
-        # Detach the input, because its graph would keep the chunk's input and that input's gradient alive until W.
+        # Without `detach`, the autograd graph would keep the chunk's input and its gradient alive until W.
         pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
         _collected.append(pending)
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
@@ -134,7 +134,7 @@ class _InputGradientLinear(torch.autograd.Function):
 def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def linear(
-        input: torch.Tensor,  # Megatron passes this argument by this name
+        input: torch.Tensor,  # Megatron passes `input` by keyword, so the name is fixed.
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         gradient_accumulation_fusion: bool,

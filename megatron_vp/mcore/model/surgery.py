@@ -1,11 +1,11 @@
 """Turns every chunk of a model into a middle chunk, and splits the vocabulary layers over all pipeline ranks.
 
 Without --vocab-parallel, no layer is split: the placement decides which chunks hold the vocabulary layers. With
---vocab-parallel, Megatron first builds its chunks as usual, with the word embedding on the first stage and the output
-layer on the last, each over that stage's t tensor ranks. Then the rows of both layers are spread over all p x t ranks,
-and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
-Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's weights
-before the split.
+--vocab-parallel, Megatron first builds its chunks as usual: the t tensor ranks of the first stage share the word
+embedding, and the t tensor ranks of the last stage share the output layer. Then the rows of both layers are spread over
+all p x t ranks, and shards replace the layers under Megatron's own names. Training therefore starts from exactly the
+weights of plain Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain
+Megatron's weights before the split.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class ShardedOutputLayer(OutputLayer):
         super().__init__(weight, shards, index, softcap)
         self.tied = tied
         if tied:
-            # The parameter belongs to the embedding, perhaps in another chunk, and is registered only there, so that
-            # optimizer, gradient buckets and checkpoints see it once. Megatron gathers a chunk's parameters before IF,
-            # and S always comes later.
+            # The parameter is registered only in the embedding, which may be in another chunk, so that the optimizer,
+            # gradient buckets and checkpoints contain it once. S finds current values, because Megatron gathers them
+            # before IF, which precedes S.
             del self.weight
             object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
@@ -124,8 +124,8 @@ class WordEmbeddingHolder(MegatronModule):
 
 
 class _VocabParallelBuilder:
-    """Builds one chunk with Megatron's builder, which each subclass adds as its second base class, and prepares the
-    chunk for our schedules.
+    """Lets one of Megatron's builders build a chunk, and prepares the chunk for our schedules. Subclasses add that
+    builder as their second base class.
     """
 
     _first: nn.Module | None = None
@@ -139,7 +139,8 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement, not the caller, decides whether the chunk is the first or the last stage."""
-        if (loop := own_loop()) is not None and not loop.reads_arguments():  # `own_models` derives the settings
+        # Unless the script parses Megatron's arguments, `own_models` derives the settings and prepares the chunk.
+        if (loop := own_loop()) is not None and not loop.reads_arguments():
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
         if not vp_stage:
@@ -225,8 +226,8 @@ def prepare_chunk(
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
     setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # Wait for the last chunk, because with tied weights, Megatron's first and last chunk communicate while they are
-    # built.
+    # Create communicators only after the last chunk, because Megatron's first and last chunks communicate while they
+    # are built if their weights are tied.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
         setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
@@ -236,10 +237,10 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk, and attach this rank's shard of the embedding or output layer to the chunk if
-    the placement assigns the shard to this chunk. A shard belongs to the first or last stage itself if the rank holds
-    that stage, else to another of the rank's chunks. A rank without vocabulary rows has neither layer, and no
-    vocabulary parameters.
+    """Turn a chunk into a middle chunk, and attach this rank's shards of the vocabulary layers. On every rank, the
+    embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
+    shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has
+    neither layer, and no vocabulary parameters.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -261,8 +262,8 @@ def _shard_vocabulary(
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
-            # Every tensor rank receives the embeddings of the whole sequence; Megatron splits them after adding
-            # positions.
+            # Every tensor rank receives the embeddings of the whole sequence; Megatron splits the sequence after adding
+            # position embeddings.
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
@@ -307,7 +308,7 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
     # The watchdog should report before the backend does, because the watchdog knows the current instruction. The
-    # backend's own limit counts from the launch of an operation, which may be several microbatches ahead of the device.
+    # backend's limit counts from the launch of an operation, possibly several microbatches before its execution.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -346,7 +347,7 @@ def _shard(
     size = {"dtype": config.params_dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
     if job.args.fake_process_group:
-        config.init_method(own_vh)  # a rank without peers receives no rows
+        config.init_method(own_vh)  # A replayed rank has no peers to receive rows from.
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
     trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
@@ -363,7 +364,7 @@ def _shard(
             own_vh.copy_(piece_vh)
     home = torch.device("cpu") if config.use_cpu_initialization else device
     weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
-    # No other rank holds these rows, so every rank counts its own in the gradient norm and in the number of zeros.
+    # No other rank holds these rows, so every rank counts its own rows in the gradient norm and in the number of zeros.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.is_embedding_or_output_parameter = True
     if config.use_mup:
@@ -396,7 +397,7 @@ def _sharded_weight(
     return {
         key: ShardedTensor(
             key=key,
-            # This must be the parameter itself: the optimizer finds its state by the identity of this object.
+            # Pass the parameter itself, because the optimizer finds a parameter's state by the identity of this object.
             data=weight,
             dtype=weight.dtype,
             local_shape=tuple(weight.shape),

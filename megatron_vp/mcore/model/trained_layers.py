@@ -32,14 +32,14 @@ from megatron_vp.vocab.loss import TokenLoss
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 _AGREED = "vocabulary_parallel_training"
-"""Attribute in which a wrapped chunk keeps its rank's own report and the result of the agreement."""
+"""Attribute in which a wrapped chunk keeps its rank's report and the `Trained` on which all ranks agreed."""
 
 
 @dataclass(frozen=True)
 class Trained:
     """Which part of a model is trained.
 
-    embedding, output: whether these layers are trained, if they are split into shards; True if not.
+    embedding, output: whether this layer is trained; always True for a layer that is not split into shards.
     weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
     """
 
@@ -49,7 +49,7 @@ class Trained:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is frozen."""
+        """Whether all layers and weights of the model are trained."""
         return self.embedding and self.output and min(self.weights) == 1
 
 
@@ -57,7 +57,7 @@ class Trained:
 class _Shards:
     """One rank's report on its vocabulary shards.
 
-    trained: maps the name of each layer of which the rank holds rows to whether the layer's weight requires gradients.
+    trained: by layer name, whether the layer's weight requires gradients; only for layers of which the rank holds rows.
     adapter: the error message if another layer has replaced a shard; else None.
     """
 
@@ -127,7 +127,7 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
 
 def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
     parts = tuple(map(_trained_part, chunks))
-    if alone:  # a replay does not know the state of other ranks
+    if alone:  # A replayed rank has no peers to ask.
         return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
     group = getattr(chunks[0], GROUP_ATTRIBUTE)
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
@@ -153,11 +153,12 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
 
 
 def _trained_part(chunk: nn.Module) -> float:
-    """The share of elements in a chunk's weight matrices that are trained; 1 if the chunk has no matrices."""
+    """The trained share of the elements of a chunk's weight matrices, from 0 to 1; 1 if the chunk has no matrices."""
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")
-        elsewhere = name.startswith("output_layer.") and not chunk.post_process  # a shard, trained by pass T
+        # Without `post_process`, the output layer is a shard, whose weight gradient pass T computes.
+        elsewhere = name.startswith("output_layer.") and not chunk.post_process
         if parameter.dim() > 1 and not looked_up and not elsewhere:
             whole += parameter.numel()
             trained += parameter.numel() * parameter.requires_grad

@@ -56,7 +56,7 @@ class WholeLayers:
         self.group = groups.mp
         self.tied = chunk.share_embeddings_and_output_weights
         self.shown = False
-        """Whether a view is open."""
+        """Whether an export view of this chunk is open."""
         self._ends = {name: getattr(chunk, name) for name in _ENDS}
         self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
         self.output_layer = chunk.output_layer if chunk.post_process else None
@@ -87,7 +87,7 @@ class WholeLayers:
             self.shown = False
             vars(chunk).update(ends)
             chunk._modules.clear()
-            chunk._modules.update(modules)  # in the original order, which is also the order of the parameters
+            chunk._modules.update(modules)  # Restore the original order of modules and parameters.
             if self.embedding is not None:
                 chunk.embedding.word_embeddings = shard
             self.release()
@@ -106,7 +106,7 @@ def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGrou
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     cut = _cut_in(model)
-    if not cut or cut[0].shown:  # the layers are unsharded anyway, or another view is open
+    if not cut or cut[0].shown:  # The layers are not split, or another view shows them unsharded.
         yield
         return
     chunks = [layers.chunk for layers in cut]
@@ -141,8 +141,8 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Gather a sharded weight from all ranks, and fill this rank's `layers` with the rows of its tensor rank. Entries
-    that are None are skipped.
+    """Gather a sharded weight from all ranks, and fill this rank's `layers`, which may contain None, with the rows that
+    plain Megatron gives to this tensor rank.
 
     The function uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would
     open connections between pairs of ranks, which would stay open as long as the job runs.

@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         return "`--help` lists all options"
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the options in `words` by argument name, in the order given."""
+        """Return the options that occur in the command line `words`, in this order, by argument name."""
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
         called = list(called_with.words) if (called_with := own_loop()) else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
-        # Parts of Megatron parse `sys.argv` again, with a parser that does not know the script's own options.
+        # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
         parsed = super().parse_args(sys.argv[1:], namespace)
         check_parsed(parsed)
@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _schedule_name(text: str) -> str:
-    """Check a value of --pipeline-schedule; argparse reports an invalid value in one line."""
+    """Check a value of --pipeline-schedule. Raises ArgumentTypeError if the value is invalid."""
     try:
         family_of(text)
     except UserError as error:
@@ -103,7 +103,7 @@ def _schedule_name(text: str) -> str:
 
 
 def _shards(text: str) -> str:
-    """Check a value of --vocab-shards; argparse reports an invalid value in one line."""
+    """Check a value of --vocab-shards. Raises ArgumentTypeError if the value is invalid."""
     try:
         ShardChoice.parse(text)
     except UserError as error:
@@ -112,14 +112,14 @@ def _shards(text: str) -> str:
 
 
 def _offload_chunks(text: str) -> str:
-    """Check a value of --offload-chunks; argparse reports an invalid value in one line."""
+    """Check a value of --offload-chunks. Raises ArgumentTypeError if the value is invalid."""
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
-    """Wrap Megatron's function that fills a parser, so that it adds our arguments and returns a `_Parser`."""
+    """Wrap Megatron's function that adds arguments to a parser; the parser also gets our arguments and our class."""
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -142,8 +142,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--vocab-parallel-algorithm",
             choices=ALGORITHMS,
             default="vocab-2",
-            help="vocab-2: one barrier per microbatch, and one more microbatch in flight; vocab-1: two barriers and "
-            "two more microbatches.",
+            help="vocab-2 needs one barrier per microbatch, and one more microbatch in flight than without "
+            "--vocab-parallel; vocab-1 needs two barriers and two more microbatches in flight.",
         )
         ours.add_argument(
             "--vocab-shards",
@@ -183,9 +183,9 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         ours.add_argument(
             "--activation-limit",
             metavar="X|XGiB",
-            help="With --pipeline-schedule v-flex: the largest amount of activations that any rank may hold, in "
-            "microbatches (through all layers of the rank) or in GiB (as predicted by the cost model). The run uses "
-            "the shortest schedule found within this limit.",
+            help="With --pipeline-schedule v-flex: the most activations that any rank may hold, either X microbatches "
+            "(through all layers of the rank) or X GiB (as predicted by the cost model). The run uses the shortest "
+            "schedule found within this limit.",
         )
         ours.add_argument(
             "--offload-chunks",
@@ -215,7 +215,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=int,
             default=0,
             help="Every N iterations, log to TensorBoard and W&B: the bubble, the busy times, the vocabulary passes' "
-            "share of the busy times, and the share of the second stream's time that is hidden behind passes; 0: "
+            "share of the busy times, and the share of the vocabulary collectives' time that overlaps with passes; 0: "
             "never. Also works under Megatron's own schedule.",
         )
         ours.add_argument(
@@ -245,18 +245,20 @@ def our_parser() -> argparse.ArgumentParser:
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-        # Imported late, because the module imports functions that must be patched first.
+        # Imported late, because `pipeline_trace` imports functions that must be patched first.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
         said = io.StringIO()
-        with redirect_stdout(said):  # hold back Megatron's dump of its arguments, which would bury a refusal
+        # Hold back Megatron's dump of its arguments, so that it does not bury the message if the job is refused.
+        with redirect_stdout(said):
             job = settled_job(original, args, defaults or {}, files=True)
         print(said.getvalue(), end="", flush=True)
         settle(job)
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            args.do_train = True  # in a real job, the rank that reads the data tells the other ranks to train
+            # In a real job, the rank that reads the data tells the other ranks to train.
+            args.do_train = True
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
@@ -266,7 +268,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    # With tensor or context parallelism, Megatron requires one queue.
+    # With tensor or context parallelism, do not warn: Megatron requires a single hardware queue.
     if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
         return
     if args.distributed_backend != "nccl" or args.rank != 0:

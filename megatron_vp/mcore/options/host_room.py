@@ -51,8 +51,8 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """Return `hardware` with the number of ranks and the host memory of this node; unchanged if the job is checked for
-    other nodes.
+    """Return `hardware` with this node's number of ranks and host memory. If the job will run on other nodes, return
+    `hardware` unchanged.
     """
     if installed.of_nodes is not None:
         return hardware

@@ -21,8 +21,8 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
     """Return the costs of passes for the layers and rows in `args`, which need not be validated yet.
 
     An order depends only on the ratios between costs, so options that the cost model does not cover are ignored.
-    Returns None if there is nothing to order, or if the cost model refuses the sizes; in the latter case, all ranks
-    order passes by `PassCosts()`.
+    Returns None if the job uses Megatron's own schedule or a schedule file, or if the cost model refuses the sizes; in
+    the last case, all ranks order passes by `PassCosts()`.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -31,14 +31,16 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
-    except UserError:  # `choose_rows` or Megatron's own checks report an error that matters
+    except UserError:  # If the error matters, `choose_rows` or one of Megatron's own checks reports it.
         return None
 
 
 def predicted_plan(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
 ) -> PredictedJob:
-    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError as `Prediction.job` does."""
+    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError if the cost model cannot
+    predict the job.
+    """
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
     layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
@@ -49,8 +51,8 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """Search for a schedule within --activation-limit; return the settings with this schedule, and write its shape into
-    `args`.
+    """Search for a schedule within --activation-limit, store its shape in `args`, and return the settings with this
+    schedule.
 
     Only this function searches; all schedules that are generated later use the shape that it found. Raises UserError
     for a limit that no schedule meets, and for a job whose sizes are unknown.
@@ -70,8 +72,8 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Return the number of layers of each virtual stage, divided as in Megatron. Return None unless options give the
-    first or last rank a different number of layers, or one layer fewer because this rank holds a vocabulary layer.
+    """Return the number of layers of each virtual stage, divided as in Megatron. Return None unless an option sets the
+    number of layers of the first or last rank, or counts a vocabulary layer as one of the layers.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

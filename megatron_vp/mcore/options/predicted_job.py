@@ -34,7 +34,8 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """The plan that the user's arguments describe, without the layers and rows that training chooses."""
+    """The plan in the user's arguments; `predicted_plan` adds the layers and vocabulary rows that were chosen.
+    """
     hardware: Hardware
 
 
@@ -81,15 +82,15 @@ class Prediction:
         if given is None:
             given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-            sizes["offload_chunks"] = args.offload_chunks  # the number that was chosen for auto
+            sizes["offload_chunks"] = args.offload_chunks  # This number may have replaced `auto`.
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     """Return the cost model's hardware for this rank's device: a CPU core, the GPU of the same name, or UNKNOWN_GPU."""
-    if installed.of_nodes is not None or replay().meter is not None:  # the job runs on another machine
+    if installed.of_nodes is not None or replay().meter is not None:  # The job will run on another machine.
         return HARDWARE[UNKNOWN_GPU]
-    # During Megatron's startup on a CPU, torch reports that CUDA is available.
+    # Do not ask torch here: during Megatron's startup on a CPU, torch reports that CUDA is available.
     if uses_cpu([]) or args.distributed_backend == "gloo":
         return HARDWARE["cpu"]
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count()).lower())

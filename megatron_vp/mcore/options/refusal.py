@@ -1,4 +1,4 @@
-"""Defines the entries of the tables of refusals."""
+"""Defines `Refusal`, the type of the entries in the tables of refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of refusals: every combination that cannot work, or that no test covers."""
+"""The table of refusals: every combination of arguments that cannot work or that no test covers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _expert_ranks(a: argparse.Namespace) -> int:
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
-"""The flags that select one of our schedules. In a message, the given flag replaces {our_schedule}."""
+"""The flags that select one of our schedules. In a message, the flag that the user gave replaces {our_schedule}."""
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")

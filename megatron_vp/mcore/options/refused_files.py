@@ -109,7 +109,7 @@ FILE_REFUSALS = (
 
 
 def file_words(args: argparse.Namespace) -> dict[str, object]:
-    """Return the values of the schedule file and the job that fill the messages; empty without a schedule file."""
+    """Return the values for the placeholders in messages about a schedule file; empty if the job uses no such file."""
     file = _fixed(args)
     if file is None:
         return {}

@@ -91,12 +91,12 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--output-logit-dtype",
-        lambda a: getattr(a, "logit_dtype", None) is not None,  # megatron-core 0.19 has no such option
+        lambda a: getattr(a, "logit_dtype", None) is not None,  # Megatron 0.19 does not have this option.
         "vocabulary passes and split backward passes compute logits in the model's dtype",
     ),
     RefusedOption(
         "--mtp-hsm",
-        lambda a: getattr(a, "mtp_hsm", False),  # megatron-core 0.19 does not have this option
+        lambda a: getattr(a, "mtp_hsm", False),  # Megatron 0.19 does not have this option.
         "this option mixes hidden states at random, which has not been tested under our schedules",
     ),
     RefusedOption(

@@ -60,7 +60,7 @@ def _chunks_are_alike(a: argparse.Namespace) -> bool:
     if a.hybrid_layer_pattern is not None or a.mtp_num_layers:
         return False
     if a.pipeline_model_parallel_layout is None:
-        return True  # Megatron divides the layers evenly, or refuses the arguments
+        return True  # Megatron divides the layers evenly, or refuses the arguments.
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

@@ -68,7 +68,7 @@ def settled_job(
     with reasons.collected():
         _validate(megatron, args, defaults)
         validated = True
-    if not validated:  # the code below reads arguments that Megatron derives
+    if not validated:  # The code below needs the arguments that Megatron derives.
         reasons.refuse()
 
     # 4. Apply our refusals.
@@ -91,7 +91,7 @@ def settled_job(
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
-    """Write our choices into the arguments, from which Megatron builds its stages, and which checkpoints record."""
+    """Write our choices into `args`, from which Megatron builds its stages and which it saves in checkpoints."""
     args.vocab_rows = shards.rows
     if shards.layout is not None and pattern_in(vars(args)) is None:
         args.pipeline_model_parallel_layout = shards.layout
@@ -103,7 +103,7 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
     if settings.replaces_schedule and settings.places_chunks:
         args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
     if settings.replaces_schedule:
-        # Only Megatron's own schedule computes the weight gradients that this option defers.
+        # Our schedules would never compute the weight gradients that this option defers.
         args.defer_embedding_wgrad_compute = False
     if settings.file is not None:
         args.schedule_fingerprint = f"sha256:{settings.file.digest}"
@@ -125,7 +125,7 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 def check_files(args: argparse.Namespace) -> str | None:
     """Check the data, tokenizer, checkpoint and output folders that validated arguments name. Creates nothing.
 
-    Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError for anything unusable.
+    Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if a file is unusable.
     """
     reasons, checkpoint = Reasons(), None
     for check in (lambda _: check_index_helpers(), check_inputs):
@@ -171,8 +171,8 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """If the user has not given a layout, divide the layers evenly among the schedule's chunks, with a layout string
-    or, for a hybrid model, with bars in its pattern.
+    """If the user has not given a layout, divide the layers evenly among the schedule's chunks. The result is a layout
+    string or, for a hybrid model, a layer pattern with `|` separators.
     """
     from megatron_vp.mcore.model.chunk_layout import even_layout
 

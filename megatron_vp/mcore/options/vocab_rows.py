@@ -46,7 +46,7 @@ def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
     if args.vocab_rows is None:
         return
     vocab_size = prediction.vocabulary
-    if vocab_size is not None:  # otherwise, rows are checked when the model is split
+    if vocab_size is not None:  # If the vocabulary size is unknown, rows are checked when the model is split.
         sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
         check_stage_rows(args.vocab_rows, vocab_size, *sizes)
 
@@ -93,7 +93,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
         try:
             job, plan, hardware = prediction.job()
             return most_rows(job, with_partition(plan, partition), hardware, hardware.memory)
-        except UserError:  # a job that the cost model does not cover
+        except UserError:  # The cost model does not cover this job.
             return None
 
     layers, option = layers_given(args) if is_laid_out(args) else None, layout_option(vars(args))
@@ -109,7 +109,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """Combine the chosen rows and layers. The layers are dropped if the arguments name a layout."""
+    """Return the rows in `shards`, and its layers as a layout unless the arguments already name a layout."""
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))

@@ -1,6 +1,6 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-They are applied if no CUDA device is used. We tested for each patch that Megatron fails without the patch.
+The patches are applied if no CUDA device is used. We tested for each patch that Megatron fails without the patch.
 `torch.cuda.is_available` is overridden only while Megatron initialises, because Megatron's checkpointing and torch's
 compiler need its true value.
 """
@@ -70,7 +70,7 @@ def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         if args or kwargs:
             return original(self, *args, **kwargs)
         name = original(self)
-        # Some of Transformer Engine's fp8 tensors already report a `torch.cuda` type.
+        # Leave a `torch.cuda` type unchanged: some of Transformer Engine's fp8 tensors already report one.
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return type_
@@ -98,7 +98,7 @@ def _exact_l2_norm(
 def checkpoint_writer(*args: Any) -> None:
     """Run the loop of Megatron's process for asynchronous checkpoints, without selecting a device.
 
-    The process is newly spawned: no patches are applied in it, and it imports this function by name.
+    This spawned process starts without our patches, and it imports this function by name.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
@@ -110,7 +110,7 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """Copy tensors for an asynchronous save, whose writer process imports this function by name."""
+    """Copy tensors for an asynchronous save. The process that writes them imports this function by name."""
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in write_buckets
@@ -120,9 +120,9 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 class _HostGenerator:
     """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
 
-    On a CPU, torch's default generator replaces the device's generator. The state of the default generator must not
-    depend on which rank reads data (one tensor rank of a stage) or on how often a loader was started (once more when a
-    run resumes), because then dropout would differ. So loaders draw from another generator, which no checkpoint stores.
+    On a CPU, torch's default generator replaces the device's generator. If data loaders drew from it, dropout would
+    depend on which tensor rank reads the data, and on how often a loader was started (once more in a resumed run).
+    Loaders therefore draw from a separate generator, which no checkpoint stores.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Give torch's default generator, inside this context, the state of the generator for data."""
+        """Make torch's default generator draw the random numbers for data inside this context."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())

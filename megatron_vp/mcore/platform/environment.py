@@ -67,7 +67,7 @@ def who_computes() -> dict[str, str]:
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
-    except Exception as error:  # a broken package must not hide the other parts
+    except Exception as error:  # A broken package must not hide the other parts.
         return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 
@@ -108,7 +108,7 @@ def _slurm() -> str | None:
 
 
 def _index_builder() -> str | None:
-    core = importlib.util.find_spec("megatron.core")  # found without an import, which would take seconds
+    core = importlib.util.find_spec("megatron.core")  # Importing the package would take seconds.
     compiled = [
         file for folder in core.submodule_search_locations for file in Path(folder).glob("datasets/helpers_cpp*")
     ]

@@ -1,6 +1,6 @@
 """Patches with which `--moe-token-dispatcher-type alltoall` runs without CUDA, over gloo.
 
-`cpu.py` includes them in its patches.
+`cpu.py` adds these patches to its own.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _CHOICES = (
     _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
     # Local layers, too, use Transformer Engine's kernel for fused rotary embeddings.
     _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
-    # On a GPU without Apex, our own kernel replaces Apex's (`without_apex.py`).
+    # On a GPU without Apex, our own kernel accumulates weight gradients (`without_apex.py`).
     _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
     _Choice("--no-persist-layer-norm", None, lambda s: s.cpu or (s.local and s.torch_norm)),
 )
@@ -71,7 +71,7 @@ def quiet_fallback_warnings() -> None:
     """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: this package logs once
     what is missing.
 
-    Child processes inherit these filters, because the writers of an asynchronous save import the script again.
+    Child processes inherit these filters; otherwise, the writers of an asynchronous save would repeat the warnings.
     """
     # PyTorch's logger for extensions warns if a CUDA toolkit is installed but the machine has no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -62,7 +62,7 @@ class Installed:
 
 
 of_nodes: Installed | None = None
-"""The packages of the nodes that a job is checked for (`pretend_gpu.py`); None if the job runs on this machine."""
+"""Packages of other nodes for which the job is only checked (`pretend_gpu.py`); None if it runs on this machine."""
 
 _hidden: dict[str, str] = {}
 
@@ -124,7 +124,7 @@ def from_text(text: str) -> Installed:
     """Parse the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, where PACKAGE is a
     name in `_PACKAGES`.
 
-    What the text leaves out is assumed to be the same as on this machine. Raises UserError.
+    Entries that are missing in the text take the values of this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
     if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
@@ -172,7 +172,7 @@ def _engine() -> tuple[str | None, str | None]:
     try:
         importlib.import_module(f"{_ENGINE}.pytorch")
         return importlib.import_module(_ENGINE).__version__, None
-    except Exception as error:  # Transformer Engine's loader may raise any exception
+    except Exception as error:  # Transformer Engine's loader may raise any exception.
         return None, _first_sentence(error)
 
 
