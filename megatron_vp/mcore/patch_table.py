@@ -78,9 +78,9 @@ class PatchGroup:
     """Patches that are applied together.
 
     patches: `module:attribute` of a tuple of patches.
-    applies: the runs that need them.
-    stage: when they are applied during startup.
-    without: the consequence of leaving them out.
+    applies: the runs that need the patches.
+    stage: when the patches are applied during startup.
+    without: what happens in a run without the patches.
     essential: whether a run that needs the patches is refused if they do not fit Megatron. True if a run without the
         patches could compute wrong results, hang, or damage checkpoints. False if a run without the patches would only
         lose a convenience or stop with an error from Megatron: patches that do not fit are left out, and the log says

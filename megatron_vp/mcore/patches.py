@@ -42,7 +42,7 @@ class Variant:
 class Patch:
     """Replaces one symbol.
 
-    target: `module:attribute.path`; a class attribute is patched on the class, so every alias of the class sees it.
+    target: `module:attribute.path`; a class attribute is patched on the class, which affects every alias of the class.
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
     signature: the expected `signature_of(original)`. If another package decides which of several signatures
@@ -83,7 +83,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Applied:
-    """The data needed to undo a patch. `raw` is the entry in the owner's `__dict__`; _MISSING if it was inherited."""
+    """The data needed to undo a patch. `raw` is the entry in the owner's `__dict__`; _MISSING if inherited."""
 
     patch: Patch
     owner: Any

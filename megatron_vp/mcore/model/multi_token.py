@@ -23,8 +23,7 @@ _SHARED += ("packed_seq_params", "sequence_len_offset")
 
 
 class PrefetchedEmbedding(nn.Module):
-    """Replaces `word_embeddings` for the block: returns embedding rows that were already looked up, on the ranks that
-    hold them.
+    """Replaces `word_embeddings` in the MTP block: returns embedding rows that have already been looked up.
 
     ahead: yields rows [b, s, h] once per layer of the block, each time shifted by one more position than for the layer
         before; None in evaluation.
@@ -94,15 +93,14 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append to this rank's values [b, s] the values of the `count` positions that follow each chunk.
+    """Append the values of the `count` positions after each chunk to this rank's values [b, s].
 
-    With context parallelism, the following positions are on other ranks, and Megatron's own shift by one position
-    fetches their values.
+    With context parallelism, these positions are on other ranks, so Megatron's `roll_tensor` fetches their values.
 
     Args:
         values_bs: int64, the values of this rank's positions.
         count: how many positions to append per chunk.
-        cp_chunks: the number of chunks of the whole sequence that this rank holds.
+        cp_chunks: how many chunks of the sequence this rank holds.
         context_group: the ranks that share the sequence; all of them must call this together.
 
     Returns:
@@ -145,7 +143,7 @@ def with_further_predictions(
 
     Args:
         token_loss_ks: the token losses of all predictions, [(1 + k) b, s].
-        target_is_argmax_ks: whether the target's logit is the largest, same shape.
+        target_is_argmax_ks: whether the target's logit is the largest logit; same shape as `token_loss_ks`.
         labels_bs, loss_mask_bs: as the user's script passed them to the model.
         config: Megatron's model configuration.
         context_group: the ranks that share the sequence; all of them must call this together, because shifting the mask

@@ -49,8 +49,7 @@ class _OwnModel:
         self.hooks_follow = False
         """Whether one of Megatron's builders is running, in which case it calls hooks after building all chunks."""
         self.uncut: ProcessGroupCollection | None = None
-        """Process groups of the chunks whose vocabulary layers will be split after the hooks; None if no chunk waits.
-        """
+        """Process groups of chunks whose vocabulary layers will be split after the hooks; None if no chunk waits."""
 
 
 _model = _OwnModel()

@@ -61,8 +61,7 @@ class ShardedWordEmbedding(EmbeddingLayer):
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
         """Look up rows, or return already looked-up embeddings [b, s, h] unchanged. On virtual stage 0, Megatron's
         `LanguageModelEmbedding` calls `word_embeddings` to look up tokens. Our schedules pass embeddings that were
-        already assembled from all ranks, and everything after the look-up (positions, dropout, layout) stays Megatron's
-        code.
+        already assembled from all ranks. Megatron does everything after the look-up (positions, dropout, layout).
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
@@ -108,7 +107,7 @@ class ShardedOutputLayer(OutputLayer):
 
 
 class ReceivedWords(nn.Module):
-    """Takes the place of `word_embeddings` on a rank with virtual stage 0 but without vocabulary rows."""
+    """Takes the place of `word_embeddings` on a rank that holds virtual stage 0 but no vocabulary rows."""
 
     def forward(self, words_bsh: torch.Tensor) -> torch.Tensor:
         """Return the embeddings that other ranks have looked up, unchanged."""

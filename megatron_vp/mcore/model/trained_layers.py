@@ -74,8 +74,8 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
         chunks: the rank's chunks.
         alone: whether this is a replay, in which the rank has no peers.
 
-    The first call for a model is collective over its ranks. Raises UserError for a vocabulary layer that is frozen on
-    only some ranks or was frozen or unfrozen since the first call, and for an adapter on a vocabulary layer.
+    The first call for a model is collective over its ranks. Raises UserError if a vocabulary layer is frozen on only
+    some ranks, was frozen or unfrozen after the first call, or has an adapter.
     """
     own = _shards(job, chunks)
     before: tuple[_Shards, Trained] | None = getattr(wrapped, _AGREED, None)

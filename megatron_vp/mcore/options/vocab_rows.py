@@ -52,7 +52,7 @@ def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
 
 
 def needs_even_shards(settings: RunSettings) -> bool:
-    """Whether all ranks do the vocabulary work of a microbatch at the same time, in one joint pass."""
+    """Whether shards must be equal, because all ranks do the vocabulary work of a microbatch in one joint pass."""
     return settings.family.own_method is VocabMethod.INTERLACED
 
 

@@ -85,7 +85,7 @@ def quiet_fallback_warnings() -> None:
 def prepare_environment(cpu: bool) -> None:
     """Set environment variables and a logger's level before Megatron is imported, but keep the user's variables."""
     if cpu:
-        # Megatron requires this value for tensor parallelism, even without a device.
+        # Megatron requires a single connection for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Hide the devices of this machine, if any, from code that asks torch.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
