@@ -19,8 +19,8 @@ class TextFiles:
     """Documents read from `files`; can be iterated over repeatedly. `.jsonl` files hold one JSON object per line.
 
     Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. In a
-    JSON object, the text is the value of `json_key`. Empty lines are skipped. Raises UserError, naming file and line,
-    for bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with an unpaired
+    JSON object, the text is the value of the key `json_key`. Empty lines are skipped. Raises UserError, naming file and
+    line, for bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with an unpaired
     surrogate.
     """
 

@@ -109,10 +109,10 @@ def spelled(file: Path) -> str:
 
 
 def option_of(name: str) -> str:
-    """The long option of an argument: `num_layers` becomes `--num-layers`."""
+    """The long option of an argument, such as `--num-layers` for `num_layers`."""
     return f"--{name.replace('_', '-')}"
 
 
 def name_of(option: str) -> str:
-    """The argument's name for a long option: `--num-layers` becomes `num_layers`."""
+    """The argument's name for a long option, such as `num_layers` for `--num-layers`."""
     return option.lstrip("-").replace("-", "_")

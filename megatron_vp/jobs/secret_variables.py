@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-# Most of these words match only at the end of a name: TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE are not secrets.
+# Most of these words match only at the end of a name, so TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE are not secrets.
 _NAMES = re.compile(
     r"(?!.*_(FILE|PATH|DIR)$).*"
     r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",

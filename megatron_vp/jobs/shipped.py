@@ -19,7 +19,7 @@ def names() -> list[str]:
 
 
 def configuration(path: Path) -> Path:
-    """`path` itself, or the shipped configuration of that name if there is no such file.
+    """Return `path` itself, or the shipped configuration of that name if there is no such file.
 
     Raises UserError if `path` is a single word and neither a file nor a shipped configuration.
     """

@@ -89,7 +89,7 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
 
 
 def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every name of a tree, including sections, with its value."""
+    """Yield every name in a nested mapping, including section names, with its value."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield (*trail, str(key)), value

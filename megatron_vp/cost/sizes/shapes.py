@@ -17,20 +17,20 @@ class Recompute(StrEnum):
 
     NONE = "none"
     FULL = "full"
-    """every layer keeps only its input"""
+    """Every layer keeps only its input and recomputes all other activations."""
 
 
 class Fp8Recipe(StrEnum):
     """How Transformer Engine scales fp8 tensors (`--fp8-recipe`)."""
 
     TENSORWISE = "tensorwise"
-    """one scale per tensor, computed from the largest value in this tensor"""
+    """One scale per tensor, computed from the tensor's largest value."""
     DELAYED = "delayed"
-    """one scale per tensor, computed from the largest values in earlier microbatches"""
+    """One scale per tensor, computed from the largest values in earlier microbatches."""
     BLOCKWISE = "blockwise"
-    """one scale per 128 elements, or per block of 128 x 128 elements in weights"""
+    """One scale per 128 elements, or per block of 128 x 128 elements in weights."""
     MXFP8 = "mxfp8"
-    """one scale per 32 elements; the tensor cores apply the scales"""
+    """One scale per 32 elements; the tensor cores apply the scales."""
 
 
 class CrossEntropy(StrEnum):
@@ -39,33 +39,33 @@ class CrossEntropy(StrEnum):
     """
 
     EAGER = "eager"
-    """Megatron's unfused implementation, its default"""
+    """Megatron's unfused implementation, which is its default."""
     NATIVE = "native"
-    """Megatron's fused implementation"""
+    """Megatron's fused implementation."""
     TE = "te"
-    """Transformer Engine's implementation, which keeps the logits in 16 bits and overwrites them with their gradient"""
+    """Transformer Engine's implementation, which keeps logits in 16 bits and overwrites them with their gradient."""
 
 
 class AttentionKernels(StrEnum):
     """The generation of fused attention kernels; the hardware description has a rate for each generation."""
 
     NEWEST = "newest"
-    """cuDNN 9, FlashAttention 3"""
+    """cuDNN 9 and FlashAttention 3."""
     FLASH_2 = "flash-2"
-    """FlashAttention 2, or other kernels of the same generation"""
+    """FlashAttention 2, or other kernels of the same generation."""
     EITHER = "either"
-    """unknown generation; the predicted time is the average over both generations"""
+    """The generation is unknown, so the predicted time is the average over both generations."""
 
 
 class Dispatcher(StrEnum):
     """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
 
     ALL_TO_ALL = "alltoall"
-    """a token is sent once for each of its experts"""
+    """A token is sent once for each of its experts."""
     FLEXIBLE = "flex"
-    """DeepEP or similar: a token is sent once for all of its experts on a rank"""
+    """As with DeepEP, a token is sent once to each rank that has some of its experts."""
     UNSAID = "unsaid"
-    """unspecified; assumed to be all-to-all inside a node and flexible between nodes, as in published recipes"""
+    """The job does not say. As in published recipes, all-to-all is assumed inside a node, and flex between nodes."""
 
 
 MOST_LAYERS = 10_000
@@ -100,7 +100,7 @@ class ModelShape:
     pattern: one letter for each of the `layers`. In a hybrid model, these are the letters of its pattern without bars,
         and only E has experts. In a GPT model with experts in only some layers, t is a layer with experts, and d a
         layer without. The pattern of any other model is empty.
-    dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: `ffn`.
+    dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: equal to `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
     mtp_heads: one text for each head of multi-token prediction, with a letter for each layer of the head (a letter of a
         hybrid pattern, or t for a transformer layer). All heads are at the end of the last stage.
@@ -231,14 +231,14 @@ class Job:
     gather_overlap: whether parameters are gathered while the first forward runs.
     tensor_overlap: whether matrix products run while tensor ranks exchange hidden states.
     expert_overlap: whether tokens are sent to their experts while another microbatch's passes run.
-    expert_tensor: tensor ranks of an expert; 0: `tensor`.
+    expert_tensor: tensor ranks of an expert; 0: equal to `tensor`.
     fp8_parameters: whether the weights of the layers' matrix products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
     attention: the attention kernels.
     dispatcher: how tokens reach their experts.
-    states: states of the precision-aware optimizer; None: Megatron's own optimizer, with all states in fp32.
+    states: states of the precision-aware optimizer; None: fp32 for all states, as in Megatron's own optimizer.
 
     Raises UserError if sizes contradict each other.
     """
@@ -381,11 +381,11 @@ class Plan:
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
-    """the shape with which a flexible schedule meets its memory limit; see `prediction.limit`"""
+    """The shape with which a flexible schedule meets its memory limit; see `prediction.limit`."""
     activation_limit: str = ""
-    """memory limit of a flexible schedule, as given to `--activation-limit`"""
+    """The memory limit of a flexible schedule, as given to `--activation-limit`."""
     offload_chunks: int = 0
-    """chunks per rank whose activations are kept in host memory between forward and backward"""
+    """Number of chunks per rank whose activations are kept in host memory between forward and backward."""
 
     @property
     def label(self) -> str:

@@ -132,8 +132,8 @@ class CommunicationModel:
         """Seconds of every collective of a microbatch over the pipeline ranks, including the sums and gathers over
         tensor ranks.
 
-        `members`: the pipeline ranks that take part; empty: all. Each embedding row is sent only once, among the
-        pipeline ranks with the same tensor rank as the rank that holds the row.
+        `members` are the pipeline ranks that take part; if it is empty, all take part. Each embedding row is sent only
+        once, among the pipeline ranks with the same tensor rank as the rank that holds the row.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -228,9 +228,9 @@ class CommunicationModel:
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
         """Exposed communication time in seconds per iteration: the part of gradient reduction over the replicas and of
-        parameter gathering that passes do not hide. The reduction can be hidden for `backward` seconds, and the
-        gathering for `forward` seconds. All replicas hold the `shared` parameters; each of the `experts` parameters is
-        on `job.expert_replicas` ranks. `narrow` of these parameters are gathered in fp8.
+        parameter gathering that passes do not hide. Up to `backward` seconds of the reduction and up to `forward`
+        seconds of the gathering can be hidden. All replicas hold the `shared` parameters; each of the `experts`
+        parameters is on `job.expert_replicas` ranks. `narrow` is the number of parameters that are gathered in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts

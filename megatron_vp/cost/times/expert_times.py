@@ -42,7 +42,7 @@ bytes to convert to fp32, 6 to convert back, and 12 for each of two products wit
 
 
 class Separate(NamedTuple):
-    """Bytes that separate kernels move in a layer's forward and backward."""
+    """Bytes that unfused kernels move in a layer's forward and backward."""
 
     forward: float
     backward: float

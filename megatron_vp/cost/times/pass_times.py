@@ -31,10 +31,10 @@ WHOLE_SCORES = {
     CrossEntropy.NATIVE: (22, 10),
     CrossEntropy.TE: (6, 4),
 }
-"""Bytes per logit that each implementation moves in the forward and in the backward. The forward of NATIVE moves 6
-bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward moves 10 bytes
-to scale and convert to 16 bits. TE stays in 16 bits: its forward reads 2 bytes, then reads and writes 4, and its
-backward moves 4 to scale.
+"""Bytes per logit that each cross-entropy implementation moves in the forward and in the backward. The forward of
+NATIVE moves 6 bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward
+moves 10 bytes to scale and convert to 16 bits. TE stays in 16 bits: its forward reads 2 bytes, then reads and writes 4,
+and its backward moves 4 to scale.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
@@ -243,7 +243,7 @@ class PassTimes:
         """The model of this project's vocabulary kernels; None if the hardware's rates are unknown, in which case the
         paper's code is modelled.
 
-        `rows`: vocabulary rows of the rank's shard; None: an even shard.
+        `rows` is the number of vocabulary rows in the rank's shard; None stands for an even shard.
         """
         job, rates = self.job, self.hardware.rates
         if rates is None:

@@ -1,8 +1,7 @@
 """Computes the times of S, T, IF and IB from the times of their GEMMs and of this project's kernels.
 
-    S   Y = X W^T         one softmax kernel over Y           vocab-2 also: E W, and its rows rescaled
-    T   E'^T X'           one kernel over X before it         vocab-1 also: E W, and its rows rescaled
-    IF  rows looked up    IB  rows added up
+S computes Y = X W^T, then runs one softmax kernel over Y. T runs one kernel over X, then computes E'^T X'. E W is
+computed and its rows are rescaled in S with vocab-2, and in T with vocab-1. IF looks up rows, and IB adds up rows.
 
 A kernel that is not a GEMM takes as long as moving its bytes at the speed of a copy or issuing its instructions at the
 issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions in

@@ -94,8 +94,8 @@ class ScaledDotProductAttention(MegatronModule):
         """Compute attention, for each document of a packed sequence separately.
 
         Args:
-            query: [s, b, heads, d]; key: [s, b, groups, d] with `groups` dividing `heads`; value: [s, b, groups, dv],
-                where dv is d except in latent attention. Query, key and value have the same dtype.
+            query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and
+                [s, b, groups, dv], where `groups` divides `heads`, and dv is d except in latent attention.
             attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key; unused in a causal
                 layer.
             attn_mask_type: replaces the layer's own type if given.

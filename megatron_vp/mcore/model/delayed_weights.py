@@ -7,7 +7,7 @@ queues and keeps them for W. In pass W, our code accumulates the gradients and r
 layers.
 
 This code was tested on a CPU with the layers of Transformer Engine 2.8 to 2.20, whose compiled extension was replaced.
-It has not been tested on a GPU.
+There has been no test on a GPU yet.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class PlainStart:
 
     Args:
         job: the job with its final settings.
-        groups: Megatron's process groups of this rank.
+        groups: this rank's process groups in Megatron.
         build: builds one chunk; called for each of the rank's plain chunks in turn.
     """
 

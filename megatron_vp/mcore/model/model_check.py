@@ -31,7 +31,7 @@ _UNREAD = (
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""fp8 fields of a model configuration that were not tested under our schedules. No flag sets these fields, but a script
+"""Model configuration fields for fp8 that were not tested under our schedules. No flag sets these fields, but a script
 may.
 """
 
@@ -91,8 +91,8 @@ def softcap_of(config: Any) -> float:
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split. Such a
-    chunk returns hidden states instead of losses.
+    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split. A
+    chunk with split vocabulary layers returns hidden states instead of losses.
 
     The decoder's input is set only during pass F, which distinguishes a call by pass F from a call by the script.
     """
