@@ -121,7 +121,7 @@ def test_a_layout_of_the_user_stays():
     given_layers = (1, 2, 3, 1)
     found = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100, layout_given=True)
     assert found.layers == given_layers and found.rows[2] == 0 and found.rows[3] > found.rows[1]
-    with pytest.raises(UserError, match="are not a layout of 7 layers"):
+    with pytest.raises(UserError, match="does not match 7 layers"):
         balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100, layout_given=True)
     assert balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100) == balanced(JOB, Plan(vocab=TWO), H100)
 

@@ -56,7 +56,7 @@ def test_measured_costs_replace_the_modelled_ones():
 def test_redistributed_layers_shorten_the_plain_run():
     layers = redistributed_layers(job())
     assert predict(job(), Plan(layers=layers), H100).iteration_seconds < predict(job(), Plan(), H100).iteration_seconds
-    with pytest.raises(UserError, match="are not a layout of 16 layers"):
+    with pytest.raises(UserError, match="does not match 16 layers"):
         predict(job(), Plan(layers=(4, 4, 4, 5)), H100)
 
 

@@ -28,7 +28,7 @@ def asked(hardware="h100", *flags):
         ("a100", ["--tensor-model-parallel-size", "2"], ("a100", False, False), "published runs: A100, dense, fp16"),
         ("h100", ["--fp8-format", "hybrid"], ("h100", True, False), "published runs: H100, dense, fp8"),
         ("h100", EXPERTS, ("h100", False, True), "published runs: H100, experts"),
-        ("b200", EXPERTS, ("h100", False, True), "none of this kind were compared"),
+        ("b200", EXPERTS, ("h100", False, True), "no run of this kind was compared"),
     ],
 )
 def test_a_tie_is_as_wide_as_the_error_of_the_kind(hardware, flags, kind, said):

@@ -111,7 +111,7 @@ OF_SIZES = [
     ("simulate LLAMA --pipeline-schedule {}/notes.txt", "a file whose name ends in .json or .csv"),
     ("simulate LLAMA --pipeline-schedule interlaced", "add --vocab-parallel"),
     ("simulate LLAMA --pipeline-schedule interleaved", "needs at least two chunks per rank"),
-    ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "are not a layout of 32 layers on 8 stages"),
+    ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "does not match 32 layers on 8 stages"),
     ("simulate LLAMA --pipeline-model-parallel-layout hello", "cannot be parsed"),
     ("simulate LLAMA --global-batch-size 999999", "simulate accepts at most"),
     ("simulate LLAMA --trace nowhere", "nowhere is not a folder"),

@@ -38,8 +38,8 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is the sum of 52 bytes per logit, as in
-a whole output layer, and 8 bytes for rescaling.
+"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is 52 bytes per logit, as in an output
+layer that is not split, plus 8 bytes for rescaling.
 """
 
 SPREAD = Constants(
@@ -133,7 +133,7 @@ def pass_errors(constants: Constants) -> dict[str, list[float]]:
 
 
 def factor_errors(constants: Constants) -> list[float]:
-    """Errors of the output layer's factors in Table 3, as fractions of linear scaling."""
+    """Predicted minus published factors of the output layer in Table 3, as fractions (0.01 is one percentage point)."""
     return [
         (scaling_factor(Cell(5, gpus, sequence, "baseline", 256), VocabMethod(layer[7:]), constants) - published) / 100
         for (sequence, layer, gpus), published in scaling_factors().items()
@@ -193,7 +193,7 @@ class LeftOut:
 def leave_out(
     cells: Mapping[Cell, Measurement], parts: Iterable[Part], progress: Callable[[], None] = lambda: None
 ) -> list[LeftOut]:
-    """Predict the cells of each of the `parts` with constants that are fitted to all other cells.
+    """For each of the `parts`, predict its cells with constants that are fitted to all other cells.
 
     Pass times and Table 3 are always part of the fit. Cells with `redis` on more than 8 GPUs do not count in the
     errors, because their layout is unknown and may itself cause an error.

@@ -1,7 +1,7 @@
 """Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's pass orders.
 
 As in the published figure, memory includes only activations: the largest number of layers whose activations a rank
-holds at once, times the bytes of one layer. The number of layers is counted in the pass order of each rank.
+holds at once, times the bytes of one layer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ layers and have one transformer layer fewer than the other ranks.
 """
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: what remains of the usual 34
-bytes without dropout and with norms and GELU recomputed, plus 0.7 for all small tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Of the usual 34 bytes, 16
+remain if there is no dropout and if norms and GELU are recomputed; 0.7 bytes are added for all small tensors.
 """
 
 COMPUTED_AGAIN = 12
@@ -77,7 +77,7 @@ class Cell(NamedTuple):
 
     @property
     def job(self) -> Job:
-        """The job that the run trains."""
+        """The job of this run."""
         sizes = MODELS[self.model]
         shape = ModelShape(
             sizes.layers, sizes.hidden, sizes.heads, 4 * sizes.hidden, VOCABULARY, kv_groups=KEYS_AND_VALUES
@@ -89,7 +89,7 @@ class Cell(NamedTuple):
     def plan(self) -> Plan:
         """The run's plan: one layer per stage, and none on the first and the last stage.
 
-        1F1B has a single chunk per rank, with all layers that the rank's chunks have in the other plans.
+        With 1F1B, each rank has one chunk, which contains all layers that the rank has in the other plans.
         """
         sizes = MODELS[self.model]
         chunks = sizes.chunks
@@ -135,7 +135,7 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """The most layer activations (layers x microbatches) that a rank holds at once; `layers`: layers of every stage."""
+    """The most (layer, microbatch) pairs whose activations a rank holds at once, given the `layers` of every stage."""
     most = 0
     for rank, order in enumerate(schedule.ranks):
         level = 0
@@ -173,7 +173,7 @@ def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPredict
 
 
 def to_csv(predictions: Iterable[CellPrediction]) -> str:
-    """Format one CSV line per cell; fields without a published value, or for runs that did not fit, are empty."""
+    """Format one CSV line per cell. Published fields are empty if no value was published or the run did not fit."""
     out, known = io.StringIO(), published()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

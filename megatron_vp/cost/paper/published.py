@@ -142,7 +142,7 @@ def pass_times() -> list[dict[str, float]]:
 
 
 def scaling_factors() -> dict[tuple[int, str, int], float]:
-    """Table 3: percent of linear scaling by sequence length, layer (output-vocab-1, output-vocab-2, input) and GPUs."""
+    """Table 3's percentages of linear scaling, keyed by sequence length, layer (such as `output-vocab-1`) and GPUs."""
     return {
         (int(row["seq_length"]), row["layer"], int(row["gpus"])): float(row["percent_of_linear"])
         for row in packaged("table3_scaling.csv")

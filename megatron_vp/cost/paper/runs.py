@@ -21,17 +21,17 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""The A100 without its rates, because the fitted constants describe the authors' code, not this project's kernels."""
+"""The A100 without the sustained rates of its kernels, because the fitted constants describe the authors' code."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of
-table 6 is not published. The authors' scripts use the A100's nominal peak of 312 TFLOP/s, with which the output layer
-takes as long as in table 5.
+table 6 is not published. With the A100's nominal 312 TFLOP/s, which the authors' scripts use, the output layer takes as
+long in table 6 as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
-"""All cells of a model and method use the pass order that was found for the costs at this vocabulary and sequence
-length. The shared order is at most 0.3 percent slower than an order for the cell's own costs.
+"""The vocabulary size (in thousands) and the sequence length whose costs determine the pass order of all cells with the
+same model and method. This order is at most 0.3 percent slower than an order for a cell's own costs.
 """
 
 
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """MFU in percent, allocated peak in GiB, and whether a cell with `layers` fits into the device's memory."""
+    """A cell's MFU in percent, its allocated peak in GiB, and whether it fits into the device's memory."""
 
     cell: Cell
     mfu: float
@@ -101,10 +101,10 @@ def simulator_of(cell: Cell) -> Simulator:
 def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
     job = jobs()[replace(cell, method="baseline")]
     if vocab is VocabMethod.NONE and not family(schedule).in_megatron:
-        # The authors' baseline is the published order, which does not depend on costs.
+        # The authors' baseline uses the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
         return Simulator(made, EQUAL)
-    # The constants were fitted without trying further orders.
+    # Only the first orders are compared, as when the constants were fitted.
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 

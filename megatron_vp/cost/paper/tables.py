@@ -65,7 +65,7 @@ class Row:
 
     @property
     def fit_as_published(self) -> bool:
-        """Whether prediction and publication agree on whether the run fits into memory."""
+        """Whether the prediction and the published result agree on whether the run fits into memory."""
         return self.predicted.fits is not self.out_of_memory
 
 
@@ -89,7 +89,7 @@ def _order(cell: Cell) -> tuple:
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and largest absolute error, which `of` returns for each row; None if `of` returns None for all rows."""
+    """Mean and largest absolute value of `of(row)` over all rows; None if `of` returns None for every row."""
     found = [abs(error) for error in map(of, rows) if error is not None]
     return Errors(fmean(found), max(found), len(found)) if found else None
 

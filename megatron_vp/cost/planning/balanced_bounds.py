@@ -1,4 +1,4 @@
-"""Lower bounds on time and memory, for all layers and rows that `balance.balanced` may choose."""
+"""Computes bounds for plans whose layers and vocabulary rows have yet to be chosen by `balance.balanced`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 
 
 def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
-    """Lower bounds on time and memory, for all layers and rows that `balance.balanced` may choose for `plan`.
+    """Lower bounds on time and memory that hold for every layout and row assignment that `balance.balanced` may choose.
 
     The bounds are means over the ranks, because the total work and memory do not depend on the choice. Raises UserError
     if the job cannot run the plan.

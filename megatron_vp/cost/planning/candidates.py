@@ -119,8 +119,8 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts of the method `redistributed`: `balanced_layers`, and for a repeating pattern also the best cut
-    between whole repetitions, which is sometimes slightly faster.
+    """The layouts to try with the method `redistributed`. One comes from `balanced_layers`. If the model's pattern
+    repeats, another is the best cut between repetitions, which is sometimes slightly faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]
     size = unit_length(job.model.pattern)
@@ -142,7 +142,7 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
 
 
 def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
-    """The most even layout in layers (or letters, for a hybrid model); None if all stages get equally many of them."""
+    """The most even layout in layers (or letters, for a hybrid model); None if all stages get the same number."""
     letters = None
     if job.model.pattern:
         letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)

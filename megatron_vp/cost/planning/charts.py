@@ -82,7 +82,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
 
 
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """Draw a PNG with one row per rank: computing and waiting time, and memory by content."""
+    """Draw a PNG with one row per rank: its computing and waiting time, and what its memory contains."""
     plan = evaluation.candidate.plan
     figure, (times, memory) = _figure(
         0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
@@ -166,8 +166,8 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG that plots iteration time against memory for every simulated run, coloured by pipeline size, and the
-    frontier.
+    """Draw a PNG that plots iteration time against memory. It shows the frontier, and every simulated run in a colour
+    for its pipeline size.
     """
     from matplotlib.figure import Figure
 

@@ -75,7 +75,7 @@ class Evaluation:
         return self.peak_memory <= limit
 
     def is_tight(self, limit: float) -> bool:
-        """Whether memory may exceed `limit` bytes if the predicted memory is too low by its stated error."""
+        """Whether the candidate would exceed `limit` bytes if its memory were underestimated by the stated error."""
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
@@ -131,7 +131,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
 
 def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
-    """Evaluate a prediction for a sample of `job`, after one more simulation in which communication is free."""
+    """Evaluate `candidate` for all microbatches of `job` from `prediction`, which may cover only some of them."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
     quiet = replace(timeline.costs, messages={}, collectives={})

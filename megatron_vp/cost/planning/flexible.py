@@ -1,4 +1,4 @@
-"""Fits flexible schedules to the available memory if the base schedule that needs the most memory (the largest base)
+"""Fits flexible schedules to the available memory if their largest base, the base schedule that needs the most memory,
 does not fit.
 """
 
@@ -38,7 +38,7 @@ all microbatches, and may find another shape within the limit.
 def flexible_candidates(
     job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
 ) -> list[Candidate]:
-    """Candidates for `fitted_evaluation`: each flexible schedule with each method, with the layers of its largest base.
+    """Candidates for `fitted_evaluation`: each flexible schedule with each method, in the layout of its largest base.
 
     With `offload`, each candidate is also tried with one chunk in host memory, if passes can hide its copies. (With all
     chunks in host memory, shapes differ little.) The method `plain` is left out if `redistributed` is possible. The
@@ -48,7 +48,7 @@ def flexible_candidates(
         return []
     tried, found = candidates(job, hardware, constants), []
     for record in FAMILIES.values():
-        # A redistributed candidate follows the plain one in `fullest`, and replaces it in the dict below.
+        # The dict keeps only the last candidate for each vocabulary method: the redistributed one, if there is one.
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
@@ -65,7 +65,7 @@ def fitted_evaluations(
     constants: Constants = CALIBRATED,
     offload: bool = False,
 ) -> list[list[Evaluation]]:
-    """Evaluate each job's `flexible_candidates` within `limit` bytes per rank, in the pool; empty without a limit."""
+    """Evaluate each job's `flexible_candidates` within `limit` bytes per rank; without a limit, evaluate none."""
     if limit is None:
         return [[] for _ in jobs]
     running = [
@@ -97,7 +97,7 @@ def fitted_evaluation(
             if found.fits(limit):
                 rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
                 return found if found.iteration_seconds < min(rivals, default=math.inf) else None
-    except UserError:  # no base can run this job, or no schedule keeps the limit
+    except UserError:  # The job cannot run the bases, or no shape stays within the limit.
         pass
     return None
 
@@ -111,8 +111,8 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches whose activations a rank keeps on all its chunks. Memory is assumed to be linear
-    between the smallest and the largest base.
+    """Limits to try. The unit is a microbatch's activations on all chunks of a rank. Memory is assumed to grow linearly
+    with the limit from the smallest to the largest base.
     """
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory

@@ -28,10 +28,10 @@ class Front:
             self.points = kept
 
     def may_gain(self, bound: Bound) -> bool:
-        """Whether a run within this bound may improve the front.
+        """Whether a run with these lower bounds may improve the front.
 
-        Between two points of the front, a run must need less memory than the faster point. Memory bounds fall with
-        time, so the bound at the slower point's time decides.
+        Between two points of the front, a run improves it only if the run needs less memory than the faster point. The
+        lower bound on memory falls with time, so only the bound at the slower point's time is checked.
         """
         if not self.points:
             return bound.memory <= self.limit
@@ -44,5 +44,5 @@ class Front:
         )
 
     def expects(self, bound: Bound) -> bool:
-        """Whether a run within this bound may improve the front if its memory is as high as expected."""
+        """Whether a run with these lower bounds may improve the front if it needs at least the expected memory."""
         return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

@@ -31,9 +31,9 @@ def offloaded_evaluations(
 ) -> list[Evaluation]:
     """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
 
-    Half and all of the chunks are tried first, then one chunk more and one chunk fewer than the best number so far.
-    Plans are left out if their copies would take more than MOST_LOAD of a rank's time, if they need more host memory
-    than a node has, or if they offload no chunk.
+    First, half of the chunks are offloaded, then all of them, then one chunk more and one chunk fewer than the best
+    number. Plans are left out if their copies would take more than MOST_LOAD of a rank's time, if they need more host
+    memory than a node has, or if they offload no chunk.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]

@@ -42,12 +42,12 @@ def plan(
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot run.
 
-    If balanced shards are faster within `limit` bytes per rank, a candidate is also evaluated with balanced shards
-    (`balance.balanced`). Flexible schedules are fitted to `limit` bytes per rank (`flexible`). With `offload`, more
-    schedules are tried, and all schedules are also tried with chunks in host memory (`offloading`). One worker process
-    per core makes the predictions. `chunks` is the number of chunks of `interleaved`. `progress` is called with the
-    number of finished candidates and the total; a candidate and its balanced version count as one. Raises UserError as
-    `candidates` does.
+    If `balance.balanced` finds faster shards than even ones within `limit` bytes per rank, a candidate is also
+    evaluated with these shards. Flexible schedules are fitted to `limit` bytes per rank (`flexible`). With `offload`,
+    all schedules of WITH_OFFLOAD are candidates, and each is also tried with chunks in host memory. One worker process
+    per core makes the predictions. `chunks` is the number of chunks per rank in schedules that allow any number, such
+    as `interleaved`. `progress` is called with the number of finished candidates and the total; a candidate and its
+    balanced version count as one. Raises UserError if `candidates` does, or if the job cannot run any candidate.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
@@ -98,7 +98,7 @@ def _offloaded(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """Evaluate a group of candidates, and each one also with balanced shards unless balancing keeps even shards."""
+    """Evaluate a group of candidates, and each one again with balanced shards if these are faster than even shards."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:

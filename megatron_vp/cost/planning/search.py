@@ -1,12 +1,12 @@
 """Finds the parallel sizes, schedule and vocabulary method that train fastest on given GPUs, and alternatives that are
 slower but need less memory.
 
-Every combination gets a lower bound on its time, and on its memory for an iteration of a given time (`bounds`).
-Combinations with the job's own sizes are simulated first. All other combinations follow in two rounds, each by
-increasing bound on time: those that are expected to improve the frontier of time and memory, and then those that may
-improve it. A combination is skipped if its bounds show that a simulated combination beats it in both time and memory.
-Next, the search may try to offload activations to host memory (`searched_offload`). Finally, flexible schedules are
-fitted to the memory for the job's own sizes and for the sizes of the fastest run.
+Every combination gets a lower bound on its time, and one on its memory as a function of its time (`bounds`). The first
+round simulates combinations that are expected to improve the frontier of time and memory, the second round those that
+may improve it. Each round starts with the job's own sizes; `_by_turns` sets the order. A combination is skipped if its
+bounds show that a simulated combination beats it in both time and memory. Next, the search may try to offload
+activations to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the job's own
+sizes and for the sizes of the fastest run.
 
 The simulations and the result do not depend on the machine, its cores or its load: the budget is a number of
 simulations, and each decision to simulate uses the results of all earlier simulations except the last WINDOW.
@@ -46,7 +46,7 @@ BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
 
 WINDOW = 16
-"""The largest number of simulations in progress at once, which use at most as many cores."""
+"""The largest number of simulations in progress at once, and therefore of cores in use."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def search(
     """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
 
     At most `budget` simulations are run, not counting those with the job's own sizes. `chunks` is the number of chunks
-    of `interleaved`. There is at most one worker process per core. `progress` is called with the current step, the
-    number done and the total. With `offload`, the job's own sizes and a few other sizes are also tried with chunks in
-    host memory. Raises UserError if nothing fits.
+    per rank in schedules that allow any number, such as `interleaved`. There is at most one worker process per core.
+    `progress` is called with the current step, the number done and the total. With `offload`, the job's own sizes and a
+    few other sizes are also tried with chunks in host memory. Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []
@@ -320,8 +320,8 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """The order in which options are tried: the job's own sizes, then the option with the best bound of each
-    neighbouring variant, then all others.
+    """The order in which options are tried: first all options with the job's own sizes, then the best option of each
+    neighbouring variant (`is_neighbour`), then the others.
     """
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
@@ -377,7 +377,7 @@ def _options(variant: int, what: Variant, hardware: Hardware, constants: Constan
     if job.pipeline == 1:
         tried = [Candidate(PLAIN, Plan())]
     elif job.pipeline > min(LARGEST, job.model.layers):
-        tried = []  # happens only with the job's own sizes, which `candidates` would refuse
+        tried = []  # Only the job's own sizes can be this large; `candidates` would refuse them.
     else:
         tried = [
             each
@@ -388,7 +388,7 @@ def _options(variant: int, what: Variant, hardware: Hardware, constants: Constan
     for place, candidate in enumerate(tried):
         plan = candidate.plan
         if 0 in (plan.layers or ()) and candidate.method != REDISTRIBUTED:
-            continue  # `evaluate` refuses stages without layers
+            continue  # `evaluate` would refuse stages without layers.
         try:
             even = bound(plan, job, hardware, constants)
             found.append(_Option(even, variant, place, False, candidate))

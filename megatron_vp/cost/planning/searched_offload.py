@@ -21,8 +21,8 @@ combination takes up to about 50 simulations.
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """Choose the variants that could be on the frontier of time and memory if activations took no device memory,
-    fastest first. If there are more than SIZES such variants, evenly spaced ones are kept.
+    """Choose variants, fastest first, that could be on the frontier of time and memory if activations took no device
+    memory. If there are more than SIZES such variants, evenly spaced ones are kept.
 
     least: for each run, the lower bounds without the memory of activations, and the index of the run's variant.
     """

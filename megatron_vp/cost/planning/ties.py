@@ -41,7 +41,7 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     found = None if pattern else compared(hardware.name, job.fp8 is not None, experts)
     if found is None:
         found = compared_elsewhere(experts)
-        basis = f"the mean error of published runs of another kind, as none of this kind were compared: {found.kind}"
+        basis = f"the mean error of published runs of another kind, as no run of this kind was compared: {found.kind}"
     else:
         basis = f"the mean error of {found.runs} published runs: {found.kind}"
     if found.mean / 100 <= least:

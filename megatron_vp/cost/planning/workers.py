@@ -105,6 +105,6 @@ def _end_with_parent() -> None:
 
 def _watch_parent() -> None:
     parent = parent_process()
-    assert parent is not None  # this function runs only in worker processes
+    assert parent is not None  # A worker process always has a parent.
     parent.join()
     os._exit(1)

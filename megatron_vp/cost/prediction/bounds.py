@@ -52,7 +52,7 @@ class Bound:
     `memory_within(t)` bytes.
 
     memory: bytes that an iteration needs, however long it takes.
-    ranks: the data behind `memory_within`.
+    ranks: the memory that every rank holds, from which `memory_within` is computed.
     expected: bytes on the fullest rank if it holds as many activations as the schedule family allows, as most orders
         do. `expected` is not a bound.
     """
@@ -97,7 +97,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
     after = after_passes(job, plan, single, hardware, constants)
     simulated = sampled(job).microbatches
-    later = (job.microbatches - simulated) * max(work) + after  # seconds of an iteration outside the simulated part
+    later = (job.microbatches - simulated) * max(work) + after  # Seconds after the simulated microbatches.
     seconds, least, expected, ranks = job.microbatches * max(work) + after, 0.0, 0.0, []
     for rank, stages in enumerate(placement.stage_of):
         first, own = min(stages), memory.rank(rank)
@@ -115,13 +115,14 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
             held += stays + weight
             byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
             byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
-        idle = later + before[first] + drain  # `drain` is 0 if backwards are split: a W may follow the last B
+        idle = later + before[first] + drain  # `drain` is 0 if backwards are split, because a W may follow the last B.
         if not plan.offload_chunks:
             seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
-            # Logits are held from S to T, but with vocab-2, only S counts, because T may come after the last backward.
+            # Logits are held from S to T. With vocab-2, only the time of S is counted, because T may come after the
+            # last backward.
             scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
             byte_seconds += scored * (logits - buffers)
         always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds
@@ -147,6 +148,6 @@ def weight_bytes(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 
 
 def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
-    """Bytes that a rank holds during every pass, not counting the bytes of microbatches."""
+    """Bytes that a rank holds during every pass, however few microbatches are in flight."""
     moving = own.communication + WORKSPACES + buffers
     return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments

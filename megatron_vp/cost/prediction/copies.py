@@ -72,7 +72,7 @@ def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
 
 
 def check_host_memory(prediction: Prediction) -> None:
-    """Raise UserError if a node has too little memory for its ranks' activations; the message says what fits."""
+    """Raise UserError, with the number of chunks that fit, if a node has too little memory for offloaded chunks."""
     job, plan, hardware = prediction.job, prediction.plan, prediction.hardware
 
     def needed(chunks: int) -> float:

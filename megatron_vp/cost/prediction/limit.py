@@ -22,8 +22,8 @@ GIB = 2**30
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
     """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches per rank or in GiB.
 
-    `costs`: the costs for which passes are ordered; None: the costs from `order_costs`. Raises UserError as `fitted`
-    does.
+    The passes are ordered for `costs`, which by default come from `order_costs`. Raises UserError if `fitted` does, or
+    if the limit is less than the activations of one chunk.
     """
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()
@@ -41,7 +41,7 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
 
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
-    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError as `with_limit` does."""
+    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError if `with_limit` does."""
     limit = config.values.get("activation_limit")
     return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 

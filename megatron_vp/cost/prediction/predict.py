@@ -133,7 +133,7 @@ def make_simulator(
 
 
 def has_one_queue(job: Job, hardware: Hardware) -> bool:
-    """Whether copies and passes share one hardware queue: CUDA_DEVICE_MAX_CONNECTIONS is 1, or Megatron requires it."""
+    """Whether copies and passes share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS is 1, or Megatron requires 1)."""
     demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
     return hardware.is_gpu and (job.one_queue or demanded)
 
@@ -143,6 +143,6 @@ def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
     return Simulator(_schedule(request), request.costs, one_queue)
 
 
-@lru_cache(maxsize=64)  # a simulator takes many times the memory of its schedule
+@lru_cache(maxsize=64)  # More than above, because a schedule takes much less memory than its simulator.
 def _schedule(request: ScheduleRequest) -> Schedule:
     return request.schedule()

@@ -35,7 +35,7 @@ def sampled(job: Job) -> Job:
 def extended(timeline: Timeline, microbatches: int) -> float:
     """Extrapolate the makespan to more `microbatches` than were simulated.
 
-    Each additional microbatch takes the busiest rank's steady-state time per microbatch. This time is averaged over
+    Each additional microbatch adds the busiest rank's steady-state time per microbatch. This time is averaged over
     rounds of p microbatches, because `interleaved` works in such rounds.
     """
     simulated = timeline.schedule.microbatches
@@ -65,6 +65,6 @@ def _steady_seconds(timeline: Timeline) -> float:
 
 
 def iteration_seconds(prediction: Prediction, job: Job) -> float:
-    """Seconds of an iteration of `job`, extrapolated from `prediction`, which is for `sampled(job)`."""
+    """Seconds of an iteration of `job`, extrapolated from a `prediction` for `sampled(job)`."""
     after = prediction.iteration_seconds - prediction.timeline.makespan
     return extended(prediction.timeline, job.microbatches) + after

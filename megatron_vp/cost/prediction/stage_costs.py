@@ -28,7 +28,7 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
         return equal_layers(job, placement.stages)
     if len(plan.layers) != placement.stages or sum(plan.layers) != job.model.layers or min(plan.layers) < 0:
         raise UserError(
-            f"layers {list(plan.layers)} are not a layout of {job.model.layers} layers on {placement.stages} stages; "
+            f"the layout {list(plan.layers)} does not match {job.model.layers} layers on {placement.stages} stages; "
             "give the number of layers of each stage, or leave the layout out"
         )
     return plan.layers
@@ -115,7 +115,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        # Copy times keep two decimals, because the copies of one chunk take only a few units.
+        # Copy times keep two decimals, because the copies of one chunk take only a few hundredths of F + B + W.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )

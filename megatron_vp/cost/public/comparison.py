@@ -67,7 +67,7 @@ class GroupError:
 
 
 def layout(row: PublicRow) -> str:
-    """Describe a run's layout briefly: GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
+    """Describe a run by its GPUs, precision, sequence length, micro batch, and parallel sizes above 1."""
     sizes = [f"{name}{row[name]}" for name in ("tp", "pp", "cp", "vp", "ep") if row[name] not in ("", "1")]
     return " ".join([f"{row['gpus']} {row['gpu']}", row["precision"], f"s{row['seq']}", f"b{row['mbs']}", *sizes])
 
@@ -132,7 +132,7 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     for gpu in sorted({each.row["gpu"] for each in outcomes}):
         held = [each for each in outcomes if each.row["gpu"] == gpu and each.fits is not None]
         fitting = sum(bool(each.fits) for each in held)
-        lines += ["", f"All {len(held)} runs on {gpu.upper()} ran; {fitting} of them are predicted to fit in memory."]
+        lines += ["", f"All {len(held)} runs on {gpu.upper()} succeeded; {fitting} are predicted to fit in memory."]
     for group in sorted({each.row.group for each in outcomes}):
         lines += ["", f"**{group}**", ""]
         lines += [

@@ -78,8 +78,8 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling the share of it that
-is reached, because times depend only on the product of the two.
+"""The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling its efficiency,
+because times depend only on the product of the two.
 """
 
 

@@ -20,8 +20,8 @@ Columns = Mapping[str, str]
 
 _MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
 _SOFTWARE = {
-    "sc21": ["--transformer-impl", "local"],  # From 2021, before Transformer Engine.
-    "nemo-longseq": ["--attention-backend", "flash"],  # From early 2024, before FlashAttention 3 and cuDNN 9.
+    "sc21": ["--transformer-impl", "local"],  # The software is from 2021, before Transformer Engine.
+    "nemo-longseq": ["--attention-backend", "flash"],  # From early 2024, before FlashAttention 3.
 }
 """Megatron options for published sources whose software had older attention kernels."""
 _STATES = {

@@ -1,1 +1,1 @@
-"""Sizes of models, jobs and plans, FLOPs, and layouts of layers."""
+"""Describes the sizes of models and jobs, counts their FLOPs, and distributes layers over stages."""

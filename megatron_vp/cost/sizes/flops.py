@@ -90,10 +90,10 @@ def output_flops(job: Job) -> float:
 def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
-    The count is 3 x (output layer + layers), with only the causal half of attention. Multi-token prediction adds the
-    norms and the matrix product that join two embeddings; latent attention adds its norms. The input embedding, routers
-    and recomputation are not counted. Quick GeGLU is counted with three matrices, although Megatron's function counts
-    only two.
+    The count is three times the forward FLOPs of the output layer and all layers, with only the causal half of
+    attention. Multi-token prediction adds the norms and the matrix product that join two embeddings; latent attention
+    adds its norms. The input embedding, routers and recomputation are not counted. Quick GeGLU is counted with three
+    matrices, although Megatron's function counts only two.
     """
     # Count for a single rank, because tensor ranks beyond the number of key-value groups compute the same keys again.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
@@ -131,6 +131,6 @@ def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
 
 
 def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer that belong to experts: the weights of its last two matrices."""
+    """Parameters of one layer's experts on one rank, which are the layer's last two matrices."""
     mlp = mlp_of(job.model, kind)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

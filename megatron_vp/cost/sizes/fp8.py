@@ -39,12 +39,12 @@ class Quantised(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """Bytes per element kept for a weight, which is needed in rows and in columns."""
+        """Bytes kept per element of a weight, for F (rows) and for B (columns)."""
         return self.rows + self.columns
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes kept per element of an input for the weight gradient."""
+        """Bytes kept per element of a layer's input, from which W computes the weight gradient."""
         return self.columns or self.rows
 
 

@@ -18,25 +18,25 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, 
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
 UNCOUNTED: dict[str, tuple[Any, ...]] = {
-    # Layers whose shapes are not modelled.
+    # Options for layers whose shapes are not modelled.
     **dict.fromkeys(("mtp_hybrid_override_pattern",), (0,)),
     **dict.fromkeys(("is_hybrid_model",), ()),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
     **dict.fromkeys(("mla_down_proj_fusion",), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
     **dict.fromkeys(("use_kitchen_attention",), ()),
-    # Attention within the documents of a packed sequence.
+    # Options that restrict attention to the documents of a packed sequence.
     **dict.fromkeys(("sft", "dataloader_inter_document_masking"), ()),
-    # Experts.
+    # Options for experts.
     **dict.fromkeys(("moe_shared_expert_gate", "moe_latent_size"), ()),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_paged_stash"), ()),
     **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_layer_recompute"), ()),
     **dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), (1,)),
-    # Precision.
+    # Options for precision.
     **dict.fromkeys(("fp4_format", "fp8_output_proj", "te_precision_config_file"), ()),
     **dict.fromkeys(("no_fp8_wgrad", "disable_fp8_wgrad", "keep_fp8_transpose_cache"), ()),
     **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy"), ()),
-    # Optimizer, recomputation, offloading, sharding, overlap.
+    # Options for the optimizer, recomputation, offloading, sharding and overlap.
     **dict.fromkeys(("optimizer",), ("adam",)),
     **dict.fromkeys(("recompute_activations", "distribute_saved_activations"), ()),
     **dict.fromkeys(("recompute_method",), ("uniform",)),
@@ -49,19 +49,19 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
     **dict.fromkeys(("delay_wgrad_compute",), ()),
     **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
-    # The layers of a stage, and the microbatches of an iteration.
+    # Options that set the layers of a stage or the microbatches of an iteration.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
 }
-"""Options that change time or memory but that the cost model ignores, with the values at which they change nothing."""
+"""Options that affect time or memory but are ignored by the cost model, each with the values that have no effect."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
 """The values of `--recompute-modules` whose effect on memory and time is counted; see `mlp_recompute`."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """List the job's options that change time or memory but that the cost model ignores, and the letters of a hybrid
+    """List the job's options that affect time or memory but are ignored by the cost model, and the letters of a hybrid
     model's pattern that the cost model counts as attention.
     """
     values = config.values
@@ -157,9 +157,7 @@ _LAYOUT_OPTIONS = (
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The number of layers that training assigns to each stage if no layout is given; None if all stages get equally
-    many.
-    """
+    """The number of layers per stage in training if no layout is given; None if it is the same for all stages."""
     chunks = chosen.chunks or 1
     if chunks == 1:
         return None
@@ -189,7 +187,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
-    if plan.vocab.is_sharded:  # name the chosen algorithm even if it is the default
+    if plan.vocab.is_sharded:  # The settings name the algorithm even if it is the default.
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
 
@@ -215,7 +213,7 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
     """A hybrid model's pattern, with bars between the stages of `plan`; None for a GPT model.
 
-    The bars are always written, because Megatron deprecates pipelines whose pattern has none.
+    Bars are always written, because patterns without bars are deprecated in Megatron's pipelines.
     """
     pattern = pattern_in(config.values)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))

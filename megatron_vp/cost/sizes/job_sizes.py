@@ -46,7 +46,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
     pipeline, tensor = given("pipeline_model_parallel_size", 1), given("tensor_model_parallel_size", 1)
     hidden, gated = size("hidden_size"), bool(given("swiglu") or given("quick_geglu"))
-    # Megatron's default is 4 h; with SwiGLU, it is 8/3 h, rounded down to a multiple of 64.
+    # Megatron's default for `ffn_hidden_size` is 4 h; with SwiGLU, it is 8/3 h, rounded down to a multiple of 64.
     ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given("swiglu") else 4 * hidden
     rows = given("make_vocab_size_divisible_by", 128) * tensor
     padded = given("padded_vocab_size")
@@ -81,7 +81,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         dropout=bool(given("hidden_dropout", 0.1)),
         experts=experts,
         experts_per_token=given("moe_router_topk", 2) if experts else 0,
-        # In latent attention, the options apply to norms of the compressed tensors, which are counted separately.
+        # In latent attention, both options are for norms of the compressed tensors, which are counted separately.
         query_key_norms=bool(given("qk_layernorm") or given("qk_l2_norm")) and latent is None,
         rotary=given("position_embedding_type") == "rope" or latent is not None,
         pattern=letters,
@@ -152,16 +152,16 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, counts as not stated,
-because recipes with experts do not use it.
+"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, is treated like a missing
+option, because recipes with experts do not use it.
 """
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Published recipes used delayed scaling until early 2025, and before then, attention on H100 moved from
-    FlashAttention 2 to cuDNN 9. A job with delayed scaling may therefore use either. A job with the backend `flash`
+    Published recipes used delayed scaling until early 2025. During that time, attention on H100 moved from
+    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use one or the other. A job with the backend `flash`
     uses FlashAttention 2, and all other jobs use today's kernels.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
@@ -195,9 +195,9 @@ def _bytes_of(given: Callable[..., Any], name: str) -> int:
 def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates | None:
     """The states of the precision-aware optimizer; None if the job does not use it.
 
-    The states are both moments and, for a 16-bit parameter, its fp32 copy. Of a bf16 parameter's copy, Transformer
-    Engine keeps only the 16 bits that the parameter lacks. With fp8 recipes other than delayed scaling, Megatron itself
-    keeps fp32 parameters and converts gradients to fp32.
+    The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
+    bf16 parameter's copy, because the parameter itself holds the others. With fp8 recipes other than delayed scaling,
+    Megatron itself keeps fp32 parameters and converts gradients to fp32.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -212,7 +212,7 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
     """The pattern of a GPT model with experts in only some layers: t for a layer with experts, d for a layer without.
-    The pattern of any other model is empty.
+    The pattern is empty if all layers have experts, or none has.
     """
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
@@ -233,8 +233,8 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Share of the layers that have windows: all, or all but every n-th. If `--window-attn-skip-freq` lists layers,
-    windows are ignored.
+    """Fraction of layers with windowed attention: 1, or 1 - 1/n if `--window-attn-skip-freq` is n. If this option lists
+    layers, windows are ignored.
     """
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
@@ -254,7 +254,7 @@ def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool
     """The number of intermediate tensors that a gated MLP keeps.
 
     Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps the
-    activated half, and a copy of the other half with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU
+    activated gate, and a copy of the linear part with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU
     is fused only in experts with biases.
     """
     if given("quick_geglu"):
@@ -280,7 +280,7 @@ def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
 
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
-    """The fp8 recipe, and how many layers at the start and end of the model stay in 16 bits, as in Megatron."""
+    """The fp8 recipe, and how many layers at the start and the end of the model Megatron keeps in 16 bits."""
     fp8_format = given("fp8_format", given("fp8"))  # Megatron stores `--fp8-format` as `fp8`
     if fp8_format is None:
         return None, 0, 0
@@ -288,7 +288,7 @@ def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Reci
         raise UserError(f"fp8_format {fp8_format!r} is unknown; use e4m3 or hybrid")
     asked = given("fp8_recipe", Fp8Recipe.DELAYED.value)
     if asked not in list(Fp8Recipe):
-        raise UserError(f"fp8_recipe {asked!r} has no known costs; use {', '.join(Fp8Recipe)}")
+        raise UserError(f"the costs of fp8_recipe {asked!r} are unknown; use {', '.join(Fp8Recipe)}")
     if not given("first_last_layers_bf16"):
         return Fp8Recipe(asked), 0, 0
     if asked == Fp8Recipe.DELAYED:

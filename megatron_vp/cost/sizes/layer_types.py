@@ -34,7 +34,7 @@ class LayerType(StrEnum):
 
     @property
     def share(self) -> float:
-        """Share of a whole layer's work outside matrix products, such as norms, dropouts and sums over tensor ranks."""
+        """Fraction of a transformer layer's norms, dropouts and sums over tensor ranks that this layer type has."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
@@ -115,8 +115,8 @@ def model_layers(job: Job) -> Counts:
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The layers of every virtual stage by type, given the number of layers of each stage.
 
-    The last stage also holds the layers of multi-token prediction. Without fp8, all layers are in 16 bits; with fp8,
-    only the job's first and last layers are.
+    The last stage also holds the layers of multi-token prediction. Without fp8, all layers are in 16 bits. With fp8,
+    only the model's first `bf16_at_start` and last `bf16_at_end` layers are.
     """
     found, total = [], sum(layers)
     for start, end in pairwise(accumulate(layers, initial=0)):

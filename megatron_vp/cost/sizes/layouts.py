@@ -24,7 +24,7 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
 
 
 def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """Spread layers over the ranks as evenly as possible; return None if all stages get equally many."""
+    """Spread layers over the ranks as evenly as possible; return None if all stages get the same number."""
     total, p = job.model.layers, placement.ranks
     if not total % placement.stages:
         return None
@@ -78,7 +78,7 @@ def least_work_layers(count: int, layer: float, work: Sequence[float], placement
     Args:
         count: number of layers.
         layer: seconds of one layer.
-        work: seconds of each rank's other work.
+        work: seconds that each rank spends outside its layers.
     """
     ends = (0, placement.stages - 1)
     given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]
