@@ -58,8 +58,8 @@ class Figures:
     """Figures of all ranks; an iteration lasts from the first start to the last end of a pass on any rank.
 
     costs: mean times of passes and collectives, in milliseconds (see `mean_costs`).
-    predicted: the iteration time in milliseconds that the simulator predicts from the executed order and `costs`, if
-        the loss function takes no time.
+    predicted: the iteration time in milliseconds that the simulator predicts from the executed order and `costs`,
+        assuming that the loss function takes no time.
     """
 
     iterations: tuple[int, ...]
@@ -210,9 +210,9 @@ class IterationFigures:
 def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     """Figures of one iteration over all ranks, for plotting: times are in seconds, and shares are between 0 and 1.
 
-    The bubble is relative to the longest extent of any rank. In all schedules, the first rank has the longest extent,
-    because it starts first and ends last. The vocabulary share is the fraction of all ranks' busy time that S and T
-    take. A run without vocabulary passes or without a second stream lacks the corresponding figures.
+    The bubble is the mean idle fraction of the longest extent. In all schedules, this is the extent of the first rank,
+    which starts first and ends last. The vocabulary share is the fraction of all ranks' busy time that S and T take. A
+    run without vocabulary passes or without a second stream lacks the corresponding figures.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)

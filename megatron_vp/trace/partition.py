@@ -12,7 +12,7 @@ SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length"),
     *("micro_batch_size", "context_parallel_size", VOCABULARY),
 )
-"""Long names of the arguments on which pass times depend."""
+"""Names of the Megatron arguments on which pass times depend."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Partition:
     """How a run splits its layers over stages and its vocabulary rows over pipeline ranks.
 
     layers: number of layers by virtual stage; None if unknown, or if all stages have the same number.
-    vocab_rows: rows by pipeline rank, for its tensor ranks together; None if unknown, or without vocabulary
+    vocab_rows: number of rows of each pipeline rank, over all its tensor ranks; None if unknown, or without vocabulary
         parallelism.
     tensor: number of tensor ranks that share a pipeline rank's rows.
     sizes: sizes of the model and of a microbatch, by argument (`SIZES`), for which the pass times are valid.

@@ -1,4 +1,4 @@
-"""The files of a recorded run, one per rank: Perfetto traces that can be read back, checked and merged.
+"""Defines the files of a recorded run, one Perfetto trace per rank, and reads, checks and merges these files.
 
 All ranks measure time from the same starting point, so traces are merged by concatenating their events. Data that
 Perfetto does not show (the run, the schedule, the clock error) is stored under the key `otherData`.
@@ -82,7 +82,7 @@ class RankTrace:
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
     def events(self) -> list[perfetto.Event]:
-        """The trace's events: the rank's process, its lanes and their slices."""
+        """All events of the trace: the names of the rank and its lanes, and a slice for each span."""
         used = {span.lane for span in self.spans}
         events = perfetto.process(self.rank, *(lane for lane in _LANES if lane in used or lane < Lane.COPIES))
         for span in self.spans:

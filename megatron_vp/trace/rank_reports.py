@@ -52,7 +52,7 @@ class RankReport:
     def of(cls, document: Mapping[str, Any]) -> RankReport:
         """Read a report from a file's JSON object.
 
-        Raises KeyError, TypeError, ValueError or AttributeError for any other object.
+        Raises KeyError, TypeError, ValueError or AttributeError for a malformed object.
         """
         iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
         passes = [

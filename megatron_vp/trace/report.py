@@ -1,4 +1,4 @@
-"""Formats the report of a recorded run: one line per rank, and the measured next to the predicted iteration time."""
+"""Formats the report of a recorded run: one line per rank, then the measured and the predicted iteration time."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TwoRuns:
     split: RecordedRun
 
     def __post_init__(self) -> None:
-        """Raise UserError for runs that cannot be compared."""
+        """Raise UserError if the runs are of different jobs, in the wrong order, or have no iteration in common."""
         plain, split = (run.ranks[0].partition.vocab_rows is not None for run in (self.plain, self.split))
         if plain and not split:
             raise UserError("the first run has vocabulary shards and the second has none: give the plain run first")
@@ -134,7 +134,7 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
 
     logs: Megatron's log of each run; None means the only log in each folder.
 
-    Raises UserError for runs that cannot be compared.
+    Raises UserError if a report or log is missing or invalid, or the runs are of different jobs or in the wrong order.
     """
     reports = [read_reports(folder) for folder in (plain, split)]
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))

@@ -1,4 +1,4 @@
-"""Draws two runs: their loss curves with the difference, and how each rank spends its time."""
+"""Draws two runs: their loss curves, the difference between the losses, and how each rank spends its time."""
 
 from __future__ import annotations
 

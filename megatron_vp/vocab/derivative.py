@@ -6,14 +6,14 @@ Here s = 1 + 2 zeta LSE, which is 1 without a z-loss, and t is the target's weig
 (`megatron_vp.vocab.loss`). S sets the target's entry of E to zero, because c E - 1 would suffer from cancellation if
 the model is confident. The target's entry e of D is computed from z in fp32 instead.
 
-With a softcap k on the logits, a and z are capped. The entries of E are multiplied by their slopes 1 - tanh(y / k)^2,
-and e is multiplied by the target's slope, 1 - (z / k)^2.
+With a softcap k on the logits, a and z are capped. The entries of E are multiplied by the slope of the softcap, 1 -
+tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.
 
 Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs over E
-can compute it as well: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
+can include the term: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
 
     E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
-    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the rounding error
+    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the error of this rounding
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ error.
 """
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Value of every entry in the additional rows of E. The value keeps both u times a sum over tokens and the sum of W's
-rows within the range of fp16.
+"""Value of every entry in the additional rows of E. With this value, the additional rows of X' and of E W stay within
+the range of fp16.
 """
 
 
@@ -85,7 +85,7 @@ class Derivative:
 
 def smallest_scale(dtype: torch.dtype) -> float:
     """Smallest c that can be applied to X instead of E: e / c must be in the range of E's dtype, and c g X in the range
-    of X's dtype. In fp16, the loss scale already uses up the range of X, so c is always applied to E in rows with a
-    target.
+    of X's dtype. In fp16, g includes a loss scale that uses up the range of g X, so c is always applied to E in rows
+    with a target.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

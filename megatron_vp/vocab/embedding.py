@@ -1,4 +1,4 @@
-"""Input embedding of one shard: passes IF and IB, and the exchange of owned rows between these passes and stage 0.
+"""Input embedding of one shard: passes IF and IB, and the exchange of embedded rows and their gradients with stage 0.
 
 Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows each rank sends.
 A rank sends stage 0 only the rows that it owns, and receives only the gradients of these rows. The traffic of a dense
@@ -23,14 +23,14 @@ from megatron_vp.vocab.weights import main_grad
 class RowExchange:
     """The rank that owns each position of a microbatch's flattened tokens [n].
 
-    With tensor parallelism, an exchange covers one of a replica's t pipelines: the positions owned by the shards of
-    that pipeline's ranks. The index of a shard is pipeline rank x t + tensor rank.
+    With tensor parallelism, a replica has t pipelines, and an exchange covers the positions that the shards of one
+    pipeline own. The index of a shard is pipeline rank x t + tensor rank.
 
     The object is created first and filled later by `plan`, which may run on another stream. The buffers belong to the
     stream on which the object was created, and nothing in `plan` waits for the device.
 
     Args:
-        tokens_n: int64 token ids; they need not have arrived before `plan` runs.
+        tokens_n: int64 token ids; their values are first read in `plan`.
         shards: the p x t shards of the vocabulary.
         tensor_size, tensor_rank: t, and the index of this pipeline among the t pipelines of a replica.
         counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None allocates a
@@ -54,14 +54,14 @@ class RowExchange:
         self.order_n = torch.empty_like(tokens_n)
         """Positions sorted by owner, then by token id, then by position; positions that other pipelines own come last.
         The first k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that
-        stage 0 sends. Each owner's rows are therefore in ascending order.
+        stage 0 sends. In this order, the row indices of each owner are ascending.
         """
         self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owner of each position, asynchronously on a GPU. This method does the only sort per microbatch, and
-        the number of sorted keys never changes.
+        """Find the owner of each position, asynchronously on a GPU. This is the only sort of a microbatch, and it
+        always sorts n keys.
         """
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
@@ -74,7 +74,8 @@ class RowExchange:
         Raises:
             UserError: a token id is outside the vocabulary, so that no shard owns it.
         """
-        if isinstance(self._counts, FakeTensor):  # token ids are unknown: assume an even spread over all rows
+        if isinstance(self._counts, FakeTensor):
+            # Fake token ids have no values, so an even spread over all rows is assumed.
             shards = self.shards
             ends = [len(self.tokens_n) * shards.start(index) // shards.vocab_size for index in range(shards.count + 1)]
             owned = [end - start for start, end in pairwise(ends)]

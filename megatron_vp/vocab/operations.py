@@ -49,9 +49,9 @@ class Operations(Protocol):
             softcap: k; 0 leaves logits as they are.
 
         Returns:
-            The packed statistics [3, n]: a, l, and t z plus u times the row's sum. The target's column, int64 [n], -1
-            if the target belongs to another shard; and z, capped, which is then 0. Floats are in fp32, or in fp64 if
-            the logits are.
+            The packed statistics [3, n]: a, l, and t z plus u times the row's sum. The target's column, int64 [n], and
+            z, the target's capped logit; if the target belongs to another shard, these are -1 and 0. Floats are in
+            fp32, or in fp64 if the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -163,7 +163,8 @@ class EagerOperations:
         max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
         max_n, sum_n, linear_n = total_3n.unbind()
         torch.amax(max_rn, 0, out=max_n)
-        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)  # the difference of two infinities is NaN
+        # If all shards are empty, `max_n` is -inf, and the difference of two infinities would be NaN.
+        finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)
         torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
         torch.sum(linear_rn, 0, out=linear_n)
 
@@ -215,7 +216,8 @@ class EagerOperations:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
         rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
-        if matrix_vh.is_cuda:  # on a GPU, `index_add_` adds in any order; `index_put_` sorts first
+        # On a GPU, `index_add_` adds in any order, but `index_put_` sorts the rows first.
+        if matrix_vh.is_cuda:
             matrix_vh.index_put_((row_n[kept_n],), rows_kh, accumulate=True)
         else:
             matrix_vh.index_add_(0, row_n[kept_n], rows_kh)

@@ -20,7 +20,7 @@ D is never formed. T enters the targets' entries, divided by c, into E, so that 
 (`megatron_vp.vocab.derivative`).
 
 With a frozen weight (`requires_grad` is False), only dX is computed. T then forms no weight gradient, X is freed after
-S, and E is freed as soon as E W has been computed, which vocab-2 does in S.
+S, and E is freed as soon as E W has been computed (in T with vocab-1, in S with vocab-2).
 
 Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
 fp32. Between S and T, E is kept in the model's dtype.
@@ -58,7 +58,7 @@ class PendingOutput:
     vocab_size: int
     softcap: float = 0.0
     weight_sum_h: torch.Tensor | None = None
-    """The sum of the shard's rows times `SMOOTHING_ENTRY`; set with label smoothing, once E W has been computed."""
+    """With label smoothing, the sum of the shard's rows times `SMOOTHING_ENTRY`; None until E W has been computed."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
         """The factors that turn E into D, once the statistics of the whole vocabulary are known."""
@@ -98,7 +98,7 @@ class OutputLayer(nn.Module):
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (
-            "label smoothing is not supported with a softcap, whose slopes give the smoothing term a rank above one"
+            "label smoothing is not supported with a softcap, which would raise the smoothing term's rank above one"
         )
         if loss.label_smoothing:
             exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
@@ -145,9 +145,10 @@ class OutputLayer(nn.Module):
     def t_pass(
         self, pending: PendingOutput, total: GlobalStatistics, token_loss_grad_n: torch.Tensor, *, input_gradient: bool
     ) -> torch.Tensor | None:
-        """Pass T: accumulate the weight gradient into `main_grad`; vocab-1 also returns its part of dX / g, [n, h].
+        """Pass T: accumulate the weight gradient into `main_grad`.
 
-        A frozen weight has no gradient; with vocab-2, T then does nothing.
+        With vocab-1, T also returns the shard's part of dX / g, [n, h]. A frozen weight has no gradient; with vocab-2,
+        T then does nothing.
 
         Args:
             pending: the state that S left; T overwrites it.

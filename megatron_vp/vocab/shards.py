@@ -12,7 +12,7 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 
 @dataclass(frozen=True)
 class VocabShards:
-    """A vocabulary of `vocab_size` rows split into `count` contiguous shards, `tensor` of them on each pipeline stage.
+    """A vocabulary of `vocab_size` rows, split into `count` contiguous shards; each pipeline stage has `tensor` shards.
 
     `stage_rows` gives the number of rows of each pipeline rank, over all its tensor ranks; zero is possible. If
     `stage_rows` is None, the vocabulary is split evenly: every shard holds an equal number of rows, rounded up by
@@ -20,9 +20,9 @@ class VocabShards:
     Megatron, because padding rows take part in the softmax, and different padding would change the loss.
 
     The tensor ranks of a stage always hold the same number of rows. Megatron's distributed optimizer divides one long
-    buffer among ranks, and adds up gradients over tensor ranks part by part, so each parameter must be at the same
-    offset on all tensor ranks. Different stages may hold different numbers of rows, because the buffers of a stage are
-    shared only with the same stage of other replicas.
+    gradient buffer among ranks, and adds up gradients over tensor ranks piece by piece. Each parameter must therefore
+    be at the same offset on all tensor ranks. Different stages may hold different numbers of rows, because the buffers
+    of a stage are shared only with the same stage of other replicas.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
@@ -42,8 +42,8 @@ class VocabShards:
             )
         if self.count % self.tensor or self.vocab_size % self.tensor:
             raise UserError(
-                f"{self.tensor} tensor ranks cannot share {self.vocab_size} rows in {self.count} shards equally: use "
-                "a padded vocabulary size that --tensor-model-parallel-size divides"
+                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards equally among "
+                f"{self.tensor} tensor ranks: use a padded vocabulary size that --tensor-model-parallel-size divides"
             )
         if self.stage_rows is not None:
             check_stage_rows(self.stage_rows, self.vocab_size, self.stages, self.tensor)

@@ -22,7 +22,7 @@ MAX, SUM, LINEAR = 0, 1, 2
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax statistics over the vocabulary: the rows that `Operations.fold_` fills, [n], in `statistics_dtype`."""
+    """Softmax statistics over the vocabulary: three vectors [n] in `statistics_dtype`, filled by `Operations.fold_`."""
 
     max_n: torch.Tensor
     """A, the largest logit."""

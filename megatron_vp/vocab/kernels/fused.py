@@ -31,7 +31,7 @@ class FusedOperations:
 
     @staticmethod
     def add_product_(matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
-        """See `Operations`. From PyTorch 2.10 on, a product of 16-bit operands is added to an fp32 matrix unrounded."""
+        """See `Operations`. Since PyTorch 2.10, 16-bit products are not rounded before they are added in fp32."""
         if matrix_vh.dtype == left_nv.dtype:
             matrix_vh.addmm_(left_nv.t(), right_nh)
         elif matrix_vh.dtype == torch.float32 and _ADDS_INTO_FP32:

@@ -20,7 +20,7 @@ TILE = (4, 512)
 """Number of tokens and number of elements per row of X that a program handles in T."""
 
 SUMMED_TILE = (32, 64)
-"""The tile for programs that also sum over their tokens: more tokens per program give fewer partial sums."""
+"""The tile with label smoothing, where a program also sums over its tokens; more tokens mean fewer partial sums."""
 
 CHUNK = 4096
 """Number of elements of a row of E that a program handles in T, `BLOCK` at a time."""
@@ -29,8 +29,8 @@ SUMS_TILE = (128, 32)
 """Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# Vectors with one number per token. These vectors are rows of packed tensors, so their alignment depends on the number
-# of tokens.
+# These vectors have one number per token. They are rows of packed tensors, so their alignment depends on the number of
+# tokens.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
@@ -100,7 +100,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Scale a part of a row of E by c and enter the target's entry, if c is too small to be applied to X."""
+    """If c is too small to be applied to X, scale a part of a row of E by c and enter the target's entry."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -126,8 +126,8 @@ def _enter_targets(
     known = tl.minimum(token, tokens - 1)
     parts = tl.cdiv(hidden, BLOCK)
     if part < parts:
-        # Compute X' = c g X, with all loads before their uses, and then enter the target's entry in each row that has a
-        # target.
+        # Load everything first, so that the loads overlap. Then compute X' = c g X, and enter the target's entry in
+        # each row that has a target.
         lane = part * BLOCK + tl.arange(0, BLOCK)
         here = inside[:, None] & (lane < hidden)[None, :]
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
@@ -146,8 +146,8 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # A row of E is multiplied by c if c is too small to be applied to X: in fp16, every row whose target this shard
-        # owns; in other dtypes, hardly any row. Each program handles a part of the columns.
+        # A row of E is multiplied by c if c is too small to be applied to X. In fp16, these are all rows whose targets
+        # this shard owns; in other dtypes, there are hardly any such rows. Each program handles a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )
@@ -184,8 +184,8 @@ def enter_targets_(
 
     Args:
         exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`
-            more rows. If this shard owns a row's target, only the target's element of the row is written, or all
-            elements if c is too small to be applied to X.
+            more rows. In a row whose target this shard owns, only the target's element is written; if c is too small to
+            be applied to X, all elements are written.
         x_nh: [n, h] in the model's dtype, contiguous.
         token_loss_grad_n: g, fp32 [n].
         derivative: c and e, from vectors in fp32.
@@ -199,7 +199,7 @@ def enter_targets_(
     result = x_nh.new_empty(len(exp_nv), hidden)
     rows, block = SUMMED_TILE if smoothed else TILE
     groups = triton.cdiv(tokens, rows)
-    # By default, Triton 3.6 uses 56 registers for rows of X that are not aligned, and spills one.
+    # If rows of X are not aligned, Triton 3.6 by default uses 56 registers and spills one, so 64 are allowed.
     options = {"maxnreg": 64} if hidden % 16 and not smoothed else {}
     sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
     _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](

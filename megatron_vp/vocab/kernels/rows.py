@@ -15,7 +15,8 @@ most about n / SEGMENT.
 """
 
 
-@triton.jit(do_not_specialize=["count"])  # a new count must not trigger compilation
+# A new value of `count` must not trigger a compilation.
+@triton.jit(do_not_specialize=["count"])
 def _add_segments(
     matrix, row, order, source, partial, count, hidden,
     BLOCK: tl.constexpr, SEGMENT: tl.constexpr, IN_ORDER: tl.constexpr,
@@ -83,8 +84,8 @@ def add_rows_(
         matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
         row_n: int64 [n]; negative indices are skipped.
         source_nh: [n, h] in any float dtype, contiguous.
-        sorted_rows: whether `row_n` is already in ascending order, which saves a sort whose launches and PyTorch
-            kernels depend on n.
+        sorted_rows: whether `row_n` is already in ascending order. PyTorch's sort, whose kernels depend on n, is then
+            skipped.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()

@@ -1,10 +1,10 @@
 """Triton kernels for the part of S after the GEMM (statistics, targets and E) and for folding C1's statistics.
 
-A fast GPU moves the four bytes per logit in about the time that it needs to issue 20 instructions per logit, so both
-numbers matter. The kernels use one load, one store and one exponential per logit, and so few registers that all 64
-warps of a multiprocessor have a row in flight. For some widths, the kernels load up to two fifths of a row's logits a
-second time, while the logits are still in L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register
-counts.
+A fast GPU needs about as long to move the four bytes per logit as to issue 20 instructions per logit, so both memory
+traffic and instruction counts matter. The kernels use one load, one store and one exponential per logit, and so few
+registers that all 64 warps of a multiprocessor have a row in flight. For some widths, the kernels load up to two fifths
+of a row's logits a second time, while the logits are still in L1. `tests/vocab/data/kernel_counts.csv` lists the
+instruction and register counts.
 """
 
 from __future__ import annotations
@@ -146,9 +146,7 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _kept(exp, logit, softcap):
-    """Return the value to store for an exponential; with a softcap, the exponential times the slope at the capped
-    logit.
-    """
+    """Return the exponential to store; with a softcap, it is multiplied by the slope at the capped logit."""
     if softcap is None:
         return exp
     else:
@@ -193,13 +191,13 @@ def _exponentiate(
         tl.extra.cuda.gdc_wait()
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
-        # 1. Load the row and compute its maximum, which is capped last because capping keeps the order of logits.
-        # Pieces that are not held in registers are loaded first. All pieces but the last are full.
+        # 1. Load the row and compute its maximum. Only the maximum is capped, because capping keeps the order of
+        # logits. Pieces that are not held in registers are loaded first. All pieces but the last are full.
         held = ()  # type: tuple
         for part in tl.static_range(2):
             for i in tl.static_range((1 - part) * HELD, part * HELD + (1 - part) * PIECES):
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
-                if i == HELD % PIECES:  # the first piece to be loaded
+                if i == HELD % PIECES:  # This piece is loaded first.
                     compared = _comparable(logit, PIECES)
                 else:
                     compared = tl.maximum(compared, _comparable(logit, PIECES))
@@ -289,8 +287,8 @@ def exponentiate_(
         softcap: k, which caps logits to k tanh(logit / k); 0 for no softcap.
 
     Returns:
-        The statistics, fp32 [3, n]: a, l, and t z plus u times the sum of the row. The target's column, int64 [n], -1
-        if the target belongs to another shard; and z, fp32 [n], which is then 0.
+        The statistics, fp32 [3, n]: a, l, and t z plus u times the sum of the row. The target's column, int64 [n], and
+        the target's logit z, fp32 [n]; if the target belongs to another shard, these are -1 and 0.
     """
     launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
     return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
@@ -316,11 +314,11 @@ def launch_exponentiate(
     options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
     held = min(launch.held, launch.pieces)
     if softcap:
-        pass  # tanh may use as many registers as it needs
+        pass  # Kernels with tanh have no register limit.
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
-        options["maxnreg"] = 40  # by default, Triton 3.6 uses 32 registers and spills one
+        options["maxnreg"] = 40  # By default, Triton 3.6 uses 32 registers and spills one.
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
         statistics_4n, target_n, tokens, columns // unit,
@@ -353,7 +351,7 @@ def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
         return False
     if launch.warps > 4 or launch.pieces <= launch.held or logits_nv.device.type == "cpu":
         return True
-    # If programs of four warps read pieces again, Triton 3.9 needs one more register at compute capability 10.0.
+    # If programs of four warps read pieces again, Triton 3.9 needs 33 registers at compute capability 10.0.
     return triton.runtime.driver.active.get_current_target().arch < 100
 
 
@@ -366,7 +364,8 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
     for shard in range(shards):
         own = tl.load(gathered + shard * size + token, mask=inside, other=-float("inf"))
         largest = tl.maximum(largest, own)
-    finite = tl.maximum(largest, -3.4e38)  # the difference of two infinities is NaN
+    # If all shards are empty, `largest` is -inf, and the difference of two infinities would be NaN.
+    finite = tl.maximum(largest, -3.4e38)
     sum_of_all = tl.zeros((BLOCK,), tl.float32)
     linear_of_all = tl.zeros((BLOCK,), tl.float32)
     for shard in range(shards):

@@ -18,7 +18,7 @@ launches that they save.
 """
 
 QUERIES = 16
-"""Number of positions or of owners whose counts a program computes."""
+"""Number of positions whose places a program computes, or of owners whose positions a program counts."""
 
 CHUNK = 512
 """Number of positions that a program compares with its own positions at a time."""
@@ -55,7 +55,8 @@ def _sort_by_owner(
     lane = tl.arange(0, CHUNK)
     found = tl.zeros((QUERIES, CHUNK), tl.int32)
     if block < blocks:
-        # Count the keys that sort before each own key: smaller keys in all chunks, and equal keys in earlier chunks.
+        # For each key of this program, count the keys that sort before that key: smaller keys in all chunks, and equal
+        # keys in earlier chunks.
         own = block * QUERIES + tl.arange(0, QUERIES)
         key = _key(tokens, own, count, spans, owners, steps, vocab_size)
         first = block * QUERIES // CHUNK * CHUNK
