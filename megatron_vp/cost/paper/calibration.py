@@ -1,8 +1,8 @@
 """Fits the constants to published values, and tests them on setups that the fit has not seen.
 
 The fit minimises the squares of three kinds of errors: relative errors of the cells' MFU, relative errors of the pass
-times on 8 GPUs, and errors of Table 3's factors in points. The time of a cell is the sum of the durations along its
-critical path, so each round has to simulate every schedule only once.
+times on 8 GPUs, and errors of Table 3's factors in points. A cell's iteration time is the sum of the durations along
+its critical path, so each round of the fit has to simulate every schedule only once.
 """
 
 from __future__ import annotations

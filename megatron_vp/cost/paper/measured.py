@@ -13,7 +13,7 @@ from megatron_vp.files import MIB, read_text
 WARM_UP = 3
 """Number of initial iterations that are ignored, because kernels are still being compiled and tuned."""
 
-# Megatron's log lines: the last rank prints times, every rank its memory in MiB.
+# Patterns of Megatron's log lines. The last rank prints times, and every rank prints its memory in MiB.
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _PEAK = re.compile(r"memory \(MB\) .*\| max allocated: ([\d.]+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)

@@ -37,8 +37,8 @@ same model and method. This order is at most 0.3 percent slower than an order fo
 
 EQUAL = PassCosts(F=1, B=1, W=1)
 """Equal costs of F, B and W, as in the published building block of V-Half. The passes of V-Half's baseline are ordered
-for equal costs, because the real costs include a whole output layer. An order for the real costs would delay W while
-rank 0 holds the most activations, and would need up to 16 percent more memory than published.
+for equal costs, because the real costs include an output layer that is not split. An order for the real costs would
+delay W while rank 0 holds the most activations, and would need up to 16 percent more memory than published.
 """
 
 
@@ -170,6 +170,6 @@ def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
 
 
 def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants = FITTED) -> float:
-    """A factor of Table 3: the time of the whole output layer divided by p times the time of S and T, in percent."""
+    """A factor of Table 3 in percent: the unsplit output layer's time, divided by the time of S and T on p ranks."""
     times = PassTimes(jobs()[cell], A100, constants)
     return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))

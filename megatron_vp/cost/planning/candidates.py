@@ -95,7 +95,7 @@ def candidates(
 def balanced_layers(
     job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> tuple[int, ...]:
-    """Find the layers of each virtual stage that minimise the busiest rank's work, including whole vocabulary layers.
+    """Find the layers of each virtual stage that minimise the busiest rank's work, including unsplit vocabulary layers.
 
     For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
     there are fewer layers than middle stages, which are all stages except the first and the last.
@@ -133,7 +133,7 @@ def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants
 
 
 def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
-    """Seconds per microbatch that each rank spends in whole vocabulary layers and in multi-token prediction."""
+    """Seconds per microbatch that each rank spends in unsplit vocabulary layers and in multi-token prediction."""
     work = [0.0] * placement.ranks
     work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
     work[placement.first_rank] += sum(times.whole_embedding())

@@ -1,4 +1,4 @@
-"""Simulates the real schedule of a plan with modelled or measured costs: time, MFU, bubble and memory of every rank."""
+"""Predicts a plan's time, MFU, bubble and memory by simulating its real schedule with modelled or measured costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Prediction:
 
     @cached_property
     def peak_memory(self) -> float:
-        """The largest peak of any rank, in bytes as PyTorch's allocator counts them."""
+        """The largest peak of any rank in bytes, as counted by PyTorch's allocator."""
         return max(rank.allocated for rank in self.memory)
 
     def fits(self, limit: float | None = None) -> bool:

@@ -99,7 +99,7 @@ class PublicFit:
     """The result of fitting the constants to published runs.
 
     intervals: the intervals of all constants.
-    present: errors by group with the present constants.
+    present: errors by group with the current constants.
     fitted: errors by group with constants fitted to all runs.
     left_out: errors by group if each family of runs is predicted with constants fitted to all other families.
     """

@@ -72,7 +72,7 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
     """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
-    First, all stages except the model's first and last get one layer. Each additional layer goes to the least loaded
+    Each stage except the model's first and last starts with one layer. Each additional layer goes to the least loaded
     rank. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and last stage.
 
     Args:
