@@ -5,7 +5,7 @@ occupy the device only around these two passes. In practice, copies are delayed 
 on which copy-outs and copy-backs take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed by the
 passes' nominal times. In a building block, forwards come no faster in the warm-up than in the steady state, so copies
 keep up with them from the start. When the passes are later reordered for their costs, no rank may hold more activations
-on the device than the fullest rank does here.
+on the device than the fullest rank holds in the nominal order.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def computed_between(
 ) -> list[tuple[Step, Step]]:
     """Dependencies that keep a computing pass between each R in `returning` and its O.
 
-    Each of these passes runs between O and R in `placed`, and is the one of them that is nearest to R in `found`.
+    Of the passes between O and R in `placed`, the dependencies use the pass that is nearest to R in `found`.
     """
     links = []
     for rank, back in returning:

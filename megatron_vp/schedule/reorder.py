@@ -1,9 +1,9 @@
 """Reorders the passes of a schedule for their real costs, within its memory limits, to shorten the schedule.
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
-the opposite. A result can be improved by a second run in the other direction, or by a run with durations other than the
-real ones. Which run is best depends on the schedule and its costs, so several results are compared. The shortest is
-used, or the given order if no result is shorter.
+the opposite. A result can be improved by another run of the scheduler in the other direction or with other durations.
+Which run is best depends on the schedule and its costs, so several results are compared. The shortest is used, or the
+given order if no result is shorter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""For schedules with up to this many passes and operations, more orders are compared, in a few milliseconds per order.
-"""
+"""For schedules with at most this many passes and operations, more orders are compared (a few milliseconds each)."""
 
 LARGE = 40_000
 """For schedules with copies to the host and at least this many passes and operations, only `first_orders` are compared.
@@ -124,7 +123,7 @@ class _Search:
     def further_orders(
         self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
     ) -> list[Found]:
-        """Further results of the list scheduler: for its first results, and for the given order with `even` durations.
+        """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
         A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
         the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed.

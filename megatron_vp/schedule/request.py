@@ -37,25 +37,25 @@ class ScheduleRequest:
     """
 
     family: Family
-    """the schedule family; a schedule file becomes a family that has only this schedule"""
+    """The schedule family; a schedule file becomes a family that has only this schedule."""
     pipeline_size: int
-    """number of ranks, p"""
+    """Number of ranks, p."""
     microbatches: int
-    """number of microbatches, m"""
+    """Number of microbatches, m."""
     method: VocabMethod
-    """the vocabulary method"""
+    """The vocabulary method."""
     chunks: int
-    """number of chunks per rank, v"""
+    """Number of chunks per rank, v."""
     costs: Costs
-    """the durations for which passes are ordered; `StageCosts` gives each rank its own"""
+    """The durations for which passes are ordered; `StageCosts` gives each rank its own durations."""
     vocab_ranks: tuple[int, ...]
-    """the ranks that hold vocabulary rows and run vocabulary passes, in ascending order"""
+    """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False
-    """whether the schedule is for evaluation (only forwards); a file's number of microbatches then does not matter"""
+    """Whether the schedule is for evaluation (only forwards); a file's number of microbatches then does not matter."""
     further_orders: bool = True
-    """if False, compare only the first orders; see `reorder_for_costs`"""
+    """Whether the search compares further orders, which takes longer and may find a shorter schedule."""
     offload_chunks: int = 0
-    """chunks per rank whose activations are in host memory between forward and backward; see `placed_copies`"""
+    """Number of chunks per rank whose activations are in host memory between forward and backward."""
 
     @classmethod
     def of(

@@ -16,7 +16,7 @@ class Channel(StrEnum):
     __hash__ = str.__hash__  # see PassKind
 
     content: str
-    """description of the data that a rank waits for"""
+    """Description of the data that a rank waits for."""
 
     def __new__(cls, value: str, content: str) -> Self:
         """Create a channel with a description of its data."""
@@ -27,23 +27,22 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """labels that rank p-1 sends to the last stage if vocabulary layers are not split and the stage is on another rank
-    """
+    """Labels that rank p-1 sends to a last stage on another rank if vocabulary layers are not split."""
     TOKEN_LOSS = "token-loss", "the token losses"
-    """token losses that the last stage sends to the loss function on rank p-1, in the same cases as LABELS"""
+    """Token losses that the last stage sends to the loss function on rank p-1, in the same cases as LABELS."""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """gradient with respect to token losses, sent back to the last stage in the same cases as LABELS"""
+    """Gradient with respect to token losses that rank p-1 sends back to the last stage, in the same cases as LABELS."""
 
 
 class Origin(Enum):
     """The ranks whose data a collective waits for."""
 
     READERS = auto()
-    """rank 0, which reads token ids, and rank p-1, which reads labels"""
+    """Rank 0, which reads token ids, and rank p-1, which reads labels."""
     ROOT = auto()
-    """the collective's root"""
+    """The collective's root."""
     ALL = auto()
-    """all members"""
+    """All members."""
 
 
 class CollectiveKind(StrEnum):
@@ -60,19 +59,19 @@ class CollectiveKind(StrEnum):
         return kind
 
     TOKENS = "TOKENS", Origin.READERS
-    """sends a microbatch's tokens and labels to every member"""
+    """Sends a microbatch's tokens and labels to every member."""
     EMBED = "EMBED", Origin.ALL
-    """sends embedded rows from their owners to the first stage"""
+    """Sends embedded rows from their owners to the first stage."""
     C0 = "C0", Origin.ROOT
-    """sends the last stage's output to every member"""
+    """Sends the last stage's output to every member."""
     C1 = "C1", Origin.ALL
-    """gathers the softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage"""
+    """Gathers the softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage."""
     C2 = "C2", Origin.ALL
-    """reduces the input gradient to the last stage (vocab-1 only)"""
+    """Reduces the input gradient to the last stage (vocab-1 only)."""
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
-    """sends the loss function's gradient with respect to token losses from rank p-1 to every member"""
+    """Sends the loss function's gradient with respect to token losses from rank p-1 to every member."""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
-    """sends gradients of the embedded rows from the first stage to the rows' owners"""
+    """Sends gradients of the embedded rows from the first stage to the rows' owners."""
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:

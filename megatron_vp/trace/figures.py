@@ -234,9 +234,7 @@ def total(spans: Iterable[Timed]) -> float:
 
 
 def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Total time during which spans of both sequences run at once. The spans of a sequence are in order and do not
-    overlap.
-    """
+    """Total time during which spans of both sequences overlap. Spans of one sequence are in order and disjoint."""
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):
         common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))

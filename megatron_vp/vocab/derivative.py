@@ -26,14 +26,10 @@ from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.statistics import GlobalStatistics
 
 SMOOTHING_ROWS = 2
-"""Number of rows that label smoothing adds to E and X': one for the smoothing term of D, and one for its rounding
-error.
-"""
+"""Number of rows that label smoothing adds to E and X': one for the smoothing term, and one for its rounding error."""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Value of every entry in the additional rows of E. With this value, the additional rows of X' and of E W stay within
-the range of fp16.
-"""
+"""Entries of the additional rows of E. This value keeps additional rows of X' and of E W within the range of fp16."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class RowExchange:
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owner of each position, asynchronously on a GPU. This is the only sort of a microbatch, and it
+        """Find the owner of each position, asynchronously on a GPU. `plan` contains the only sort of a microbatch, and
         always sorts n keys.
         """
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size

@@ -18,9 +18,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
-"""Number of tokens whose logits are widened to fp32 at once. Temporary memory is at most 4 * ROWS_PER_BLOCK * V/p
-bytes.
-"""
+"""Number of tokens whose logits are widened to fp32 at once, in at most 4 * ROWS_PER_BLOCK * V/p bytes."""
 
 
 class Operations(Protocol):

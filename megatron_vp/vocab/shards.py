@@ -60,9 +60,7 @@ class VocabShards:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that take part in the vocabulary passes; in an even split, this includes ranks with empty
-        shards.
-        """
+        """Pipeline ranks that run vocabulary passes. In an even split, these include ranks with empty shards."""
         return tuple(stage for stage in range(self.stages) if self.stage_rows is None or self.stage_rows[stage])
 
     @property

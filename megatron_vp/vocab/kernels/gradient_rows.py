@@ -29,8 +29,8 @@ SUMS_TILE = (128, 32)
 """Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# These vectors have one number per token. They are rows of packed tensors, so their alignment depends on the number of
-# tokens.
+# Names of vectors with one number per token. These vectors are rows of packed tensors, so their alignment depends on
+# the number of tokens.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
@@ -146,8 +146,8 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # A row of E is multiplied by c if c is too small to be applied to X. In fp16, these are all rows whose targets
-        # this shard owns; in other dtypes, there are hardly any such rows. Each program handles a part of the columns.
+        # A row of E is multiplied by c if c is too small to be applied to X. In fp16, this applies to all rows whose
+        # targets this shard owns; in other dtypes, to hardly any row. Each program handles a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )

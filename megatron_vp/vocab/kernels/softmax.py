@@ -27,8 +27,7 @@ FULLY_OCCUPYING_ROW = 16384
 """Length of the longest rows whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""Number of pieces that fit in 32 registers per thread; in fp16, three pieces would spill at compute capability 10.0.
-"""
+"""Number of pieces that fit in 32 registers per thread. In fp16, three pieces spill at compute capability 10.0."""
 
 VECTOR = 8
 """Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of VECTOR are passed to
@@ -130,9 +129,7 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _capped(logit, softcap):
-    """Return softcap * tanh(logit / softcap) to within 1e-6, or the logit itself without a softcap or beyond the row's
-    end.
-    """
+    """Return softcap * tanh(logit / softcap) to within 1e-6, or the logit without a softcap or beyond the row."""
     if softcap is None:
         return logit
     else:
