@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of virtual stages: `stage_of[rank][chunk]` is a stage, and each stage from 0 to p*v-1 appears once.
+    """Assigns virtual stages to ranks: `stage_of[rank][chunk]` is a stage, and each stage from 0 to p*v-1 appears once.
 
     Raises ValueError if the table is ragged or not a permutation of the stages.
     """

@@ -112,7 +112,7 @@ class _Search:
 
     @property
     def vocabulary_free(self) -> list[float]:
-        """Durations in which vocabulary passes take no time."""
+        """The real durations, except that vocabulary passes take no time."""
         kinds = self.graph.kinds
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
@@ -125,13 +125,13 @@ class _Search:
     ) -> list[Found]:
         """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
-        A list scheduler never waits for a pass that is about to become ready: it runs a filler first, which can delay
-        the pass by the filler's whole duration. With even durations, passes become ready exactly when they are needed.
-        In an order found in this way, passes with real durations wait only briefly for each other. For the same reason,
-        one more order is found as if vocabulary passes took no time, and is then improved backwards with the real
-        durations. All runs take equally long, so a large schedule gets only one more run: in the other direction if it
-        has vocabulary passes, otherwise with even durations. If a large schedule has copies to the host, both of its
-        first results are improved in the other direction.
+        A list scheduler never waits for a pass that is about to become ready: it runs another pass in the meantime,
+        which can delay the awaited pass by the other pass's duration. With even durations, passes become ready exactly
+        when they are needed. In an order found with even durations, passes with real durations wait only briefly for
+        each other. For the same reason, one more order is found as if vocabulary passes took no time, and is then
+        improved backwards with the real durations. All runs take equally long, so a large schedule gets only one more
+        run: in the other direction if it has vocabulary passes, otherwise with even durations. If a large schedule has
+        copies to the host, both of its first results are improved in the other direction.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []

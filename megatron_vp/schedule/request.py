@@ -72,7 +72,7 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """Make a request; None means the family's default chunks, `PassCosts()` and all ranks.
+        """Make a request; None stands for the family's default number of chunks, for `PassCosts()` or for all ranks.
 
         If the family has only one method, the method `none` selects this method.
         """
@@ -171,7 +171,7 @@ class ScheduleRequest:
         return nominal if self.forward_only else offload(nominal, self.offload_chunks, self.costs)
 
     def nominal(self) -> Nominal:
-        """The passes with their nominal times, in the order of the family's building block or in its fixed order."""
+        """The passes and their nominal times, in the order of the building block or in the family's fixed order."""
         if self.family.order is not None:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)

@@ -133,7 +133,7 @@ class Simulator:
 
     @gc_paused()
     def critical_path(self, costs: Costs) -> list[Node]:
-        """A chain of passes and operations that wait for one another and whose total duration is the makespan."""
+        """A chain of nodes that each wait for the previous node and whose total duration is the makespan."""
         start, end = self._times(costs)
         number = max(range(len(end)), key=end.__getitem__)
         path = [number]

@@ -1,4 +1,4 @@
-"""GPU versions of the operations in `megatron_vp.vocab.operations`, which never wait for the device."""
+"""Versions of the operations in `megatron_vp.vocab.operations` that run on GPUs and never wait for the device."""
 
 from __future__ import annotations
 
