@@ -3,8 +3,6 @@
 The executor and the second stream record their current instruction and operation in attributes of `Progress`. The
 watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long a rank has made no progress.
 
-
-
 On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not yet
 passed. Only the main thread queries the marks. The watchdog reads only attributes and host memory. The watchdog makes
 no CUDA call, because a CUDA call can block in the driver, and PyTorch's `Event.query` holds the interpreter lock while

@@ -39,6 +39,8 @@ class RollCall:
         # A launcher that restarts the ranks keeps the store, so the keys contain the restart count.
         self._keys = f"megatron_vp/stalled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._called = f"{self._keys}/called/{progress.members[0]}"
+        self._contact = threading.Lock()
+        """Held while `answer` reads the progress and contacts the store, and forever after `close`."""
 
     def answer(self, limit: float) -> None:
         """Record where this rank is, if another rank calls the roll while this rank is stuck.
@@ -49,12 +51,16 @@ class RollCall:
         place = store = None
         while True:
             time.sleep(min(limit / 20, _LONGEST_LOOK_SECONDS))
-            with suppress(Exception):  # The process that hosts the store may have exited.
+            with self._contact, suppress(Exception):  # The process that hosts the store may have exited.
                 before, place = place, self._progress.place()
                 if place == before:
                     store = store or _store(_STORE_SECONDS)
                     if store.check([self._called]):
                         self._leave_word(store)
+
+    def close(self) -> None:
+        """Stop the thread of `answer`, when it has finished a current operation on the store."""
+        self._contact.acquire(timeout=_STORE_SECONDS + 1)
 
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
         """Record where this rank is, and return a text that names the ranks that hold up the pipeline.

@@ -7,6 +7,7 @@ the help of `Progress`, and can end the process.
 
 from __future__ import annotations
 
+import atexit
 import math
 import multiprocessing
 import os
@@ -53,6 +54,8 @@ class Watchdog:
         self._told: int | None = None
         """The first signal that told this process to end."""
         self._signals = _signals()
+        self._looking = threading.Lock()
+        """Held while the watchdog reads the progress, and forever after `_stop`."""
 
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
@@ -60,6 +63,18 @@ class Watchdog:
         answer, limit = self._roll_call.answer, min(self._first_limit, self._limit)
         threading.Thread(target=answer, args=(limit,), name="roll call", daemon=True).start()
         _Watching(self).start()
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        """Stop both threads before the interpreter exits; from then on, signals end the process without a message.
+
+        Up to Python 3.13, an exiting interpreter unwinds the stack of every daemon thread that asks for the interpreter
+        lock. In PyTorch's C++ code, this aborts the process: it would exit with status 134 after successful training.
+        """
+        self._looking.acquire(timeout=1)
+        self._roll_call.close()
+        if self._signals is not None:
+            _forget(self._signals.ours)
 
     def watch(self) -> None:
         """Watch the rank, and end the process if watching itself fails.
@@ -77,7 +92,8 @@ class Watchdog:
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
             self._sleep(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS))
-            now, there = time.monotonic(), self._progress.place()
+            with self._looking:
+                now, there = time.monotonic(), self._progress.place()
             if there != place:
                 place, since = there, now
             stood = now - since

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -133,3 +135,29 @@ def test_a_rank_that_is_told_to_end_asks_the_others_if_it_has_waited_for_long(li
     for status, output in ends((limit,) * 3, ("stopped", ACTIVATION, GRADIENT), left=0, told=told)[1:]:
         assert status == 143
         assert re.fullmatch(rf"error: rank \d waited .* when it received SIGTERM{others}\n", output)
+
+
+@pytest.mark.parametrize("looks_often", ["roll_call", "watchdog"])
+def test_a_process_ends_well_while_a_thread_looks_at_its_progress(looks_often):
+    """Python 3.12 aborts a process if a daemon thread returns from C++ code while the interpreter ends."""
+    ends_soon = f"""
+import os, time, torch
+from megatron_vp.runtime import roll_call, watchdog
+from megatron_vp.runtime.progress import Progress
+
+class Finished:
+    on_host = torch.zeros(1)
+
+    def count(self):
+        return max(self.on_host.item() for _ in range(1000))
+
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+watchdog._LONGEST_LOOK_SECONDS = roll_call._LONGEST_LOOK_SECONDS = 100.0
+{looks_often}._LONGEST_LOOK_SECONDS = 1e-4
+for _ in range(20):
+    watchdog.Watchdog(Progress((0, 1), 0, Finished()), 1000.0, 1000.0).start()
+time.sleep(0.5)
+"""
+    done = subprocess.run([sys.executable, "-c", ends_soon], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
