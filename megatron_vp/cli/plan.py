@@ -91,8 +91,8 @@ def plan(
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --search: do not vary this setting, which is tensor, context, pipeline, expert, micro-batch or "
-            "recompute. May be repeated."
+            help="With --search: a setting not to vary: tensor, context, pipeline, expert, micro-batch or recompute. "
+            "May be repeated."
         ),
     ] = None,
 ) -> None:

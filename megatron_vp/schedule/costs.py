@@ -183,7 +183,7 @@ class StageCosts:
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """Means over stages, ranks and operations, for generating a schedule of `ranks` ranks.
+        """Durations that are averaged over stages, ranks and operations, for generating a schedule of `ranks` ranks.
 
         If V is given but S is not, S gets the duration of V.
         """

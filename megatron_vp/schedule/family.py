@@ -42,7 +42,9 @@ class Family:
     placement: Callable[[int, int], Placement]
     """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
     peak: Peak
-    """largest number of chunk activations on a rank without vocabulary passes, for arbitrarily many microbatches"""
+    """largest number of chunk activations on a rank if the schedule has no vocabulary passes, for any number of
+    microbatches
+    """
     peak_formula: str
     """the peak as a formula in p, r, v and m, in units of one microbatch's activations on a rank"""
     block: Block | None = None
@@ -118,8 +120,8 @@ class Family:
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold.
 
-        A family with a `limit` promises this limit. Any other family promises its peak, to which generated schedules
-        add one microbatch per barrier.
+        If the family has a `limit`, this number is the limit. Otherwise it is the family's peak; in a generated
+        schedule, each barrier adds one microbatch.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

@@ -72,7 +72,7 @@ def peak(order: Sequence[Pass], held: Held) -> int:
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
     """Activations held during and after each pass of `rank`, in microbatches: a chunk's activations count as 1/chunks.
 
-    `held` selects activations on the device or in host memory.
+    `held` says which activations to count: those on the device or those in host memory.
     """
     found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

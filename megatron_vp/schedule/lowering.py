@@ -170,7 +170,9 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The instructions that post an operation; if needed, they first read data to send or wait for token ids."""
+        """The instructions that post an operation. If needed, they begin with reading the data or with waiting for
+        token ids.
+        """
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):

@@ -115,7 +115,7 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Dependencies that keep a computing pass between each R in `returning` and its O.
+    """Dependencies that force at least one pass with computation to run between each R in `returning` and its O.
 
     Of the passes between O and R in `placed`, the dependencies use the pass that is nearest to R in `found`.
     """

@@ -162,7 +162,7 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Move one or several neighbouring stage boundaries by one letter, as long as that helps."""
+        """Move one or several neighbouring stage boundaries by one letter of the layer pattern while that helps."""
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends

@@ -273,10 +273,7 @@ class MemoryModel:
         return [buffers + each * score for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
-        """Bytes that a microbatch keeps from F to B on each virtual stage of `rank`, without the output layer's logits.
-
-        Logits are counted separately, because they are created during the forward.
-        """
+        """Bytes that a microbatch keeps from F to B on each virtual stage of `rank`, not counting logits."""
         placement = self.schedule.placement
         kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
         whole = self.schedule.vocab is VocabMethod.NONE

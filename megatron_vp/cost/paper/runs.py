@@ -21,7 +21,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""The A100 without the sustained rates of its kernels, because the fitted constants describe the authors' code."""
+"""The A100 without sustained rates, so that the model uses the constants that were fitted to the authors' kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak of

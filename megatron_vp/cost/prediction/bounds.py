@@ -38,7 +38,8 @@ ROUNDING = 1e-9
 @dataclass(frozen=True, order=True)
 class HeldBytes:
     """The memory of a rank that holds `always` bytes throughout an iteration, plus activations. `byte_seconds` is the
-    integral of the activations' bytes over time. For `idle` seconds of the iteration, there may be no activations.
+    integral of the activations' bytes over time. The rank may hold no activations for up to `idle` seconds of the
+    iteration.
     """
 
     always: float

@@ -91,7 +91,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Compute attention, for each document of a packed sequence separately.
+        """Compute attention separately for each document of a packed sequence.
 
         Args:
             query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and

@@ -262,13 +262,13 @@ PATCHES = (
     Patch(
         "torch.cuda:get_rng_state",
         _always(lambda device="cuda": torch.default_generator.get_state()),
-        "checkpoints store the state of the device's generator; in a CPU run, the CPU's generator replaces it",
+        "checkpoints store the GPU's random number generator; in a CPU run, they store the CPU's generator",
         "(device='cuda')",
     ),
     Patch(
         "torch.cuda:set_rng_state",
         _always(lambda new_state, device="cuda": torch.default_generator.set_state(new_state)),
-        "checkpoints restore the state of the device's generator; in a CPU run, the CPU's generator replaces it",
+        "checkpoints restore the GPU's random number generator; in a CPU run, they restore the CPU's generator",
         "(new_state, device='cuda')",
     ),
     Patch(
