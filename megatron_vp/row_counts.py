@@ -21,15 +21,17 @@ SMALL_SHARD = 1024
 
 
 def rows_per_shard(vocab_size: int, count: int) -> int:
-    """Number of rows of a full shard if `vocab_size` rows are cut into `count` shards; the last may have fewer."""
+    """Rows of a full shard if `vocab_size` rows are cut into `count` shards; the last shards may be smaller."""
     even = -(-vocab_size // count)
     unit = SMALL_UNIT if even < SMALL_SHARD else UNIT
     return min(-(-even // unit) * unit, vocab_size)
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Check the numbers of vocabulary rows of all pipeline ranks. Raises UserError unless the numbers add up to
-    `vocab_size`, and each number is a multiple of `tensor`, the number of tensor ranks in a stage.
+    """Check the number of vocabulary rows of every pipeline rank.
+
+    Raises UserError unless there is one number per rank, the numbers add up to `vocab_size`, and each number is a
+    multiple of `tensor`, the number of tensor ranks in a stage.
     """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)
     if len(rows) != ranks:

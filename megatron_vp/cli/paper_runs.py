@@ -55,7 +55,7 @@ def collect(
         str | None,
         typer.Option(
             "--hardware",
-            help="GPU whose peak FLOP/s are taken as 100 % MFU, such as h100 (default: a100, as in the paper).",
+            help="GPU whose peak FLOP/s are taken as 100 % MFU, such as h100 (default: the paper's A100 peaks).",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,

@@ -55,9 +55,9 @@ def refusal_here(words: list[str], ranks: int) -> str | None:
 
 @contextmanager
 def megatrons_check() -> Iterator[Ask]:
-    """Yield a function that checks jobs in a second process, or in this process if it has already loaded Megatron.
+    """Yield a function that checks jobs in a second process, which loads Megatron while this process predicts.
 
-    The second process loads Megatron while this process predicts.
+    The function checks jobs in this process if Megatron is already loaded here, or is not installed.
     """
     if "megatron.training" in sys.modules or not can_check():
         yield refusal_here

@@ -31,10 +31,11 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """Choose the format of a command's result: the requested one, the one that the file's suffix names, or `otherwise`.
+    """Choose the format of a command's result: the requested one, else the one that the suffix names, else `otherwise`.
 
-    Call this function before the command starts its work. Raises UserError if the suffix names a format that was
-    not requested or that the command cannot write, if a picture has no output file, or if the file cannot be created.
+    Call this function before the command starts its work. Raises UserError if the suffix contradicts the requested
+    format or names a format that the command cannot write, if a picture has no output file, or if the file cannot be
+    created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     known = [each.value for each in formats]

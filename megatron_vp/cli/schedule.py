@@ -110,7 +110,8 @@ def schedule(
         typer.Option(
             metavar="SCHEDULE",
             help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or "
-            "a schedule and a vocabulary method such as v-half:vocab-2. Sizes and costs are those of the first one.",
+            "a schedule and a vocabulary method such as v-half:vocab-2, which is generated with the sizes of the first "
+            "schedule. --cost applies to both schedules.",
         ),
     ] = None,
     from_time: Annotated[

@@ -110,7 +110,8 @@ def balanced(
     least = {each: search.least(each) for each in search.candidates}
     simulated: dict[Plan, _Outcome] = {}
     for each in sorted(least, key=least.__getitem__):
-        # Skip a plan if even its lower bound is too slow to tie with the fastest plan that has been simulated.
+        # Skip a plan whose lower bound exceeds `longest`. Such a plan could not replace even shards that fit, or could
+        # not tie with the fastest plan so far that fits.
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
             if found.fits:
@@ -309,9 +310,10 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
     """Lower bound in seconds on the time of 1F1B's passes on equally fast ranks, with the best possible layers and
     rows.
 
-    The model has L layers, and its vocabulary passes take as long as k layers. Per microbatch, the busiest rank needs
-    at least the time of max(ceil(L / p), (L + k) / p) layers. Filling and draining the pipeline takes as long as p - 1
-    average stages. For a hybrid model, the work of the largest stage in the most even cut replaces ceil(L / p).
+    The model has L layers, and its vocabulary passes would take as long as k layers if one rank held all rows. Per
+    microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers. Filling and draining
+    the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest stage in the most
+    even cut replaces ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap

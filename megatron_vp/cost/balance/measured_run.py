@@ -238,7 +238,11 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The number by which to divide a rank's time to compare it: its number of layers, or 1 if that is unknown."""
+    """The number by which a rank's time is divided to compare ranks: the number of the rank's layers.
+
+    The number is 1 if the layout is unknown or the same for all stages, if ranks have several chunks, or if the rank
+    has no layers.
+    """
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0
     return partition.layers[rank] or 1.0

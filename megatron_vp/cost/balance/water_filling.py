@@ -21,8 +21,9 @@ def fill(
         most: the most units that each rank can hold.
         slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.
 
-    First, all ranks are filled to a common load, which is found by bisection. Each remaining unit goes to the rank
-    whose load with that unit is lowest; if several ranks tie, the first one gets the unit.
+    First, each rank gets as many units as it can hold without exceeding a common load, which is found by bisection.
+    Each remaining unit goes to the rank whose load with that unit is lowest; if several ranks tie, the first one gets
+    the unit.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]

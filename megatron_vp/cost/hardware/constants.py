@@ -1,4 +1,4 @@
-"""The fitted constants of the cost model. All other figures are counted or come from data sheets and benchmarks."""
+"""The constants of the cost model that are fitted to measured runs, and the errors of its predictions."""
 
 from __future__ import annotations
 

@@ -187,7 +187,9 @@ def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
 
 
 def _inner(job: Job, kind: LayerType) -> float:
-    """Bytes of one tensor between an MLP's two matrix products, summed over the experts that process each token."""
+    """Bytes of one tensor between an MLP's two matrix products; in a layer with experts, the sum over each token's
+    experts.
+    """
     mlp = mlp_of(job.model, kind)
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 

@@ -36,7 +36,8 @@ layers and have one transformer layer fewer than the other ranks.
 
 KEPT = 16.7
 """Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Of the usual 34 bytes, 16
-remain if there is no dropout and if norms and GELU are recomputed; 0.7 bytes are added for all small tensors.
+remain without keys and values, without dropout, and with norms and GELU recomputed; 0.7 bytes are added for all small
+tensors.
 """
 
 COMPUTED_AGAIN = 12

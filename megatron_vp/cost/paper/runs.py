@@ -64,7 +64,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """A cell's MFU in percent, its allocated peak in GiB, and whether it fits into the device's memory."""
+    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layout.
+
+    layers: as in `Plan`.
+    """
 
     cell: Cell
     mfu: float
@@ -170,6 +173,6 @@ def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
 
 
 def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants = FITTED) -> float:
-    """A factor of Table 3 in percent: the unsplit output layer's time, divided by the time of S and T on p ranks."""
+    """A factor of Table 3 in percent: the unsplit output layer's time, divided by p times the time of S and T."""
     times = PassTimes(jobs()[cell], A100, constants)
     return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))

@@ -97,7 +97,7 @@ def fitted_evaluation(
             if found.fits(limit):
                 rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
                 return found if found.iteration_seconds < min(rivals, default=math.inf) else None
-    except UserError:  # The job cannot run the bases, or no shape stays within the limit.
+    except UserError:  # The job cannot run one of the bases, or no shape stays within the limit.
         pass
     return None
 

@@ -44,7 +44,7 @@ class Quantised(NamedTuple):
 
     @property
     def kept_for_weights(self) -> float:
-        """Bytes kept per element of a layer's input, from which W computes the weight gradient."""
+        """Bytes kept per element of a matrix product's input, from which W computes the weight gradient."""
         return self.columns or self.rows
 
 

@@ -212,7 +212,7 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
     """The pattern of a GPT model with experts in only some layers: t for a layer with experts, d for a layer without.
-    The pattern is empty if all layers have experts, or none has.
+    The pattern is empty if all layers have experts, or if the model has no experts.
     """
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)

@@ -42,7 +42,8 @@ class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
     In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a
-    collective uses the network bandwidth of one GPU per node, even if several GPUs of a node are members.
+    collective uses the network bandwidth of one GPU per node, even if several GPUs of a node are members; only
+    `replicas_sum` counts several.
     """
 
     job: Job
