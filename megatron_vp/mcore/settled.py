@@ -7,8 +7,8 @@ A job's startup takes these steps, in this order:
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
 4. Once process groups exist, `start/same_job.py` sends rank 0's costs to all ranks, which order their passes by them.
 
-Functions that Megatron calls get the job from `current()` and pass it to all other functions of the plug-in. This
-module does not import Megatron.
+Functions that Megatron calls get the job from `current()` and pass it to the functions that they call. This module does
+not import Megatron.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
-    """Keep Megatron's DDP wrapper from registering autograd hooks on layers with delayed weight gradients.
+    """Keep Megatron's DDP wrapper from registering autograd hooks on weights and biases with delayed gradients.
 
     Transformer Engine's layers set `skip_backward_post_hook` on their parameters, but the biases lose this attribute if
     Megatron initialises on the CPU, because CPU initialisation replaces the biases.

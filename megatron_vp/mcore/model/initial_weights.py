@@ -170,8 +170,8 @@ class PlainStart:
         return given
 
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """Find where plain Megatron would hold a tensor: the rank within the replica, and the chunk on this rank. If
-        several chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
+        """Find where plain Megatron would hold a tensor: the rank within the replica, and that rank's chunk. If several
+        chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
         """
         holders = []
         for stage in range(self._placement.stages):

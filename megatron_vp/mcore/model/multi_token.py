@@ -95,7 +95,7 @@ def append_next_tokens(
 ) -> torch.Tensor:
     """Append the values of the `count` positions after each chunk to this rank's values [b, s].
 
-    With context parallelism, these positions are on other ranks, so Megatron's `roll_tensor` fetches their values.
+    With context parallelism, these positions can be on other ranks, so Megatron's `roll_tensor` fetches their values.
 
     Args:
         values_bs: int64, the values of this rank's positions.

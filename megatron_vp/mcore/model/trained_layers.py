@@ -49,7 +49,7 @@ class Trained:
 
     @property
     def everything(self) -> bool:
-        """Whether all layers and weights of the model are trained."""
+        """Whether everything that the fields of this class describe is trained."""
         return self.embedding and self.output and min(self.weights) == 1
 
 

@@ -34,8 +34,7 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """The plan in the user's arguments; `predicted_plan` adds the layers and vocabulary rows that were chosen.
-    """
+    """The plan in the user's arguments; `predicted_plan` adds the layers and vocabulary rows that were chosen."""
     hardware: Hardware
 
 

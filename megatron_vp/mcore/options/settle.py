@@ -125,7 +125,8 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 def check_files(args: argparse.Namespace) -> str | None:
     """Check the data, tokenizer, checkpoint and output folders that validated arguments name. Creates nothing.
 
-    Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if a file is unusable.
+    Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if any file or folder
+    cannot be used.
     """
     reasons, checkpoint = Reasons(), None
     for check in (lambda _: check_index_helpers(), check_inputs):

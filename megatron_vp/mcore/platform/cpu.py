@@ -130,7 +130,7 @@ class _HostGenerator:
 
     @contextlib.contextmanager
     def from_the_host(self) -> Iterator[None]:
-        """Make torch's default generator draw the random numbers for data inside this context."""
+        """Inside this context, give torch's default generator the state of the separate generator for data."""
         default = torch.default_generator
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(default.initial_seed())

@@ -57,7 +57,7 @@ def file_system(folder: Path) -> str | None:
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether `kind` is the type of a network file system."""
+    """Whether `kind` is the type of a network file system. Unknown FUSE types count as network file systems."""
     return kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

@@ -1,8 +1,9 @@
 """Patches norms, checkpoints of Adam's state, and Megatron's warm-up for machines without Transformer Engine.
 
-For every patch but one, we tested that Megatron fails without the patch. The exception is the patch for Apex's final
-norm: Megatron's code shows that this patch is necessary. Local layers use PyTorch's norms if Apex is missing or the
-model has RMSNorm, whether or not Transformer Engine is installed.
+We tested for every patch that Megatron fails without the patch, with two exceptions. Only Megatron's code shows that
+the patch for the final norm on machines with Apex is necessary. Without the warm-up patch, a job merely starts later.
+Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, whether or not Transformer Engine is
+installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # A replay builds torch's norms, which refuse zero-centered weights, instead of Transformer Engine's norms.
+        # A replay that counts Transformer Engine's layers builds torch's norms instead, which refuse zero-centered
+        # weights.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():

@@ -118,7 +118,8 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
         device_kernels(),
         # PyTorch's `_apply`, which moves and converts models, would swap parameters. Fake tensors do not support this.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
-        # Objects are gathered as bytes, which fake tensors do not have, so copies of this rank's object are returned.
+        # PyTorch gathers objects as bytes, which fake tensors do not have. The replacement returns this rank's object
+        # for every rank.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),

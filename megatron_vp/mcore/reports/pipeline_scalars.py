@@ -31,7 +31,7 @@ _PATIENCE = timedelta(seconds=10)
 
 
 class PipelineScalars:
-    """Records every `interval`-th iteration on one of `ranks` pipeline ranks, and writes the figures of all ranks."""
+    """Records every `interval`-th iteration of pipeline rank `rank`, and writes the figures of all `ranks` ranks."""
 
     def __init__(self, interval: int, rank: int, ranks: int) -> None:
         self._interval, self._rank, self._ranks = interval, rank, ranks

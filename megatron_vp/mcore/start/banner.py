@@ -74,8 +74,8 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with two predictions of the cost model: the bubble, and the memory of the fullest rank. Empty for a
-    single pipeline stage.
+    """One line with two predictions of the cost model, the bubble and the memory of the fullest rank, or with the
+    reason why the job cannot be predicted. Empty for a single pipeline stage.
     """
     if job.args.pipeline_model_parallel_size < 2:
         return []

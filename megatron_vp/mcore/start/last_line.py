@@ -72,7 +72,8 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
             reasons.setdefault(store.get(f"reason {each}").decode(), []).append(each)
         _print(reason if len(reasons) == 1 and together else {told: _ranks(who) for told, who in reasons.items()})
         store.set("said", json.dumps(list(reasons)))
-        # The other ranks must read the line before this rank exits, because this rank may serve their store.
+        # The other ranks must read the line before this rank exits: this rank may serve their store, and a launcher
+        # stops all other ranks when one rank exits.
         _until(lambda: store.add("heard", 0) >= len(known) - 1, seconds)
         return True
     store.wait(["said"], limit)
@@ -100,7 +101,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _print(reasons: str | dict[str, str]) -> None:
-    """Print one line with the reason that all ranks share, or with several reasons and the ranks that gave each."""
+    """Print one line with the reason that all ranks share, or with each reason and the ranks that gave it."""
     if isinstance(reasons, str):
         line = f"error: {reasons}"
     elif len(reasons) == 1:

@@ -174,8 +174,8 @@ def prepare() -> None:
     """Prepare this process for a Megatron script, whose arguments are in `sys.argv`; call it before importing Megatron.
 
     Removes `--cpu` from `sys.argv`. Exits with status 2 and one line, without patching anything, if the process was not
-    started by a launcher, if Megatron's version is not supported, or if a patch that this run needs does not fit. All
-    patches are checked here, but some are applied only after Megatron has validated the arguments.
+    started by a launcher, if Megatron's version is not supported, or if an essential patch of this run does not fit.
+    All patches of the run are checked here, but some are applied only after Megatron has validated the arguments.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():
@@ -235,8 +235,8 @@ def patch_megatron(argv: list[str], together: bool = False) -> None:
     """Check this run's patches against the installed Megatron, and apply the ones needed before arguments are parsed.
 
     The function also reads the schedule file that the run names. With `together`, all ranks must call the function, and
-    all use the text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if any
-    patch does not fit or the schedule file cannot be used.
+    all use the text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if an
+    essential patch does not fit or the schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

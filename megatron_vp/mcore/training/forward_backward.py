@@ -95,7 +95,8 @@ def forward_backward(
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
-        # Megatron captures the graphs after the first iteration, in the order in which that iteration ran the passes.
+        # Megatron captures the graphs only after the first iteration, in the order in which that iteration ran the
+        # passes.
         create_cudagraphs()
     megatron.check_losses()
     if timers is not None:
@@ -165,7 +166,8 @@ class _Job:
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
     """Collect the model and its settings.
 
-    Raises UserError if our builders did not prepare the model, or if its frozen layers or adapters are not supported.
+    Raises UserError if our builders did not prepare the model, if a data-parallel wrapper other than
+    DistributedDataParallel wraps it, or if its frozen layers or adapters are not supported.
     """
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]

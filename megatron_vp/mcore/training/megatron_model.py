@@ -328,7 +328,7 @@ class _Chunk:
             self.synchronisation.start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that microbatch 0 runs W first, because its weight gradients overwrite main_grad."""
+        """Check that W of microbatch 0 runs first, because it overwrites main_grad in Transformer Engine's layers."""
         assert self._weight_passes or not microbatch, "microbatch 0 must be the first microbatch that runs pass W"
         self._weight_passes += 1
 
