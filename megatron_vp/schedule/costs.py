@@ -23,7 +23,7 @@ class PassCosts:
 
     F, B (input gradient) and W (weight gradient) are the durations for all chunks of a rank together. `comm` is the
     duration of every message and every collective. `other` has the durations of additional kinds of pass by name; a
-    kind without an entry takes no time. Raises UserError for a negative or non-finite duration.
+    kind without an entry takes no time. Raises UserError for a negative or non-finite duration, or one above `LONGEST`.
     """
 
     F: float = 1.0
@@ -96,7 +96,9 @@ class PassCosts:
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """These costs with F, B and W raised to at least a thousandth of their sum, so that none of them is 0."""
+        """These costs with F, B and W raised to at least a thousandth of their sum, because nominal times need
+        durations above 0.
+        """
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -120,7 +122,7 @@ class StageCosts:
     stage, or per rank if a rank runs only one such pass per microbatch. The keys of `messages` are (source rank, target
     rank, channel), those of `collectives` are kinds of collective, and those of `copies` are (whether the target is the
     host, rank, chunk). Passes and operations without an entry take no time. Raises UserError for a negative or
-    non-finite duration, and if F, B and W have different numbers of stages.
+    non-finite duration or one above `LONGEST`, and if F, B and W have different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -232,7 +234,7 @@ PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassK
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest accepted duration of a pass, in any unit. Rounding could lose a short duration added to a longer one."""
+"""Longest accepted duration, in any unit. Rounding could lose a short duration added to a longer one."""
 
 
 def _check(name: str, value: float) -> None:

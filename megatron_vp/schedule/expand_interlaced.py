@@ -15,7 +15,8 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
     unchanged.
 
     The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
-    synchronises all ranks as V does. Each IB is inserted after the first V that follows stage 0's B.
+    synchronises all ranks as V does. Each IB is inserted after the first V that follows stage 0's B, or at the end if
+    no V follows.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule

@@ -212,7 +212,10 @@ def text_of_file(path: str) -> str:
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule in `text`, the contents of the file `path`. Raises UserError if it cannot run."""
+    """The record of the schedule in `text`, the contents of the file `path`.
+
+    Raises UserError if the text has a format error or the schedule cannot run.
+    """
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:

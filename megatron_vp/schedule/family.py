@@ -121,7 +121,7 @@ class Family:
         """The largest number of chunk activations that `rank` may hold.
 
         If the family has a `limit`, this number is the limit. Otherwise it is the family's peak; in a generated
-        schedule, each barrier adds one microbatch.
+        schedule, each barrier adds one microbatch. The number is at most `microbatches * chunks`.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

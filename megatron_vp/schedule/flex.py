@@ -27,17 +27,17 @@ from megatron_vp.schedule.timeline import simulate
 GAPS = range(4)
 """The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of memory peaks to try: the largest peak within the limit, and lower ones in steps of half a microbatch. The
+"""Number of memory peaks to try: the largest peak within the limit that a block has, and the next lower ones. The
 search tries several, because a higher peak does not always give a shorter schedule.
 """
 SAMPLE = 800
 """Size (ranks x microbatches) of the sample schedules that are used to compare blocks with the same peak. A sample has
-at least 5/4 p microbatches.
+at least 5/4 p microbatches, or all microbatches of the request if these are fewer.
 """
 SMALL = 1_000
-"""Up to this value of ranks x microbatches, the best three blocks of each peak and all base families within the limit
-are simulated with all microbatches. Above this value, only the best block of each peak and the base family with the
-largest peak are simulated.
+"""Up to this value of ranks x microbatches, `fitted` compares the best three blocks of each peak and all base families
+within the limit, with all microbatches. Above this value, it compares only the best block of each peak and the first
+base family within the limit, which has the largest peak.
 """
 
 
@@ -45,8 +45,8 @@ largest peak are simulated.
 def fitted(request: ScheduleRequest, limit: float) -> Family:
     """Fit a flexible family to a memory limit, and return the fitted family's record.
 
-    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. No base family has a
-    shorter schedule within the limit.
+    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. For ranks x
+    microbatches up to `SMALL`, no base family has a shorter schedule within the limit.
 
     `limit` applies to activations on the device, in units of one microbatch's activations on a rank. Raises UserError
     if the family is not flexible, or if every schedule needs more memory than the limit.
@@ -148,7 +148,7 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the largest peaks within the limit, in descending order, the `count` blocks with the best sample.
+        """For each of the highest peaks within the limit, highest first, the `count` blocks with the shortest samples.
 
         A higher limit adds higher peaks and drops only the lowest, because it does not change the peaks of blocks.
         """

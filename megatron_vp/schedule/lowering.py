@@ -1,8 +1,9 @@
 """Lowers a schedule of passes to each rank's program, which includes communication.
 
-All events of all ranks are sorted by simulated time. The time of a pass or a loss is its end; the time of a
-communication is when its last input is ready. In this order, every event comes after all events that it waits for. So
-ranks that post and wait in this order cannot deadlock, even if every post blocks until its operation is complete.
+All events of all ranks are sorted by simulated time. The time of a pass or a loss is its end. The time of a message or
+a copy is the end of the step that produces its data. The time of a collective is its start. In this order, every event
+comes after all events that it waits for. So ranks that post and wait in this order cannot deadlock, even if every post
+blocks until its operation is complete.
 
 CUDA devices need this guarantee for two reasons. First, streams may share one hardware queue, in which an operation
 that cannot start stalls everything issued after it. Second, the host may have to wait at any step until the device is
@@ -190,9 +191,9 @@ class _RankLowering:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
-        their data to the other ranks. Rank p-1 also sends labels if the output layer is not sharded and is on another
-        rank. If the rank does not send the data, the chunk that contains the embedding or the output layer is the first
-        to use the data.
+        their data to all members of the vocabulary collectives. Rank p-1 also sends labels if the output layer is not
+        sharded and is on another rank. If the rank does not send the data, the chunk that contains the embedding or the
+        output layer is the first to use the data.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1

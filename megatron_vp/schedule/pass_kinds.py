@@ -72,7 +72,7 @@ class PassKind(str, metaclass=_Table):
     waits_for: tuple[str, ...]
     """kinds of the passes that the pass waits for, on the same rank and for the same microbatch and chunk"""
     through: Through | None
-    """makes an operation that follows the passes in `waits_for` and precedes this pass; may be None"""
+    """makes an operation between the passes in `waits_for` and this pass; if None, this pass waits for them directly"""
     holds: tuple[Held, ...]
     """memory that the pass allocates and still holds when it ends; if `through` is given, its operation fills this
     memory, so the pass that the operation waits for allocates it

@@ -117,7 +117,10 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and the list scheduler's results for it in both directions."""
+        """The given order, and the list scheduler's results for it in both directions.
+
+        Of equally short orders, `reorder_for_costs` uses the first.
+        """
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
@@ -129,9 +132,9 @@ class _Search:
         which can delay the awaited pass by the other pass's duration. With even durations, passes become ready exactly
         when they are needed. In an order found with even durations, passes with real durations wait only briefly for
         each other. For the same reason, one more order is found as if vocabulary passes took no time, and is then
-        improved backwards with the real durations. All runs take equally long, so a large schedule gets only one more
-        run: in the other direction if it has vocabulary passes, otherwise with even durations. If a large schedule has
-        copies to the host, both of its first results are improved in the other direction.
+        improved backwards with the real durations. All runs take equally long, so a schedule above `SMALL` gets only
+        one more run: in the other direction if it has vocabulary passes, otherwise with even durations. If it has
+        copies to the host, both of its first results are improved in the other direction; from `LARGE` on, neither is.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []

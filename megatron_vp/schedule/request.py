@@ -20,8 +20,8 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted product of ranks, microbatches and chunks. Generating such a schedule takes about three minutes on
-one core and 6 GB of memory.
+"""Largest accepted product of ranks, microbatches and, if the user chooses their number, chunks. Generating such a
+schedule takes about three minutes on one core and 6 GB of memory.
 """
 
 
@@ -30,10 +30,10 @@ class ScheduleRequest:
     """Everything that determines a schedule: equal requests give equal schedules. `ScheduleRequest.of` fills in
     defaults.
 
-    Raises UserError if the family does not support the method, the chunks or the vocabulary ranks; if there are too few
-    ranks or microbatches, or more than LARGEST forwards; or if the costs are for another number of stages or ranks. A
-    schedule read from a file must have the requested number of ranks and, for training, at least the requested number
-    of microbatches.
+    Raises UserError if the family does not support the method, the chunks, the offloaded chunks or the vocabulary
+    ranks; if there are too few ranks or microbatches, or more than LARGEST forwards; or if the costs are for another
+    number of stages or ranks. A schedule read from a file must have the requested number of ranks and, for training, at
+    least the requested number of microbatches.
     """
 
     family: Family
@@ -51,7 +51,7 @@ class ScheduleRequest:
     vocab_ranks: tuple[int, ...]
     """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False
-    """Whether the schedule is for evaluation (only forwards); a file's number of microbatches then does not matter."""
+    """Whether the schedule is for evaluation (no backwards); a file's number of microbatches then does not matter."""
     further_orders: bool = True
     """Whether the search compares further orders, which takes longer and may find a shorter schedule."""
     offload_chunks: int = 0

@@ -30,7 +30,7 @@ def looks_like_actions(text: str) -> bool:
 def from_torch_csv(text: str) -> Schedule:
     """Read PyTorch's CSV of compute actions; a rank's chunks are numbered in the order of their stages.
 
-    Raises UserError if the text is not a valid schedule in this format.
+    Raises a UserError that names the first format error.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]

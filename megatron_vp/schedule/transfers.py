@@ -31,7 +31,7 @@ class Channel(StrEnum):
     TOKEN_LOSS = "token-loss", "the token losses"
     """Token losses that the last stage sends to the loss function on rank p-1, in the same cases as LABELS."""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """Gradient with respect to token losses that rank p-1 sends back to the last stage, in the same cases as LABELS."""
+    """Gradient with respect to token losses, which rank p-1 sends back in training in the same cases as LABELS."""
 
 
 class Origin(Enum):
@@ -61,7 +61,7 @@ class CollectiveKind(StrEnum):
     TOKENS = "TOKENS", Origin.READERS
     """Sends a microbatch's tokens and labels to every member."""
     EMBED = "EMBED", Origin.ALL
-    """Sends embedded rows from their owners to the first stage."""
+    """Sends embedded rows from their owners to the first stage and, with multi-token prediction, to the last stage."""
     C0 = "C0", Origin.ROOT
     """Sends the last stage's output to every member."""
     C1 = "C1", Origin.ALL
@@ -71,7 +71,7 @@ class CollectiveKind(StrEnum):
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
     """Sends the loss function's gradient with respect to token losses from rank p-1 to every member."""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
-    """Sends gradients of the embedded rows from the first stage to the rows' owners."""
+    """Sends gradients of the embedded rows back from the receivers of EMBED to the rows' owners."""
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:

@@ -1,8 +1,8 @@
 """Inserts the vocabulary passes into any base schedule.
 
 Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right after its forward of chunk 0.
-For each barrier of the method, the last stage waits one more interval between a microbatch's F and its B. Each
-vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots can be short, because
+For each barrier of the method, the last stage waits one more `BuildingBlock.step` between a microbatch's F and its B.
+Each vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots can be short, because
 nominal times determine only the order of passes. `reorder_for_costs` then reorders the passes for their real costs.
 """
 

@@ -59,8 +59,7 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
         rank 2  ....F0F1F2f0F3f1F4..b0w0f2b1B0w1f3b2W0B1w2f4b3B2W1B3b4w3W2B4w4W3W4..
         rank 3  ......F0f0F1f1F2f2F3..b0B0w0f3b1W0F4B1w1f4b2B2b3B3W1w2b4B4W2w3W3w4W4
 
-    1. Fill: forwards of chunk 0 go down the V, with delays on ranks that have slack. Forwards of chunk 1 (`f`) come
-       back up.
+    1. Fill: forwards of chunk 0 go down the V, and those of chunk 1 (`f`) come back up; ranks with slack delay them.
     2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: Bs run first, and Ws fill the gaps.
     """
