@@ -49,7 +49,7 @@ def memory_room(
     if not searched:
         ways.append("different parallel sizes (megatron-vp plan --search)")
     return [
-        f"{line}; predicted memory may be up to {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
+        f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",
     ]
 

@@ -79,7 +79,7 @@ def test_what_a_run_leaves_free_is_said_and_what_would_give_room(runs):
     full, roomy = with_peak(plain, 60, 1.0), with_peak(split, 40, 1.1)
     tight = replace(request, limit=full.peak_memory + 2**30)
     line, ways = memory_room(tight, full, [full, roomy])
-    assert "1.0 GiB free; predicted memory may be up to 3 % too low" in line
+    assert "1.0 GiB free; predicted memory may be 3 % too low" in line
     assert ways.startswith("to free memory: 1f1b with vocab-2 (") and "+10.0 % iteration time" in ways
     for way in ("--recompute-granularity full", "more nodes", "plan --search"):
         assert way in ways
