@@ -181,7 +181,9 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether `operation` brings embedding rows to this rank although no IF has made it wait for the token ids."""
+        """Whether `operation` brings embedding rows to this rank when no IF has yet made the rank wait for the token
+        ids.
+        """
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED

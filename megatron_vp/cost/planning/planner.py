@@ -43,11 +43,12 @@ def plan(
     """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot run.
 
     If `balance.balanced` finds faster shards than even ones within `limit` bytes per rank, a candidate is also
-    evaluated with these shards. Flexible schedules are fitted to `limit` bytes per rank (`flexible`). With `offload`,
-    all schedules of WITH_OFFLOAD are candidates, and each is also tried with chunks in host memory. One worker process
-    per core makes the predictions. `chunks` is the number of chunks per rank in schedules that allow any number, such
-    as `interleaved`. `progress` is called with the number of finished candidates and the total; a candidate and its
-    balanced version count as one. Raises UserError if `candidates` does, or if the job cannot run any candidate.
+    evaluated with these shards. Flexible schedules are fitted to `limit` bytes per rank (see `flexible`). With
+    `offload`, all schedules of WITH_OFFLOAD are candidates, and each is also tried with chunks in host memory. One
+    worker process per core makes the predictions. `chunks` is the number of chunks per rank in schedules that allow any
+    number, such as `interleaved`. `progress` is called with the number of finished candidates and the total; a
+    candidate and its balanced version count as one. Raises UserError if `candidates` does, or if the job cannot run any
+    candidate.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0
