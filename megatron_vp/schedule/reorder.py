@@ -182,7 +182,7 @@ class _Search:
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """The schedule for evaluation: the passes of `schedule.forward_only()`, reordered to fill the time that backwards
-    took.
+    take in training.
 
     An interlaced schedule becomes a vocab-1 schedule.
     """

@@ -1,4 +1,4 @@
-"""Reads measurements of the tables' cells from the logs of their ranks."""
+"""Reads the measured values of the tables' cells from the logs of the ranks that ran each cell."""
 
 from __future__ import annotations
 
