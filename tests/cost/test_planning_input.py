@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
         (["8"], "'8' is not a flag"),
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
-        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "not a layout of 8 layers"),
+        (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "does not match 8 layers"),
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
         (["--num-layers"], "--num-layers without a value is not a whole number"),
         (["--num-layers", "100000000"], "100000000 layers are too many for a model"),
