@@ -89,8 +89,15 @@ def train_until_interrupted(rank, _world_size, words, after):
     # A shell starts background commands deaf to it, and with them all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+
+    def at_start(_, frame):
+        if frame.f_code.co_name == "remove":  # in a weak reference's callback of an import, Python ignores exceptions
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            interrupt()
+
     if not after:
-        signal.signal(signal.SIGALRM, lambda *_: interrupt())
+        signal.signal(signal.SIGALRM, at_start)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
     script.prepare()
     from megatron.training import training
