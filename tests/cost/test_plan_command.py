@@ -329,7 +329,7 @@ def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
     table = run("plan", *job, "--tensor-model-parallel-size", 2).stdout
-    assert "check refuses" not in table and "not possible: 1f1b" not in table
+    assert "training would refuse" not in table and "not possible: 1f1b" not in table
     used = table.index("\nuse: ")
     assert (
         table.index("\nand set the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires") > used
