@@ -161,3 +161,17 @@ time.sleep(0.5)
 """
     done = subprocess.run([sys.executable, "-c", ends_soon], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_ends_a_process_whose_watchdog_has_stopped():
+    """Nobody reads the watchdog's pipe any more while the interpreter ends."""
+    exits = """
+import atexit, os, signal
+from megatron_vp.runtime.progress import Progress
+from megatron_vp.runtime.watchdog import Watchdog
+
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # runs after the watchdog has stopped
+Watchdog(Progress((0, 1), 0), 1000.0, 1000.0).start()
+"""
+    done = subprocess.run([sys.executable, "-c", exits], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
