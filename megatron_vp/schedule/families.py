@@ -144,7 +144,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "gis-h",
-            "interleaved, backward split, about half of 1F1B's memory",
+            "interleaved, backward split, about 1/2 to 3/4 of 1F1B's memory",
             Placement.round_robin,
             lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r,
             "(ceil(p/2)(v - 1) + p - r)/v",

@@ -60,7 +60,7 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups have p/2 microbatches, rounded up, and need about half the memory of `gis`.
+    """Groups have p/2 microbatches, rounded up. For even p, rank 0 needs 1/2 + 1/(2v) of the memory of `gis`.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
