@@ -33,8 +33,8 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's arguments; before Megatron parses them, the arguments that `options.early_arguments` found. Conditions
-    may read only arguments that `early_arguments` knows.
+    """Megatron's parsed arguments or, until they are parsed, the arguments that `options.early_arguments` found.
+    Conditions may read only arguments that `early_arguments` knows.
     """
     machine: Installed
     """The packages installed where the job runs."""

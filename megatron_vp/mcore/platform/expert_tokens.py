@@ -57,8 +57,7 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         _sizes_as_numbers,
-        "the experts' all-to-all needs its sizes as Python numbers, but Megatron converts only sizes that are on a "
-        "device",
+        "the experts' all-to-all needs its sizes as Python numbers, but Megatron converts only sizes that are on a GPU",
         "(tensor, as_numpy=False, record_stream=False)",
     ),
     *(

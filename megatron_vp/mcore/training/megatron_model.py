@@ -230,7 +230,7 @@ class MegatronModel:
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
         """Call `forward_step` for all microbatches up to `microbatch` that have not been read, in order. Microbatches
-        are read as late as possible, because their attention masks can take much memory.
+        are read as late as possible, because their attention masks can take a lot of memory.
         """
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
