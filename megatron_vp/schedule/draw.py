@@ -209,7 +209,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None
 
 
 def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
-    """Times at which the memory changes, and the chart's vertical position from each of these times on."""
+    """Times at which the memory changes, and the height of the memory line in the chart from each of these times on."""
     times, levels = [0.0], [0.0]
     changes = activation_levels(timeline.schedule, rank, held)
     for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):

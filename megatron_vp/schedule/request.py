@@ -130,8 +130,8 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # A flexible family is limited to the peak of its nominal order. If the search could use all of
-        # --activation-limit, it might find a longer schedule when the limit is raised.
+        # A flexible family is limited to the peak of its nominal order. If the search used all of --activation-limit, a
+        # higher limit could result in a longer schedule.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)

@@ -1,4 +1,4 @@
-"""Implements in plain PyTorch the seven operations of TOKENS, S, C1, T and IB that have Triton or cuBLAS versions.
+"""Plain PyTorch versions of the seven operations in the passes TOKENS, S, C1, T and IB that also have GPU versions.
 
 `operations_for` picks the plain or the GPU versions (`kernels`) by device and dtype. The plain versions are used on
 CPUs and for fp64, and define the results of the kernels. Tests compare both versions with fp64 results.

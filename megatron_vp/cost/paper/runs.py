@@ -24,9 +24,9 @@ A100 = replace(HARDWARE["a100"], rates=None)
 """The A100 without sustained rates, so that the model uses the constants that were fitted to the authors' kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
-"""The peak in FLOP/s to which the tables' MFU refers. 320 TFLOP/s matches all rows of table 5 with 8 GPUs. The peak
-FLOP/s of table 6 are not published. With the A100's nominal 312 TFLOP/s, which the authors' scripts use, the output
-layer takes as long in table 6 as in table 5.
+"""Peak FLOP/s in the definition of each table's MFU. For table 5, 320 TFLOP/s reproduces the MFU of all runs on 8 GPUs.
+The peak FLOP/s of table 6 are not published. With the A100's nominal 312 TFLOP/s, which the authors' scripts use, the
+output layer takes as long in table 6 as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}

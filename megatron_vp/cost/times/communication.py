@@ -83,8 +83,8 @@ class CommunicationModel:
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
         """Seconds of an all-reduce of `count` bytes over `ranks`.
 
-        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, and each node sums the bytes of its
-        own ranks at the same time.
+        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, and the sums inside each node
+        overlap with this ring.
         """
         if ranks == 1:
             return 0.0
@@ -228,10 +228,11 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Exposed communication time in seconds per iteration: the part of gradient reduction over the replicas and of
-        parameter gathering that passes do not hide. Up to `backward` seconds of the reduction and up to `forward`
-        seconds of the gathering can be hidden. All replicas hold the `shared` parameters; each of the `experts`
-        parameters is on `job.expert_replicas` ranks. `narrow` is the number of parameters that are gathered in fp8.
+        """Exposed communication time in seconds per iteration: the part of reducing gradients over the replicas and
+        gathering parameters that is not hidden behind passes. Up to `backward` seconds of the reduction and up to
+        `forward` seconds of the gathering can be hidden. All replicas hold the `shared` parameters; each of the
+        `experts` parameters is on `job.expert_replicas` ranks. `narrow` is the number of parameters that are gathered
+        in fp8.
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts

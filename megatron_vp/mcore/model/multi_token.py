@@ -76,8 +76,8 @@ def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Yield the rows of the following tokens in packed documents. As in Megatron, the last positions of a document get
-    the row for positions past the end of a sequence, instead of rows of the next document. No loss counts these last
-    positions, but the block's experts process them like other tokens.
+    the row for positions past the end of a sequence, instead of rows of the next document. These last positions do not
+    contribute to any loss, but the block's experts process them like other tokens.
 
     Args:
         ahead: yields rows [b, s, h], shifted by one more position each time.

@@ -92,8 +92,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     """Run the user's `forward_step` with a probe in place of the model.
 
     Raises UserError if the data iterator is exhausted, or if our passes do not support the script. As in Megatron's own
-    scripts, `forward_step` must call the model exactly once and return the model's output unchanged. Arguments that our
-    passes would ignore are refused.
+    scripts, `forward_step` must call the model exactly once and return the model's output unchanged. Arguments of the
+    model's call that our passes would ignore are refused.
     """
     probe = Probe(model)
     try:
