@@ -54,12 +54,9 @@ class ChunkPasses:
     """Runs the passes F, B and W of a rank's chunks.
 
     Args:
-        rank: this pipeline rank.
-        placement: the virtual stage of each chunk of each rank.
         gradients: False in evaluation.
         split_backward: whether B computes only the input gradient and leaves the weight gradients to the pass W.
-        offload: moves the activations of some chunks to host memory and back; None if all activations stay on the
-            device.
+        offload: None if all activations stay on the device.
     """
 
     def __init__(
@@ -139,10 +136,7 @@ class ChunkPasses:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _whole_backward(self, microbatch: int, chunk: int) -> None:
-        """Run the pass BW, a backward that includes the weight gradients.
-
-        If the schedule splits other backwards into B and W, this method runs the chunk's B and W one after the other.
-        """
+        """Run the pass BW, a backward that includes the weight gradients."""
         self._backward(microbatch, chunk)
         if self._split_backward:
             self._weight_gradient(microbatch, chunk)

@@ -2,10 +2,8 @@
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
 rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`
-down to an interval. The midpoint of the interval is taken as `o`. Half the interval's width bounds the error, and is at
-most the time of the fastest all-gather. Ranks on rank 0's host read the same clock as rank 0, so their offset is
-exactly 0. On GPUs, the recorder also relates the device's clock to the host's clock: the host reads its own clock
-before it records a CUDA event and after it has waited for the event.
+down to an interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks on rank 0's host read the
+same clock as rank 0, so their offset is exactly 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Runs the vocabulary collectives of one iteration, and defines the data that each collective moves between passes.
 
-All collectives run on the second stream, in the order that the lowered program fixes. `post` passes buffers to the
-second stream, and `wait` puts the results into the store for later passes. All buffers are allocated on the compute
-stream; functions on the second stream only fill these buffers (`megatron_vp.runtime.streams` explains why).
+All collectives run on the second stream, in the order that the lowered program fixes. Their buffers are allocated on
+the compute stream (`megatron_vp.runtime.streams` explains why).
 
 A rank without vocabulary rows takes part in the collectives if it reads tokens or labels, receives embedding rows, or
-sends the output layer's input. A rank without rows contributes neutral values: no embedding rows, the statistics of an
-empty shard, and zero gradients.
+sends the output layer's input. Such a rank contributes neutral values: no embedding rows, the statistics of an empty
+shard, and zero gradients.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class LayerShards:
-    """The token loss, and this rank's shards of the vocabulary layers, which share one weight if the layers are tied.
+    """The token loss, and this rank's shards of the vocabulary layers (None on a rank without vocabulary rows).
 
-    A rank without vocabulary rows has neither layer.
+    Tied layers share one weight.
 
-    trains_embedding, trains_output: whether the weight of the embedding or the output layer is trained (not frozen) on
-        the ranks that hold its rows.
+    trains_embedding, trains_output: whether the layer's weight is trained (not frozen) on the ranks that hold its rows.
     """
 
     shards: VocabShards
@@ -64,18 +62,9 @@ class VocabularyCollectives:
     """Posts and completes the collectives of one iteration on one rank.
 
     Args:
-        groups: communicators of the pipeline.
-        stream: the second stream.
-        store: holds the tensors that passes and collectives exchange.
-        shapes: sizes of a microbatch.
-        layer_shards: the vocabulary shards of this rank.
-        method: vocab-1 or vocab-2.
         gradients: False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
-        microbatches: the number of microbatches in the iteration.
         awaited: the collectives whose results this rank uses.
-        observer: watches the collectives on the second stream.
-        progress: records which collective the second stream is running.
     """
 
     def __init__(
@@ -119,7 +108,6 @@ class VocabularyCollectives:
 
     @property
     def _communicator(self) -> Communicator:
-        """The communicator of the vocabulary members; other pipeline ranks run no vocabulary collectives."""
         assert self._groups.vocabulary is not None
         return self._groups.vocabulary
 
@@ -181,8 +169,8 @@ class VocabularyCollectives:
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
         def complete() -> None:
-            # EMBED and, on ranks with rows, IF use the row exchange. In training, unless the embedding is frozen,
-            # EMBED_GRAD and, on ranks with rows, IB use the exchange, too.
+            # EMBED and EMBED_GRAD use the exchange, and ranks with rows also use it in IF and IB. EMBED_GRAD and IB use
+            # it only if the embedding is trained.
             uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
             self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
             if self._holds_rows:
@@ -221,7 +209,7 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Send X, the output of the last virtual stage, in the model's dtype, to all members."""
+        """Send X, the output of the last virtual stage, to all members."""
         shapes, whole = self._shapes, self._shapes.sp_size == 1
         if self._holds_last:
             own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
@@ -285,7 +273,7 @@ class VocabularyCollectives:
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
     def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Broadcast g, one number per token, to all members; the root is the rank that runs the loss function."""
+        """Broadcast g, one number per token, from the rank that runs the loss function to all members."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
@@ -321,11 +309,10 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Prepare the reduction of dX / g to the last stage; return the function that runs it, and the buffer for the
-        sum.
+        """Return a function that reduces dX / g to the last stage, and the buffer for the sum.
 
-        With sequence parallelism, each tensor rank of the last stage gets the rows of its own tokens. Every stage first
-        reduces over its tensor ranks, so that each tensor rank sends only the rows of its own tokens.
+        With sequence parallelism, every stage first reduces over its tensor ranks, so that each tensor rank sends only
+        the rows of its own tokens.
         """
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
@@ -355,18 +342,13 @@ class VocabularyCollectives:
         return statistics_3n
 
     def _no_gradient(self) -> torch.Tensor:
-        """The part of dX / g that a rank without rows contributes: zeros.
-
-        The shape is [outputs, h] or, with sequence parallelism, [outputs / sp_size, h] for the rank's own tokens.
-        """
+        """Zeros [outputs / sp_size, h]: the part of dX / g that a rank without rows contributes."""
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _place(self, rank: int) -> int:
-        """Return the position of a pipeline rank among the vocabulary members."""
         return self._members.index(rank)
 
     def _by_member(self, counts: Sequence[int]) -> list[int]:
-        """Select the vocabulary members' entries from `counts`, which has one entry per pipeline rank."""
         return [counts[rank] for rank in self._members]
 
     def _nothing(self) -> list[int]:

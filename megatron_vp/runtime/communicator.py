@@ -32,7 +32,7 @@ class Communicator(Protocol):
     ) -> None:
         """Send `outgoing[r]` rows of `sent` to each rank r; fill `received` with `incoming[r]` rows from each rank r.
 
-        The rows of both tensors are in rank order. Both sender and receiver know the counts in advance.
+        The rows of both tensors are in rank order.
         """
 
 
@@ -72,17 +72,14 @@ class NativeCommunicator:
             for start, by_peer in parts
             for peer, rows in by_peer.items()
         ]
-        # The batch runs on the backend's own stream, and `wait` makes the current stream wait for it. PyTorch rejects
-        # an empty batch.
+        # PyTorch rejects an empty batch.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
 
 
 class MessageCommunicator:
-    """Sends messages only between ranks that have data for each other; an operation with a root sends only to or from
-    the root.
-
-    This class is written for gloo, whose own collectives need more messages and more steps for small tensors.
+    """Implements the operations with messages, for gloo, whose own collectives need more messages and more steps for
+    small tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

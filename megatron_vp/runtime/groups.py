@@ -23,15 +23,14 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. This limit
-leaves multiprocessors to the transformer passes that run at the same time. An operation occupies its thread blocks even
-while it waits for a peer. By default, a receive over NVLink would occupy up to 32 thread blocks until its message
-arrives, and the receives of all edges together would occupy nearly all multiprocessors. The effect of this limit has
-not yet been measured on a GPU.
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. An
+operation occupies its thread blocks even while it waits for a peer. By default, a receive over NVLink would occupy up
+to 32 thread blocks, and the receives of all edges together would leave hardly any multiprocessors to the passes. The
+effect of this limit has not yet been measured on a GPU.
 """
 EDGE_CTAS = CTAS
-"""Maximum number of thread blocks for a message between two ranks. A rank in the middle of the pipeline nearly always
-waits for some message, so a smaller number might leave more multiprocessors to the passes.
+"""The limit for a message between two ranks. A rank in the middle of the pipeline nearly always waits for some message,
+so a smaller number might leave more multiprocessors to the passes.
 """
 
 
@@ -42,9 +41,7 @@ class PipelineGroups:
     `members` are the global ranks in pipeline order, and `rank` is this process's position among them. `tensor_rank` is
     the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
     ranks `vocab_members`, in this order, and is None on all other ranks. `tensor` connects the ranks of a stage, and is
-    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline; it is the same object as
-    `vocabulary` if all ranks are vocabulary members. Vocabulary shards are ordered by pipeline rank, then by tensor
-    rank.
+    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline.
     """
 
     members: tuple[int, ...]
@@ -59,9 +56,8 @@ class PipelineGroups:
 
     @property
     def communicators(self) -> int:
-        """Number of communicators that this rank uses in a schedule; each has buffers on the device.
-
-        Unused groups do not count, because NCCL creates a communicator when its group is first used.
+        """Number of communicators that this rank uses in a schedule; each has buffers on the device. NCCL creates no
+        communicator for an unused group.
         """
         takes_part = self.vocabulary is not None
         return takes_part + len(self.edges) + (takes_part and self.tensor is not None)
@@ -82,14 +78,12 @@ class PipelineGroups:
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and return this rank's groups; collective over all ranks.
 
-        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. Creating a
-        group takes microseconds, because nothing is communicated. NCCL creates a communicator when its group is first
-        used, and blocks the host until the peers arrive. Programs are proven not to deadlock even if the first use of a
-        communicator blocks the host.
+        PyTorch names process groups by a counter, so all ranks must create all groups in the same order. Nothing is
+        communicated here: NCCL creates a communicator when its group is first used, and blocks the host until the peers
+        arrive. Programs are proven not to deadlock even if the host is blocked in this way.
 
         Args:
-            replicas: the global ranks of each model replica, ordered by pipeline rank, then by tensor rank; the same on
-                all ranks.
+            replicas: the global ranks of each model replica, ordered by pipeline rank, then by tensor rank.
             edges: every directed edge between pipeline ranks that the schedules will use.
             timeout: time limit of every operation; None keeps the backend's default.
             tensor_size: t, the number of parallel pipelines in a replica.
@@ -138,9 +132,8 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = ctas
     if hasattr(options, "lazy_init"):
-        # PyTorch 2.15 immediately splits a new group's communicator off the communicator of the world group. For each
-        # of our groups, this split would be a collective over all ranks of the job. With `lazy_init`, only the members
-        # of a group create its communicator, at the group's first use, as in older releases.
+        # By default, PyTorch 2.15 creates a communicator together with its group, in a collective over all ranks of the
+        # job. With `lazy_init`, only the members create it, at the group's first use, as in older releases.
         options.lazy_init = True
     if timeout is not None:
         options._timeout = timeout  # `new_group` warns if the timeout in the options differs.

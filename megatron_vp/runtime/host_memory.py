@@ -1,8 +1,7 @@
 """Host memory for activations: one block of slots per chunk, with as many slots as a program fills at once.
 
-The first forward of a chunk shows how large a slot must be. When the activations of that forward are copied to the
-host, all slots of the chunk are allocated as one block. On CUDA, the block is pinned at its exact size, whereas PyTorch
-would round the size up to a power of two.
+The first forward of a chunk shows how large a slot must be. All slots of the chunk are then allocated as one block. On
+CUDA, the block is pinned at its exact size, whereas PyTorch would round the size up to a power of two.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class HostSlot:
 
 
 class HostMemory:
-    """One rank's blocks of host memory, reused by all iterations.
-
-    Args:
-        pins: whether to pin the blocks, for copies from and to a CUDA device.
-    """
+    """One rank's blocks of host memory, which all iterations reuse; `pins` pins them for copies from and to CUDA."""
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
@@ -70,9 +65,7 @@ class HostMemory:
         self.odd_slots = 0
         """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """For each chunk, a list of the saved tensors that stay on the device because another reference keeps them
-        alive: the module that saved the tensor, and the tensor's size in bytes.
-        """
+        """For each chunk, the saved tensors that another reference keeps on the device: module, and size in bytes."""
         self.seconds = 0.0
         """Time spent on allocating the blocks, in seconds."""
 

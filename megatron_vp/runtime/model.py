@@ -12,13 +12,13 @@ import torch
 class Shapes:
     """Sizes of one microbatch: b sequences of s tokens, hidden size h; the n = s * b tokens are in s-major order.
 
-    mtp_depth: number of tokens that multi-token prediction predicts beyond the next one. The last stage outputs a state
-        for each token and prediction: first the states of all tokens for the first prediction, then the states for the
-        second, and so on.
+    The last stage outputs one row per token and prediction. The rows are ordered by sequence-parallel rank, then by
+    prediction, then by token.
+
+    mtp_depth: number of tokens that multi-token prediction predicts beyond the next one.
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
-        position among these ranks. The rows of the last stage's full output are ordered first by sequence-parallel
-        rank, then by prediction.
+        position among these ranks.
     """
 
     sequence: int
@@ -63,9 +63,7 @@ class Shapes:
         return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """For values that match the rows of the last stage's output, return one view [sp_size, s / sp_size, b] per
-        prediction.
-        """
+        """Split values in the order of the last stage's rows into one view [sp_size, s / sp_size, b] per prediction."""
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
@@ -120,16 +118,11 @@ class Model(Protocol):
         """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank p-1."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Apply all operations between the word embedding and the first layer; convert [b, s, h] to [s / sp_size, b,
-        h].
-
-        Called only for virtual stage 0.
-        """
+        """Turn word embeddings [b, s, h] into the first layer's input [s / sp_size, b, h]."""
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Receive the embedding rows that multi-token prediction uses in the next `forward` of the last virtual stage.
-
-        The rows, [b e, h], are in the order of `Shapes.token_ids`. Called only if `Shapes.mtp_depth` is above 0.
+        """Receive the embedding rows [b e, h], in the order of `Shapes.token_ids`, that multi-token prediction uses in
+        the next `forward` of the last virtual stage.
         """
 
     def forward(
@@ -145,8 +138,7 @@ class Model(Protocol):
         """Free the output's data, which the backward does not need."""
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Run the backward from a chunk's output; gradients are added to the leaves' `grad` and the parameters'
-        `main_grad`.
+        """Run a chunk's backward, which adds gradients to the leaves' `grad` and the parameters' `main_grad`.
 
         In a schedule with W passes, the weight gradients are left to `weight_gradient`.
         """

@@ -34,9 +34,7 @@ PLAIN = (torch.Tensor, FakeTensor)
 
 
 class SavedStorage:
-    """A storage that a forward saved; `bytes` holds the storage's contents as a tensor, or None while the contents are
-    on the host.
-    """
+    """A storage that a forward saved; `bytes` is its contents as a tensor, or None while they are on the host."""
 
     __slots__ = ("bytes", "module")
 
@@ -96,9 +94,7 @@ class SavedForward:
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture the tensors that autograd saves in this context; `names_modules` also records the modules that save
-        them.
-        """
+        """Capture what autograd saves in this context and, with `names_modules`, the modules that save it."""
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -154,12 +150,8 @@ class Offload:
     """Runs the passes O and R of one iteration, and the copies between device and host.
 
     Args:
-        store: the store of the iteration.
         stream: a stream that is used only for the copies.
-        memory: host memory, which all iterations reuse.
-        device: the device of the passes.
         chunks: the rank's chunks whose activations leave the device.
-        observer: watches the copies on their stream.
     """
 
     def __init__(
@@ -188,9 +180,7 @@ class Offload:
 
     @contextmanager
     def saving(self, microbatch: int, chunk: int) -> Iterator[SavedForward | None]:
-        """Context manager around F that collects the tensors saved by an offloaded chunk, and yields None for other
-        chunks.
-        """
+        """Context manager around F: collects what an offloaded chunk saves, or yields None for other chunks."""
         if chunk not in self.chunks:
             yield None
             return
@@ -201,9 +191,8 @@ class Offload:
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
         """Divide the saved storages after the forward; see `SavedForward.close`.
 
-        A comparison of a chunk's first two forwards finds activations that wrongly stay on the device. The storages of
-        parameters and caches are the same in both forwards. Any other storage that stays on the device belongs to an
-        activation that another reference keeps alive.
+        A comparison of a chunk's first two forwards finds activations that another reference wrongly keeps on the
+        device. Storages of parameters and caches stay there, too, but are the same in both forwards.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:

@@ -51,9 +51,7 @@ class Runner(Protocol):
 
 
 class _Messages:
-    """Sends and receives messages: a post takes a tensor from the store to send it, and a wait stores a received
-    tensor.
-    """
+    """Sends tensors from the store, and puts received tensors into it."""
 
     def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
         self._rank, self._store, self._shapes = groups.rank, store, shapes
@@ -77,9 +75,7 @@ class Report:
     """Counts from one iteration on one rank."""
 
     peak_in_flight: float
-    """Largest number of microbatches whose activations were held at once; a microbatch in one of v chunks counts as
-    1/v.
-    """
+    """Largest number of microbatches whose activations were held at once; one of a rank's v chunks counts as 1/v."""
     peak_logits_in_flight: int
     """Largest number of microbatches whose E and X were held at once (from S to T)."""
 
@@ -95,7 +91,6 @@ class Pipeline:
         self._stream = second_stream(device, alone=groups.alone)
         self._copies: Stream | None = None
         self.host_memory = HostMemory(pins=device.type == "cuda")
-        """Host memory for offloaded activations."""
         self._rehearsed: set[tuple[Shapes, bool]] = set()
 
     def rehearse(
@@ -109,8 +104,8 @@ class Pipeline:
     ) -> None:
         """Run an iteration without a transformer, to load kernels, connect ranks and allocate buffers in advance.
 
-        Weights and their `main_grad` do not change. All ranks of the pipeline must call this method together. The
-        arguments have the same meaning as in `run`; `schedule` has `rehearsal.MICROBATCHES` microbatches.
+        Weights and their `main_grad` do not change. All ranks of the pipeline must call this method together, with a
+        schedule of `rehearsal.MICROBATCHES` microbatches.
         """
         shards = layer_shards.shards if layer_shards else None
         first_tokens = [shards.start(index) for index in range(shards.count) if shards.rows(index)] if shards else [0]
@@ -140,12 +135,9 @@ class Pipeline:
 
         Args:
             schedule: the schedule that `program` was lowered from.
-            program: the program of this rank.
-            model: transformer part, data and loss function of this rank.
             layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
             shapes: sizes of a microbatch, equal on all ranks.
             gradients: False for evaluation, whose schedule contains only forward passes.
-            observer: watches the instructions and the collectives.
             rehearsal: whether this is a rehearsal, which does not count as an iteration of the job.
         """
         placement, rank = schedule.placement, self.groups.rank

@@ -4,9 +4,8 @@ The executor and the second stream record their current instruction and operatio
 watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long a rank has made no progress.
 
 On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not yet
-passed. Only the main thread queries the marks. The watchdog reads only attributes and host memory. The watchdog makes
-no CUDA call, because a CUDA call can block in the driver, and PyTorch's `Event.query` holds the interpreter lock while
-it blocks.
+passed. Only the main thread queries the marks. The watchdog makes no CUDA call, because a CUDA call can block in the
+driver, and PyTorch's `Event.query` holds the interpreter lock while it blocks.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ _NCCL = re.compile(r"^(?=.*\bNCCL\b)(?=.*(fail|error|abort|timed out|timeout))",
 most failures. Other errors that mention NCCL, such as one about an unknown dtype, are bugs and keep their traceback.
 """
 _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid argument)\b")
-"""Matches the texts of NCCL errors whose cause is on this rank, such as too little memory, two ranks on one device, or
-an illegal access. Both NCCL backends quote these texts, which `ncclGetErrorString` returns, in the first line of an
-error.
+"""Matches NCCL errors whose cause is on this rank, such as too little memory, two ranks on one device, or an illegal
+access. Both NCCL backends quote these texts of `ncclGetErrorString` in the first line of an error.
 """
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
 """Matches NCCL's last error message: the line after the heading `Last error:` (older backend), or the text after `NCCL
@@ -85,14 +83,11 @@ class Progress:
         self.instruction: Instruction | _Finishing | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
-        """The first wait that the device had not passed when the marks were last queried; None if it had passed all.
-        """
+        """The first wait that the device had not passed when the marks were last queried; None if there was none."""
         self.collective: Operation | None = None
         """On CPU, the operation that the second stream is running in its thread."""
         self.others: Callable[[], str] = str
-        """Function that names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this
-        function.
-        """
+        """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
@@ -100,9 +95,7 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Context manager for one iteration. A lost connection raises PeerLost; other errors get a note with the rank's
-        position.
-        """
+        """Context manager for one iteration: turns a lost connection into PeerLost, adds the place to other errors."""
         self.iteration += not rehearsal
         try:
             yield
@@ -142,10 +135,7 @@ class Progress:
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
-        """Describe this rank's position in the schedule, in a clause without a full stop.
-
-        This method never raises an exception, because a rank calls it just before exiting.
-        """
+        """Describe this rank's position in a clause; never raises, because a rank calls this just before it exits."""
         try:
             _, at, collective = self.place()
             said, behind = self._words(at, collective), self.behind

@@ -32,7 +32,7 @@ class RandomBuffers(Shapes):
         return super().token_ids().random_(self.vocab_size)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """The gradient of the mean of the microbatch's token losses, fp32 [n]."""
+        """The gradient of the mean of the microbatch's token losses, fp32 [outputs]."""
         return super().token_loss_grads().fill_(1 / self.tokens)
 
     def token_values(self) -> torch.Tensor:

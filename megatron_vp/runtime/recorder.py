@@ -122,11 +122,11 @@ class Recorder:
 
     With `lean`, recording does not slow the iteration down: only passes, losses and operations on other streams are
     timed, and the host never waits for the device. The caller of a lean recorder calls `read` instead of `finish`, once
-    `passed` returns True. With `lean` on CUDA, spans count from the start of the iteration. `milliseconds` stays 0.
+    `passed` returns True. On CUDA, the spans of a lean recorder count from the start of the iteration.
 
-    spans: after `finish`, everything recorded; spans of one stream or thread are in the order in which they ended.
+    spans: everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
-    clock_error: largest possible offset of the spans from the host's clock, in nanoseconds; the same for all spans.
+    clock_error: see `Clock.error`.
     """
 
     def __init__(self, device: torch.device, lean: bool = False) -> None:

@@ -26,12 +26,8 @@ class RehearsalModel:
     """Implements `megatron_vp.runtime.model.Model` for one rank.
 
     Args:
-        shapes: sizes of a microbatch.
-        placement: the virtual stage of each chunk of each rank.
-        rank: this pipeline rank.
         first_tokens: the first token id of every vocabulary shard that is not empty; [0] if the vocabulary is not
             sharded.
-        sharded: whether the vocabulary layers are sharded; if not, chunks of the model hold them.
         gradients: False for evaluation.
     """
 

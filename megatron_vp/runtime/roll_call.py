@@ -59,7 +59,7 @@ class RollCall:
                         self._leave_word(store)
 
     def close(self) -> None:
-        """Stop the thread of `answer`, when it has finished a current operation on the store."""
+        """Stop the thread of `answer`, after its current operation on the store."""
         self._contact.acquire(timeout=_STORE_SECONDS + 1)
 
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:

@@ -18,9 +18,7 @@ class ShardedVocabLayers:
     """Runs the passes of a rank's vocabulary shards (vocab-1 or vocab-2).
 
     Args:
-        layer_shards: the shards of this rank.
         reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
-        method: vocab-1 or vocab-2.
         microbatches: m, used to recognise the last contribution to a weight's gradient.
         gradients: False in evaluation.
     """
@@ -72,9 +70,7 @@ class ShardedVocabLayers:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedding rows that all ranks have looked up, and the first layer's input computed from these
-        rows.
-        """
+        """Return the embedding rows from all ranks, as a leaf, and the first layer's input computed from these rows."""
         # The leaf is a separate tensor, so that freeing its data leaves the rows intact for multi-token prediction.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
@@ -83,9 +79,7 @@ class ShardedVocabLayers:
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Store the gradients of the embedding rows, [b e, h], for the ranks that own the rows, unless the embedding is
-        frozen.
-        """
+        """Store the gradients of the embedding rows, [b e, h], for the rows' owners, unless the embedding is frozen."""
         assert leaf is not None
         if self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
@@ -135,13 +129,11 @@ class ShardedVocabLayers:
 
     @property
     def _embedding(self) -> EmbeddingLayer:
-        """This rank's shard of the embedding; must not be read on ranks without vocabulary rows."""
         assert self._layer_shards.embedding is not None
         return self._layer_shards.embedding
 
     @property
     def _output(self) -> OutputLayer:
-        """This rank's shard of the output layer; must not be read on ranks without vocabulary rows."""
         assert self._layer_shards.output is not None
         return self._layer_shards.output
 
@@ -179,9 +171,7 @@ class ShardedVocabLayers:
         self._contributed(self._embedding.weight)
 
     def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """Count a contribution to a weight's gradient, unless the weight is frozen; tell the model after the last
-        contribution.
-        """
+        """Count a contribution to a trained weight's gradient, and tell the model about the last one."""
         if weight not in self._contributions:
             return
         self._contributions[weight] -= 1

@@ -10,21 +10,22 @@ from megatron_vp.schedule.pass_kinds import Held
 
 
 class Slot(Enum):
-    """The kinds of tensor in the store, with their producers and consumers.
+    """The kinds of value in the store, with their producers and consumers.
 
     Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, hidden
-    size h, V/p rows of a shard, e positions of `Shapes.token_ids`, `outputs` rows of the last stage's output
-    (`Shapes.outputs`), and r embedding rows that this rank owns and the microbatch uses. "Model dtype" is the dtype of
-    activations.
+    size h, V/p rows of a shard, e positions of `Shapes.token_ids`, `outputs` rows of the last stage's output, `sp_size`
+    sequence-parallel ranks, and r embedding rows that this rank owns and the microbatch uses. Floats have the model's
+    dtype unless another one is given. Messages carry ACTIVATION, GRADIENT, LABELS, TOKEN_LOSS and TOKEN_GRADIENT to
+    other ranks.
     """
 
     ACTIVATION = auto()
-    """A chunk's input [s, b, h], model dtype, keyed by the stage that reads the input. Produced by F of the previous
-    stage or received in a message; consumed by F or sent in a message.
+    """A chunk's input [s / sp_size, b, h], keyed by the stage that reads it. Produced by F of the previous stage;
+    consumed by F.
     """
     GRADIENT = auto()
-    """The gradient of a chunk's output [s, b, h], model dtype, keyed by the stage that reads the gradient. Produced by
-    B of the next stage or received in a message; consumed by B or sent in a message.
+    """The gradient of a chunk's output [s / sp_size, b, h], keyed by the stage that reads it. Produced by B of the next
+    stage; consumed by B.
     """
     CHUNK_GRAPH = auto()
     """Both ends of a chunk's autograd graph, keyed by chunk: the leaf (None if the chunk embeds its tokens) and the
@@ -37,25 +38,25 @@ class Slot(Enum):
     consumed when the copy-back has been awaited.
     """
     LEFT_FOR_W = auto()
-    """Marks a weight gradient that B left to W; keyed by chunk. The value is not a tensor, because the model itself
-    keeps the tensors that W needs. Produced by B; consumed by W.
+    """Marks a weight gradient that B left to W, keyed by chunk (the model has the tensors). Produced by B; consumed by
+    W.
     """
 
     TOKENS = auto()
     """Token ids, int64 [b, e], on rank 0. Produced when the microbatch is loaded; consumed by the collective TOKENS."""
     LABELS = auto()
-    """Labels, int64 [b, e]. Produced when the microbatch is loaded on rank p-1; consumed by the collective TOKENS. If
-    another rank holds an unsharded output layer, labels are keyed by the last stage, sent in a message from rank p-1 to
-    the rank of the last stage, and consumed by F of the last stage.
+    """Labels, int64 [b, e], on rank p-1. Produced when the microbatch is loaded; consumed by the collective TOKENS. If
+    another rank holds an unsharded output layer, labels are keyed by the last stage, and consumed by F of the last
+    stage.
     """
 
     TOKEN_LOSS = auto()
-    """With unsharded vocabulary layers: the loss of every token, fp32 [b, s]. Produced by F of the last stage or
-    received in a message; consumed by the loss function or sent in a message.
+    """With unsharded vocabulary layers: the loss of every token, fp32 [b, s]. Produced by F of the last stage; consumed
+    by the loss function.
     """
     TOKEN_GRADIENT = auto()
     """With unsharded vocabulary layers: the loss function's gradient with respect to token losses, fp32 [b, s].
-    Produced by the loss function or received in a message; consumed by B of the last stage or sent in a message.
+    Produced by the loss function; consumed by B of the last stage.
     """
 
     ROW_EXCHANGE = auto()
@@ -65,54 +66,43 @@ class Slot(Enum):
     TARGETS = auto()
     """Label of every row of the last stage's output, int64 [outputs]. Produced by TOKENS; consumed by S."""
     OWN_ROWS = auto()
-    """Embedding rows that this rank owns [r, h], model dtype. Produced by IF; consumed by EMBED."""
+    """Embedding rows that this rank owns [r, h]. Produced by IF; consumed by EMBED."""
     EMBEDDING = auto()
-    """Embedding rows of all tokens [b e, h], model dtype, on the first stage. Produced by EMBED; consumed by F of the
-    first stage.
-    """
+    """Embedding rows of all tokens [b e, h]. Produced by EMBED; consumed by F of the first stage."""
     MTP_EMBEDDING = auto()
-    """Embedding rows [b e, h] for multi-token prediction, model dtype, on the last stage. Produced by EMBED; consumed
-    by F of the last stage.
-    """
+    """Embedding rows [b e, h] for multi-token prediction. Produced by EMBED; consumed by F of the last stage."""
     MTP_LEAF = auto()
-    """MTP_EMBEDDING as a leaf of the autograd graph. Produced by F of the last stage; consumed by B of the last stage.
-    """
+    """MTP_EMBEDDING as an autograd leaf. Produced by F of the last stage; consumed by B of the last stage."""
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING [b e, h], model dtype. Produced by B of the first stage, unless the embedding is frozen;
-    consumed by EMBED_GRAD.
-    """
+    """Gradient of EMBEDDING, if trained. Produced by B of the first stage; consumed by EMBED_GRAD."""
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING [b e, h], model dtype. Produced by B of the last stage, unless the embedding is frozen;
-    consumed by EMBED_GRAD.
-    """
+    """Gradient of MTP_EMBEDDING, if trained. Produced by B of the last stage; consumed by EMBED_GRAD."""
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h], model dtype; empty if the embedding
-    is frozen. Produced by EMBED_GRAD; consumed by IB.
+    """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h]; empty if the embedding is frozen.
+    Produced by EMBED_GRAD; consumed by IB.
     """
 
     LAST_OUTPUT = auto()
-    """This rank's rows of the last stage's output [outputs / sequence-parallel ranks, h], model dtype. Produced by F of
-    the last stage; consumed by C0.
+    """This rank's rows of the last stage's output, [outputs / sp_size, h]. Produced by F of the last stage; consumed by
+    C0.
     """
     X = auto()
-    """The last stage's full output [outputs, h], model dtype. Produced by C0; consumed by S."""
+    """The last stage's full output [outputs, h]. Produced by C0; consumed by S."""
     PENDING_OUTPUT = auto()
     """The state that S leaves for C1 and T: the matrices E [outputs, V/p] and X, and statistics (`PendingOutput`).
     Produced by S; consumed by C1 and T.
     """
     UNSCALED_GRAD = auto()
-    """With vocab-2: this shard's part of dX / g before rescaling, [outputs, h], model dtype. Produced by S; consumed by
-    C1.
-    """
+    """With vocab-2: this shard's part of dX / g before rescaling, [outputs, h]. Produced by S; consumed by C1."""
     GRAD_PART = auto()
-    """With vocab-1: this shard's part of dX / g, [outputs, h], model dtype. Produced by T; consumed by C2."""
+    """With vocab-1: this shard's part of dX / g, [outputs, h]. Produced by T; consumed by C2."""
     STATISTICS = auto()
     """Softmax statistics over the whole vocabulary, fp32 [outputs] each (`GlobalStatistics`). Produced by C1; consumed
     by T and, on rank p-1, by the loss function.
     """
     OUTPUT_GRAD = auto()
-    """This rank's rows of dX / g on the last stage, [outputs / sequence-parallel ranks, h], model dtype. Produced by C1
-    (vocab-2) or C2 (vocab-1); consumed by B of the last stage.
+    """This rank's rows of dX / g on the last stage, [outputs / sp_size, h]. Produced by C1 (vocab-2) or C2 (vocab-1);
+    consumed by B of the last stage.
     """
     OWN_LOSS_GRAD = auto()
     """g as the loss function returned it, fp32 [outputs], on rank p-1. Produced by the loss function; consumed by the

@@ -6,7 +6,8 @@ the host continues without waiting. On CPU, the stream is a worker thread, so th
 the same time as the passes.
 
 A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function
-and its buffers alive until the compute stream waits for the event or the work is known to be finished.
+and its buffers alive until the compute stream waits for the event or the work is known to be finished, so that PyTorch
+cannot reuse their memory too early.
 """
 
 from __future__ import annotations
@@ -151,11 +152,9 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread. After an error, all later functions fail as well, because the ranks' collectives may no longer
-    match.
+    """One worker thread. After an error, all later functions fail, too: the ranks' collectives may no longer match.
 
-    The thread is a daemon, because a process that fails must be able to exit while a collective still waits for its
-    peers.
+    The thread is a daemon, because a process that fails must be able to exit while a collective still waits for peers.
     """
 
     def __init__(self) -> None:

@@ -146,9 +146,7 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline when a connection has broken outside a schedule. Without a watchdog,
-    return an empty text.
-    """
+    """Name the ranks that hold up the pipeline if a connection breaks outside a schedule; empty without a watchdog."""
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 
@@ -177,7 +175,7 @@ class _Signals:
 
 
 def _signals() -> _Signals | None:
-    """Set up the signals to watch; return None outside the main thread, or if something else handles SIGTERM.
+    """Set up the signals to watch; return None outside the main thread, or if SIGTERM has another handler.
 
     Megatron's --exit-signal-handler, for example, handles SIGTERM.
     """

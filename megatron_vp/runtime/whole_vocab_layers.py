@@ -33,9 +33,7 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read token ids on rank 0 and labels on rank p-1. If another rank holds the last stage, store the labels for
-        the message to that rank.
-        """
+        """Read token ids on rank 0 and labels on rank p-1; if another rank holds the last stage, store its labels."""
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:

@@ -34,14 +34,12 @@ SMOOTHING_ENTRY = 2.0**-8
 
 @dataclass(frozen=True)
 class Derivative:
-    """The quantities from which c and e are computed. All vectors are [n], in fp32 (fp64 in an fp64 model), except
-    `target_n`.
+    """The quantities from which c and e are computed. Vectors are [n], in fp32 (fp64 in an fp64 model).
 
     largest_n: a, the shard's largest logit for each token.
     target_n: int64, the target's column, -1 if the target belongs to another shard.
     target_logit_n: z, zero if the target belongs to another shard.
     total: A and L of the whole vocabulary.
-    loss: the parameters of the token loss.
     vocab_size: padded size of the whole vocabulary.
     softcap: k; 0 without a softcap.
     """

@@ -26,15 +26,13 @@ class RowExchange:
     With tensor parallelism, a replica has t pipelines, and an exchange covers the positions that the shards of one
     pipeline own. The index of a shard is pipeline rank x t + tensor rank.
 
-    The object is created first and filled later by `plan`, which may run on another stream. The buffers belong to the
-    stream on which the object was created, and nothing in `plan` waits for the device.
+    `plan` fills the object, and may run on another stream. The buffers belong to the stream on which the object was
+    created.
 
     Args:
         tokens_n: int64 token ids; their values are first read in `plan`.
-        shards: the p x t shards of the vocabulary.
         tensor_size, tensor_rank: t, and the index of this pipeline among the t pipelines of a replica.
-        counts: a row of `count_buffer`, into which `plan` writes how many positions each rank owns; None allocates a
-            new row.
+        counts: a row of `count_buffer` for the number of positions that each rank owns; None allocates a new row.
     """
 
     def __init__(
@@ -53,16 +51,14 @@ class RowExchange:
         self._spans = _owner_spans(shards, tensor_size, tensor_rank, tokens_n.device)
         self.order_n = torch.empty_like(tokens_n)
         """Positions sorted by owner, then by token id, then by position; positions that other pipelines own come last.
-        The first k positions define the layout of the [k, h] buffer that stage 0 receives and of the gradients that
-        stage 0 sends. In this order, the row indices of each owner are ascending.
+        The first k positions, which this pipeline owns, define the layout of the [k, h] buffers that stage 0 receives
+        and sends.
         """
         self._counted = tokens_n.new_empty(self._ranks + 2)
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owner of each position, asynchronously on a GPU. `plan` contains the only sort of a microbatch, and
-        always sorts n keys.
-        """
+        """Find the owner of each position, asynchronously on a GPU. This is a microbatch's only sort."""
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
         self._counts.copy_(self._counted, non_blocking=True)
@@ -117,12 +113,7 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Return each owner's range of keys in `Operations.sort_by_owner_`, int64 [2, p + 2]: the starts and the exclusive
-    ends.
-
-    The key of a token that this pipeline owns is the token id. Keys of other pipelines' tokens start at V, and keys of
-    invalid tokens at 2 V.
-    """
+    """Return the starts and exclusive ends of the owners' keys in `Operations.sort_by_owner_`, int64 [2, p + 2]."""
     size = shards.vocab_size
     own = range(tensor_rank, shards.count, tensor_size)
     first = [*map(shards.start, own), size, 2 * size]

@@ -1,7 +1,7 @@
-"""Plain PyTorch versions of the seven operations in the passes TOKENS, S, C1, T and IB that also have GPU versions.
+"""The seven operations of S, T, IB, TOKENS and C1 that have separate GPU versions (`kernels`), in plain PyTorch.
 
-`operations_for` picks the plain or the GPU versions (`kernels`) by device and dtype. The plain versions are used on
-CPUs and for fp64, and define the results of the kernels. Tests compare both versions with fp64 results.
+The plain versions are used on CPUs and for fp64, and define the results of the kernels. Tests compare both versions
+with fp64 results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Operations(Protocol):
         derivative: Derivative,
         weight_sum_h: torch.Tensor | None = None,
     ) -> None:
-        """Turn E W into D W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
+        """Turn E W into D W, this shard's part of dX / g: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
 
         With label smoothing, `weight_sum_h` is the sum of W's rows times `SMOOTHING_ENTRY`, and u times the sum of W's
         rows is subtracted from every row.
@@ -113,9 +113,7 @@ class Operations(Protocol):
 
 
 class EagerOperations:
-    """Operations for any device and float dtype. These operations read the logits several times and may wait for the
-    device.
-    """
+    """Operations for any device and float dtype; they read the logits several times and may wait for the device."""
 
     def exponentiate_(
         self,
@@ -261,9 +259,7 @@ class ShapeOperations:
 
 
 def operations_for(tensor: torch.Tensor) -> Operations:
-    """Return shape-only operations for fake tensors, the Triton kernels for CUDA tensors of any dtype but fp64 (if
-    Triton is installed), and plain operations for all other tensors.
-    """
+    """Choose the operations by the type, device and dtype of a tensor."""
     if isinstance(tensor, FakeTensor):
         return _SHAPES
     fused = tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()

@@ -4,23 +4,16 @@
     T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X)
     dX  = g * sum over shards of D W     (the receiving stage applies the row factor g)
 
-vocab-1 computes D W in T, once the global statistics are known. vocab-2 computes E W in S, before the global statistics
-are known, and rescales the rows of E W afterwards, so that one barrier is enough.
+vocab-1 computes D W in T, once the global statistics A and L are known. vocab-2 computes E W in S, before they are
+known, and rescales the rows of E W afterwards, so that one barrier is enough.
 
-A z-loss multiplies each row's c by a factor. Label smoothing lowers the one-hot entry and subtracts the same number u
-from every entry of D (`megatron_vp.vocab.loss`). This constant term has rank one, and the GEMMs compute it with two
-additional rows of E (`megatron_vp.vocab.derivative`). Label smoothing therefore needs no additional pass over W, X or
-the gradient of W.
-
-A softcap k turns a logit y into k tanh(y / k), which multiplies every entry of D by 1 - tanh(y / k)^2. E is stored with
-this factor, so the softcap needs neither an additional pass over the logits nor a copy of them.
+`megatron_vp.vocab.derivative` adds a z-loss, label smoothing and a softcap to D. None of them needs an additional pass
+over the logits, W, X or the gradient of W.
 
 D is never formed. T enters the targets' entries, divided by c, into E, so that one GEMM, E^T (c g X), gives all of D^T
-(g X). The row factors c and g are applied to X, because X is smaller than E by a factor of (V/p) / h
-(`megatron_vp.vocab.derivative`).
+(g X). The row factors c and g are applied to X, because X is smaller than E by a factor of (V/p) / h.
 
-With a frozen weight (`requires_grad` is False), only dX is computed. T then forms no weight gradient, X is freed after
-S, and E is freed as soon as E W has been computed (in T with vocab-1, in S with vocab-2).
+With a frozen weight (`requires_grad` is False), only dX is computed, and X and E are freed early (see `PendingOutput`).
 
 Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
 fp32. Between S and T, E is kept in the model's dtype.
@@ -91,10 +84,6 @@ class OutputLayer(nn.Module):
             x_nh: output of the last stage, [n, h], in the model's dtype.
             labels_n: global token ids, int64 [n]. An id outside the vocabulary has no target: its loss is the
                 log-sum-exp, as in Megatron's vocabulary-parallel cross entropy.
-            loss: the parameters of the token loss.
-
-        Returns:
-            The state that T needs, including the packed statistics [3, n] for barrier C1.
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (
@@ -145,17 +134,13 @@ class OutputLayer(nn.Module):
     def t_pass(
         self, pending: PendingOutput, total: GlobalStatistics, token_loss_grad_n: torch.Tensor, *, input_gradient: bool
     ) -> torch.Tensor | None:
-        """Pass T: accumulate the weight gradient into `main_grad`.
-
-        With vocab-1, T also returns the shard's part of dX / g, [n, h]. A frozen weight has no gradient; with vocab-2,
-        T then does nothing.
+        """Pass T: accumulate the weight gradient into `main_grad`, unless the weight is frozen.
 
         Args:
             pending: the state that S left; T overwrites it.
-            total: statistics of the whole vocabulary.
             token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; g includes the
                 loss mask, the averaging and the loss scale.
-            input_gradient: whether to return D W (vocab-1).
+            input_gradient: whether to return this shard's part of dX / g, [n, h] (vocab-1).
         """
         part_nh = None
         if input_gradient:

@@ -21,8 +21,7 @@ class VocabShards:
 
     The tensor ranks of a stage always hold the same number of rows. Megatron's distributed optimizer divides one long
     gradient buffer among ranks, and adds up gradients over tensor ranks piece by piece. Each parameter must therefore
-    be at the same offset on all tensor ranks. Different stages may hold different numbers of rows, because the buffers
-    of a stage are shared only with the same stage of other replicas.
+    be at the same offset on all tensor ranks.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not

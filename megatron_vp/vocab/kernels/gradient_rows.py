@@ -1,6 +1,7 @@
-"""Two Triton kernels that apply the factors c and e of D, each in one launch. One kernel serves the weight gradient in
-T. The other serves the input gradient, in T (vocab-1) or C1 (vocab-2). Label smoothing adds a second launch in T, over
-`n / 32` partial sums of g X.
+"""Triton kernels that apply the factors c and e of D (`megatron_vp.vocab.derivative`), each in one launch.
+
+One kernel serves the weight gradient in T, the other the input gradient in T (vocab-1) or C1 (vocab-2). With label
+smoothing, T launches a third kernel, which adds up `n / 32` partial sums of g X.
 """
 
 from __future__ import annotations
@@ -74,14 +75,7 @@ def rescale_(
     derivative: Derivative,
     weight_sum_h: torch.Tensor | None = None,
 ) -> None:
-    """Turn E W into a shard's part of dX / g, in place: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
-
-    Args:
-        product_nh: [n, h] in the model's dtype, contiguous. Overwritten.
-        weight_vh: [V/p, h] in the model's dtype, contiguous.
-        derivative: c and e, from vectors in fp32.
-        weight_sum_h: with label smoothing, the sum of W's rows, times `SMOOTHING_ENTRY`, in the model's dtype.
-    """
+    """Turn E W into a shard's part of dX / g, in place; see `Operations.rescale_`. Vectors are fp32."""
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
     smoothed = weight_sum_h is not None
@@ -182,16 +176,7 @@ def enter_targets_(
 ) -> torch.Tensor:
     """Enter the targets into E and return X', so that E'^T X' = D^T (g X); see `Operations.enter_targets_`.
 
-    Args:
-        exp_nv: E [n, V/p] in the model's dtype, with contiguous rows; with label smoothing, it has `SMOOTHING_ROWS`
-            more rows. In a row whose target this shard owns, only the target's element is written; if c is too small to
-            be applied to X, all elements are written.
-        x_nh: [n, h] in the model's dtype, contiguous.
-        token_loss_grad_n: g, fp32 [n].
-        derivative: c and e, from vectors in fp32.
-
-    Returns:
-        X' in the model's dtype, with as many rows as E.
+    X and each row of E are contiguous; vectors are fp32.
     """
     (tokens, hidden), columns = x_nh.shape, exp_nv.shape[1]
     smoothed = len(exp_nv) == tokens + SMOOTHING_ROWS

@@ -55,8 +55,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # If a row index occurs in several segments, the program of the first such segment adds all partial sums of the
-    # index.
+    # If a row index occurs in several segments, the program of the first of them adds all its partial sums.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -75,17 +74,12 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
 def add_rows_(
     matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
 ) -> None:
-    """Compute matrix[row_i] += source_i with sums in fp32, deterministically even if row indices repeat. Row indices
-    are sorted, then divided into segments. One program adds the sources of equal indices within a segment; if an index
-    occurs in several segments, another program adds the partial sums. So even if all n indices are equal (padding, for
-    example), no program adds more than the sources of a segment or one partial sum per segment. No atomics are needed.
+    """Compute matrix[row_i] += source_i with sums in fp32; see `Operations.add_rows_`. Matrices are contiguous.
 
-    Args:
-        matrix_vh: [V/p, h] in any float dtype, contiguous: `main_grad`.
-        row_n: int64 [n]; negative indices are skipped.
-        source_nh: [n, h] in any float dtype, contiguous.
-        sorted_rows: whether `row_n` is already in ascending order. PyTorch's sort, whose kernels depend on n, is then
-            skipped.
+    Row indices are sorted, then divided into segments. One program adds the sources of equal indices within a segment;
+    if an index occurs in several segments, another program adds the partial sums. So even if all n indices are equal
+    (padding, for example), no program adds more than the sources of a segment or one partial sum per segment. No
+    atomics are needed.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()
@@ -94,8 +88,7 @@ def add_rows_(
     # If the row indices are already sorted, the kernel does not read `order`.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
-    # Each segment has two partial sums: one that continues from the previous segment, and one that may continue into
-    # the next.
+    # Each segment has two partial sums: one continues from the previous segment, one may continue into the next.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,

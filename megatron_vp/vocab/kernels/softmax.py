@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 LARGEST_ROW = 32768
-"""The longest row that one program holds in registers. A row longer than LARGEST_ROW is read twice: once for the
-maximum, and once, from L2, for the exponentials and their sum.
-"""
+"""The longest row that one program holds in registers. A longer row is read twice, the second time from L2."""
 
 LONG_ROW_BLOCK = 4096
 """Number of logits that a program handles at a time in rows longer than `LARGEST_ROW`."""
@@ -219,8 +217,7 @@ def _exponentiate(
                 logit = held[i]
             else:
                 if i == HELD:
-                    # Without this barrier, the compiler would load these pieces while registers still hold the other
-                    # pieces.
+                    # Keep the compiler from loading these pieces while registers still hold the others.
                     tl.debug_barrier()
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
             exp = _replace(row, lane, i * PIECE, logit, largest, columns, softcap, PIECES, i == PIECES - 1 and not FULL)
@@ -272,20 +269,8 @@ def exponentiate_(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace logits by E = exp(logit - row maximum), and the target's column by zero; see `Operations`.
 
-    Everything is computed in fp32 from the given logits; E is rounded once, to the logits' dtype. Sums have a fixed
-    order, so two runs give the same bits.
-
-    Args:
-        logits_nv: [n, V/p] in fp32, bf16 or fp16, rows contiguous; V/p >= 1. Overwritten.
-        labels_n: global token ids, int64 [n].
-        first: the token of column 0.
-        target_weight: t, the weight of the target's logit in the loss.
-        logit_weight: u, the weight of every logit in the loss; 0 with a softcap.
-        softcap: k, which caps logits to k tanh(logit / k); 0 for no softcap.
-
-    Returns:
-        The statistics, fp32 [3, n]: a, l, and t z plus u times the sum of the row. The target's column, int64 [n], and
-        the target's logit z, fp32 [n]; if the target belongs to another shard, these are -1 and 0.
+    The rows of the logits (fp32, bf16 or fp16) are contiguous. Everything is computed in fp32; E is rounded once, to
+    the logits' dtype. Sums have a fixed order, so two runs give the same bits.
     """
     launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
     return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
@@ -376,12 +361,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed statistics of several shards, in shard order, into joint statistics; see `Operations`.
-
-    Args:
-        total_3n: fp32 [3, n], contiguous. Overwritten.
-        gathered_r3n: fp32 [shards, 3, n], contiguous.
-    """
+    """Fold the packed statistics of several shards, fp32 and contiguous, in shard order; see `Operations`."""
     shards, _, tokens = gathered_r3n.shape
     assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
     grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)

@@ -1,9 +1,8 @@
-"""Triton kernel for the collective TOKENS: finds the owner of each position of a microbatch in one launch. A position's
-place in the sorted order is the number of positions that come before it. Each program computes the places of a few
-positions. The kernel makes n^2 comparisons, but needs neither a sort with many launches nor atomics. According to the
-instruction count of the compiled kernel, the comparisons would take 5 us on all multiprocessors of an H100 for 4,096
-tokens, and 80 us for `MOST_TOKENS` tokens. The passes of a microbatch of either size take more than a thousand times as
-long. The kernel has not yet been run on a GPU. PyTorch's sort handles larger microbatches.
+"""Triton kernel for the collective TOKENS: finds the owner of each position of a microbatch in one launch.
+
+A position's place in the sorted order is the number of positions that come before it. Each program computes the places
+of a few positions. The kernel makes n^2 comparisons, but needs neither a sort with many launches nor atomics. The
+comparisons take an estimated 80 us on an H100 for `MOST_TOKENS` tokens (instruction count; not yet run on a GPU).
 """
 
 from __future__ import annotations
@@ -84,12 +83,7 @@ def sort_by_owner_(
 ) -> None:
     """Sort the positions of a microbatch by owner, token id and position; see `Operations.sort_by_owner_`.
 
-    Args:
-        order_n: int64 [n]. Overwritten.
-        counts: int64 [p + 2], contiguous. Overwritten.
-        tokens_n: int64 [n], contiguous, n at most `MOST_TOKENS`.
-        spans: int64 [2, p + 2], contiguous: for every owner, the start and the exclusive end of its range of keys.
-        vocab_size: V, below 2^31 / 3.
+    All tensors are contiguous. n is at most `MOST_TOKENS`, and V is below 2^31 / 3.
     """
     count, owners = len(tokens_n), len(counts)
     assert takes(tokens_n, vocab_size) and tokens_n.is_contiguous() and spans.is_contiguous() and counts.is_contiguous()
