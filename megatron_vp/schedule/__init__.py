@@ -1,6 +1,4 @@
-"""Generates, validates, simulates, draws and lowers schedules. Schedules are plain data; this package does not import
-torch.
-"""
+"""Generates, validates, simulates, draws and lowers schedules, which are plain data. Does not import torch."""
 
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
 from megatron_vp.schedule.expand_interlaced import expand_interlaced

@@ -10,20 +10,21 @@ from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
 Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
-"""Maps (rank, number of microbatches, barriers) to the rank's (forward, backward) pairs that must run back to back."""
+"""Maps (rank, microbatches, barriers) to (forward, backward) pairs of different microbatches that run back to back."""
 
 
 @dataclass(frozen=True)
 class BuildingBlock:
     """Nominal start times of microbatch 0's F (`forward`), B (`backward`) and W (`weight`) on every virtual stage.
 
+    The times serve only to order the passes, so it is enough that they respect the dependencies. F takes `forward_time`
+    and B takes `backward_time`; `weight` is None if B includes the weight gradient.
+
     Microbatches are processed in groups of `group`. Each group starts `group` intervals after the previous one, because
-    a microbatch occupies a rank for one interval in total. If `group` is above 1, a microbatch starts `interval` /
-    chunks after the previous one of its group, because the group passes through one chunk before the next. `weight` is
-    None if B includes the weight gradient. `overlaps` returns pairs of a forward and a backward, of different
-    microbatches, that must run back to back. The backward of a pair is whole; all other backwards are split. The times
-    serve only to order the passes, so it is enough that they respect the dependencies. The start times assume that F
-    takes `forward_time` and that B, including the weight gradient if `weight` is None, takes `backward_time`.
+    a microbatch occupies a rank for one interval in total. If `group` is above 1, the microbatches of a group start
+    `interval` / chunks apart, because the group passes through one chunk before the next.
+
+    If `overlaps` is given, the backwards of its pairs are whole, and all other backwards are split.
     """
 
     placement: Placement

@@ -1,9 +1,8 @@
 """Lists the communicators that a schedule needs on each rank, without creating them.
 
 Each directed edge between two pipeline ranks has one communicator per kind of message. All vocabulary collectives share
-one communicator, whose members are the ranks that take part in these collectives (`Placement.vocab_members`). If every
-rank holds vocabulary rows, the members are all p pipeline ranks. With tensor parallelism, the t ranks of a stage share
-one more communicator.
+one communicator, whose members are `Placement.vocab_members`. With tensor parallelism, the t ranks of a stage share one
+more.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ CHANNELS = 4
 
 @dataclass(frozen=True)
 class RankCommunicators:
-    """The communicators of one rank.
-
-    edges: the edges that start or end at this rank; each has its own communicator.
-    pipeline, tensor: sizes of the vocabulary collectives' group and of the stage's tensor-parallel group. A group of
-        size 1 has no communicator. Both sizes are 1 on a rank that takes no part in the vocabulary collectives.
-    row_peers: ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives.
-    """
+    """The communicators of one rank. A group of size 1 has no communicator."""
 
     edges: tuple[Edge, ...]
+    """the edges that start or end at this rank; each has its own communicator"""
     pipeline: int
+    """size of the vocabulary collectives' group; 1 if the rank is not a member"""
     tensor: int
+    """size of the stage's tensor-parallel group; 1 if the rank takes no part in the vocabulary collectives"""
     row_peers: tuple[int, ...]
+    """ranks with which this rank exchanges embedding rows, over the communicator of the vocabulary collectives"""
 
     @property
     def count(self) -> int:
@@ -45,8 +42,8 @@ class RankCommunicators:
 def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """All directed edges that schedules with this `placement` use.
 
-    sharded: whether the vocabulary layers are split. If the vocabulary layers are not split and the last stage is not
-        on rank p-1, three more edges connect the last stage to the loss function on rank p-1.
+    If the vocabulary layers are not `sharded`, three more edges connect the last stage to the loss function on rank
+    p-1, unless this rank holds the last stage.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {
@@ -82,10 +79,7 @@ def communicators(
     embeds_on_last_stage: bool = False,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
-    """The communicators of every pipeline rank; `tensor` is the tensor-parallel size.
-
-    `vocab_ranks` are the ranks that hold vocabulary rows (None means all ranks).
-    """
+    """The communicators of every pipeline rank; the default of `vocab_ranks` stands for all ranks."""
     every = range(placement.ranks)
     members = every if vocab_ranks is None else placement.vocab_members(vocab_ranks)
     sizes = [(len(members), tensor) if rank in members else (1, 1) for rank in every]

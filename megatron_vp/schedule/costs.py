@@ -1,8 +1,4 @@
-"""Durations of passes and communication, in any unit of time.
-
-`PassCosts` are equal everywhere; `StageCosts` depend on the stage, rank and link. Both provide the durations of passes
-(`duration`) and operations (`communication`), and mean costs from which schedules are generated (`nominal`).
-"""
+"""Durations in any unit of time: equal everywhere (`PassCosts`), or by stage, rank and link (`StageCosts`)."""
 
 from __future__ import annotations
 
@@ -91,14 +87,12 @@ class PassCosts:
         return took / schedule.chunks if operation.per_chunk else took
 
     def evened(self) -> PassCosts:
-        """These costs with F, B and W replaced by their mean, and with `comm` set to 0; copies keep their durations."""
+        """These costs with F, B and W replaced by their mean, and with `comm` set to 0."""
         share = (self.F + self.B + self.W) / 3
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """These costs with F, B and W raised to at least a thousandth of their sum, because nominal times need
-        durations above 0.
-        """
+        """These costs with F, B and W of at least a thousandth of their sum: nominal times need durations above 0."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -107,7 +101,6 @@ _BY_STAGE = ("F", "B", "W")
 """Kinds of pass whose durations `StageCosts` must give for every stage."""
 
 _OWN = tuple(entry.name for entry in fields(PassCosts) if entry.name != "other")
-"""Names of the durations that have a field in `PassCosts`."""
 
 _NOT_NAMED = (PassKind.BW, PassKind.V, PassKind.O, PassKind.R)
 """Kinds of pass for which users give no duration: BW and V combine other passes; O and R only start or await copies."""
@@ -120,9 +113,9 @@ class StageCosts:
     F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
     duration per rank, and are empty if the schedule has no such passes. Kinds in `other` have one duration per virtual
     stage, or per rank if a rank runs only one such pass per microbatch. The keys of `messages` are (source rank, target
-    rank, channel), those of `collectives` are kinds of collective, and those of `copies` are (whether the target is the
-    host, rank, chunk). Passes and operations without an entry take no time. Raises UserError for a negative or
-    non-finite duration or one above `LONGEST`, and if F, B and W have different numbers of stages.
+    rank, channel), and those of `copies` are (whether the target is the host, rank, chunk). Passes and operations
+    without an entry take no time. Raises UserError for a negative or non-finite duration or one above `LONGEST`, and if
+    F, B and W have different numbers of stages.
     """
 
     F: tuple[float, ...]
@@ -167,7 +160,7 @@ class StageCosts:
                 )
 
     def scaled(self, factor: float) -> StageCosts:
-        """Multiply all durations by `factor`, for example to change the unit."""
+        """Multiply all durations by `factor`."""
         passes = {kind: tuple(factor * value for value in values) for kind, values in self.named().items()}
         return StageCosts(
             **{kind: passes.pop(kind) for kind in PASSES},
@@ -178,14 +171,12 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """These costs with each stage's F, B and W replaced by their mean, and without messages and collectives. Copies
-        keep their durations.
-        """
+        """These costs with each stage's F, B and W replaced by their mean, and without messages and collectives."""
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
     def nominal(self, ranks: int) -> PassCosts:
-        """Durations that are averaged over stages, ranks and operations, for generating a schedule of `ranks` ranks.
+        """Mean durations over stages, ranks and operations, from which a schedule of `ranks` ranks is generated.
 
         If V is given but S is not, S gets the duration of V.
         """
@@ -229,12 +220,11 @@ class StageCosts:
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
-"""The kinds of pass that have a field in `StageCosts`."""
 
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest accepted duration, in any unit. Rounding could lose a short duration added to a longer one."""
+"""Longest accepted duration. Rounding could lose a short duration that is added to a longer one."""
 
 
 def _check(name: str, value: float) -> None:

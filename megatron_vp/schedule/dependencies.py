@@ -19,20 +19,16 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
 
 BASE_KINDS = frozenset({PassKind.F, PassKind.B, PassKind.W, PassKind.BW})
-"""Passes of the transformer chunks, which occur in every schedule."""
+"""Passes of the transformer chunks."""
 
 OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 """Passes that move activations to host memory and back."""
 
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
-"""All kinds of pass that at least one vocabulary method requires."""
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
-    """The passes that a rank must run exactly once each; a BW is listed as its B and W.
-
-    holds_rows: whether the rank holds vocabulary rows.
-    """
+    """The passes that a rank with or without vocabulary rows must run exactly once each; a BW is listed as B and W."""
     chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
@@ -123,7 +119,7 @@ def _listed(steps: Sequence[Pass]) -> str:
 
 
 def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
-    """Build the dependency graph of the passes of `schedule`; the order in which they are listed does not matter.
+    """Build the dependency graph of the passes of `schedule`, without the order in which ranks run them.
 
     `with_loss` adds the loss function on rank p-1 and the communication of its input and its gradient. Without the
     loss, T waits only for the softmax statistics, as in the paper. With `embeds_on_last_stage` (multi-token
@@ -157,10 +153,7 @@ def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
-    """Make all V passes of a microbatch start together, by delaying their broadcast until every rank reaches its V.
-
-    `orders[r]` lists the node numbers of rank r's steps.
-    """
+    """Make all V passes of a microbatch start together, by delaying their broadcast until every rank reaches its V."""
     for order in orders:
         for before, after in pairwise(order):
             if graph.kinds[after] is PassKind.V:
@@ -212,10 +205,7 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Add the optional passes that this schedule lists; each waits for the passes that its `PassKind` entry names.
-
-        If a backward or W frees memory that such a pass allocates, the backward or W waits for the pass.
-        """
+        """Add the optional passes that this schedule lists, with the waits that their `PassKind` entries describe."""
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
         places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}
@@ -255,7 +245,7 @@ class _Rules:
     def whole_output_layer(self, last_forward: int) -> list[int]:
         """Add the loss of an unsharded output layer. Returns the nodes that the last stage's B waits for.
 
-        If the last stage is on another rank, rank p-1 sends the labels there after its own F of chunk 0.
+        If rank p-1 does not hold the last stage, it sends the labels to the last stage after its own F of chunk 0.
         """
         if not self.with_loss:
             return [last_forward]

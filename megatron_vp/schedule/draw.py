@@ -27,7 +27,7 @@ SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
 
 WIDEST = 16.0
-"""Largest width of a picture in inches. A wider picture would be scaled down; `window` shows more detail."""
+"""Largest width of a picture in inches; viewers would scale down a wider one."""
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
@@ -69,7 +69,6 @@ def title(schedule: Schedule) -> str:
 
 
 def _vocabulary(schedule: Schedule) -> str:
-    """The vocabulary method, and the ranks with vocabulary rows if some ranks have none."""
     holders = schedule.vocab_ranks
     if len(holders) in (0, schedule.pipeline_size):
         return schedule.vocab.value
@@ -113,8 +112,8 @@ def to_slots(timeline: Timeline) -> str:
 def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
     """Draw the timeline, or the part of it in `window`, as `svg` or `png`.
 
-    Each rank has a row of passes, with a chart of the activations that the rank holds below the row. Passes that are
-    wide enough are labelled with their microbatch. Collectives that take time appear as a line under the passes.
+    Each rank has a row of passes and, below it, a chart of the activations held. Passes that are wide enough show their
+    microbatch. Collectives that take time appear as a line under the passes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -122,8 +121,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Equal schedules give equal files, because identifiers are not random and SVG files have no date. Text is stored as
-    # text, not as outlines.
+    # Equal schedules give equal files: the hash salt fixes SVG identifiers. Text is stored as text, not as outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -155,13 +153,13 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
 
 
 def _typical_duration(timeline: Timeline) -> float:
-    """Mean duration of rank 0's passes, of which only those with a positive duration count; 1 if there are none."""
+    """Mean duration of rank 0's passes that take time; 1 if there are none."""
     taken = [end - start for start, end in timeline.spans[0] if end > start]
     return sum(taken) / len(taken) if taken else 1.0
 
 
 def shade(kind: PassKind, chunk: int) -> str:
-    """The colour of a kind's passes as #RRGGBB, which is paler for higher chunks."""
+    """The colour of a kind's passes as #RRGGBB, paler for higher chunks."""
     channels = bytes.fromhex(kind.colour.removeprefix("#"))
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
@@ -191,7 +189,6 @@ def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
 
 
 def _copies(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    """Start and duration of each rank's copies to host memory and back."""
     spans = defaultdict(list)
     for operation, (start, end) in timeline.operations.items():
         if isinstance(operation, Copy) and end > start:
@@ -245,8 +242,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    The trace has the same lanes as a recorded run: passes are on `compute`, and collectives on the `second stream` of
-    every rank that takes part in them. Each link has a lane on the sending rank, and held activations are a counter.
+    The trace has the lanes of a recorded run: `compute` for passes, `second stream` for collectives on every member,
+    and one lane per link on the sending rank. Held activations are a counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

@@ -11,8 +11,7 @@ EMBEDDED_AHEAD = 2
 
 
 def expand_interlaced(schedule: Schedule) -> Schedule:
-    """Replace each V of an interlaced schedule by S and T, and add the embedding's passes; return other schedules
-    unchanged.
+    """Replace each V of an interlaced schedule by S and T, and add IF and IB; return other schedules unchanged.
 
     The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
     synchronises all ranks as V does. Each IB is inserted after the first V that follows stage 0's B, or at the end if
@@ -40,7 +39,7 @@ Behind = dict[Pass | None, list[Pass]]
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
     """Return where to insert IF and IB, on the first stage's rank and on others, and the IBs that every rank runs last.
 
-    Other ranks run an IF or IB after the same V as the first stage's rank.
+    Other ranks run each IF or IB right after the V that precedes it on the first stage's rank.
     """
     first = schedule.placement.first_rank
     chunk = schedule.placement.chunk_of(0)

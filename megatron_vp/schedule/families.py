@@ -36,7 +36,6 @@ from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.request import ScheduleRequest
 
 DEFAULT_SCHEDULE = "1f1b"
-"""Name of the default schedule."""
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
@@ -166,10 +165,8 @@ FAMILIES = _with_v_flex(
         ),
     )
 )
-"""The families by name."""
 
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
-"""Names of the families that `plan` considers."""
 
 
 def family(name: str) -> Family:
@@ -202,7 +199,7 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """Read a file's record. The cache reads the file again if `changed`, its modification time in ns, differs."""
+    """A file's record, read again only if `changed`, the file's modification time in ns, differs."""
     return family_of_text(path, text_of_file(path))
 
 

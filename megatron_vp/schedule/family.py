@@ -42,15 +42,12 @@ class Family:
     placement: Callable[[int, int], Placement]
     """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
     peak: Peak
-    """largest number of chunk activations on a rank if the schedule has no vocabulary passes, for any number of
-    microbatches
-    """
+    """upper bound on the chunk activations of a rank in a schedule without vocabulary passes"""
     peak_formula: str
-    """the peak as a formula in p, r, v and m, in units of one microbatch's activations on a rank"""
+    """the peak as a formula in p, r and v, in units of one microbatch's activations on a rank"""
     block: Block | None = None
     """the building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN
-    """whether the block's order may be changed"""
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""
     chunks: int | None = 1
@@ -73,9 +70,7 @@ class Family:
     """the schedule of a file, whose numbers of ranks and microbatches are fixed"""
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Number of chunks per rank; `chunks` is the requested number, if any. Raises UserError if the family does not
-        support it.
-        """
+        """Chunks per rank; None asks for the default. Raises UserError if the family does not support the number."""
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
@@ -118,10 +113,10 @@ class Family:
         return self.own_method or vocab
 
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
-        """The largest number of chunk activations that `rank` may hold.
+        """The largest number of chunk activations that `rank` may hold, at most `microbatches * chunks`.
 
-        If the family has a `limit`, this number is the limit. Otherwise it is the family's peak; in a generated
-        schedule, each barrier adds one microbatch. The number is at most `microbatches * chunks`.
+        This is the family's `limit` if it has one. Otherwise it is the family's peak, plus one microbatch per barrier
+        if the schedule is generated.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

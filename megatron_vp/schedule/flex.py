@@ -1,7 +1,6 @@
 """Fits a flexible family to a memory limit: finds the building block with the shortest schedule within the limit.
 
-The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block. The search runs
-once, when a request is resolved. The result is a `Family`, from which schedules are generated as from any other family.
+The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ from megatron_vp.schedule.timeline import simulate
 GAPS = range(4)
 """The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of memory peaks to try: the largest peak within the limit that a block has, and the next lower ones. The
-search tries several, because a higher peak does not always give a shorter schedule.
+"""Number of memory peaks to try, from the highest within the limit down. The search tries several, because a higher
+peak does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Size (ranks x microbatches) of the sample schedules that are used to compare blocks with the same peak. A sample has
-at least 5/4 p microbatches, or all microbatches of the request if these are fewer.
+"""Size (ranks x microbatches) of the schedules with which blocks of the same peak are compared. They have at least
+5/4 p microbatches, or all microbatches of the request if these are fewer.
 """
 SMALL = 1_000
 """Up to this value of ranks x microbatches, `fitted` compares the best three blocks of each peak and all base families
-within the limit, with all microbatches. Above this value, it compares only the best block of each peak and the first
-base family within the limit, which has the largest peak.
+within the limit; above it, only the best block of each peak and the base family with the highest peak.
 """
 
 
@@ -88,8 +86,7 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
 
-    `most` is the limit in chunk activations; None allows as many as the shape needs. Raises UserError if `shape` is
-    neither the name of a base nor the text of a `Shape`.
+    `most` limits chunk activations; None allows as many as the shape needs. Raises UserError for any other `shape`.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -121,11 +118,9 @@ class _Search:
         self.graphs: dict[tuple[tuple[int, int], ...], Graph] = {}
 
     def whole(self, shape: str) -> _Generated:
-        """The peak memory and makespan of the request's schedule with this shape."""
         return _Generated(replace(self.request, family=shaped(self.family, shape, self.most)))
 
     def bases(self) -> list[str]:
-        """The shapes that are names of base families."""
         return [base.name for base in self.family.bases]
 
     def least(self) -> int:
@@ -148,10 +143,7 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the highest peaks within the limit, highest first, the `count` blocks with the shortest samples.
-
-        A higher limit adds higher peaks and drops only the lowest, because it does not change the peaks of blocks.
-        """
+        """For each of the highest peaks within the limit, highest first, the `count` blocks with the best samples."""
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():
             by_level.setdefault(self.peak(shape), []).append(shape)

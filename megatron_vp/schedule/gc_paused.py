@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection in a `with` block or a decorated function.
 
-    A large schedule consists of several hundred thousand small objects without cycles. Without the pause, the collector
-    would scan them again and again as they accumulate, and creating them would take a third longer.
+    The collector would scan the several hundred thousand objects of a large schedule, which have no cycles, again and
+    again; creating them would take a third longer.
     """
     was_enabled = gc.isenabled()
     gc.disable()

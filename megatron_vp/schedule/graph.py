@@ -1,7 +1,7 @@
 """Numbers the steps and operations of all microbatches, and records their dependencies.
 
-All microbatches follow the same pattern, or one of a few patterns, for example if only some backwards are split. The
-nodes of a pattern are stored only once; the nodes of a microbatch have consecutive numbers.
+All microbatches follow one pattern or a few, for example if only some backwards are split. The nodes of a pattern are
+stored only once; the nodes of a microbatch have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -135,9 +135,8 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """Make every microbatch wait for the microbatch that is `distance` earlier. The awaited node is `before`; the
-        waiting node is the first of `either` that occurs in the later microbatch. Both arguments give nodes of
-        microbatch 0.
+        """In each microbatch, make the first node of `either` that exists wait for `before` of the microbatch that is
+        `distance` earlier. The arguments are nodes of microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

@@ -1,13 +1,10 @@
 """Counts memory: what every pass allocates, and which pass frees it.
 
-The list scheduler's limits, a schedule's peaks and memory checks, the cost model and the runtime all use this module. A
-pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
-and chunk. If several passes release the same memory, the last of these passes frees the memory; with a split backward,
-W is the last.
+A pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
+and chunk. If several passes release the same memory, the last of them frees it; with a split backward, this is W.
 
 If an operation fills the memory of a pass, the memory is allocated at the pass whose data the operation moves. For
-example, host memory for activations is allocated at the F that computes them, not at the O that waits for the copy to
-the host.
+example, host memory is allocated at the F that computes the activations, not at the O that waits for the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from megatron_vp.schedule.passes import Pass, Schedule
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """The allocating and the freeing pass of each piece of this memory, as positions in a rank's order.
 
-    If no pass frees the memory, as in an evaluation, both positions are that of the allocating pass.
+    If no pass frees the memory, as in an evaluation, both are the allocating pass.
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
@@ -70,9 +67,6 @@ def peak(order: Sequence[Pass], held: Held) -> int:
 
 
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
-    """Activations held during and after each pass of `rank`, in microbatches: a chunk's activations count as 1/chunks.
-
-    `held` says which activations to count: those on the device or those in host memory.
-    """
+    """Activations held during and after each pass of `rank`, in microbatches; a chunk counts as 1/chunks."""
     found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

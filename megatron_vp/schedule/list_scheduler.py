@@ -30,15 +30,14 @@ from megatron_vp.schedule.passes import Pass, PassKind
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """The memory limits of a schedule.
-
-    `activations` limits each rank's chunk activations on the device. `host` limits each rank's chunk activations in
-    host memory if chunks are offloaded. `logits` limits the microbatches between S and T on every rank.
-    """
+    """The memory limits of a schedule."""
 
     activations: tuple[int, ...]
+    """limit of each rank's chunk activations on the device"""
     logits: int = 2
+    """limit of the microbatches between S and T on every rank"""
     host: tuple[int, ...] | None = None
+    """limit of each rank's chunk activations in host memory, if chunks are offloaded"""
 
     def of(self, rank: int) -> dict[Held, int]:
         """The limits of a rank, by kind of memory."""
@@ -115,8 +114,7 @@ class Problem:
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
     """Return the makespan and the order found for each rank; these orders respect the limits if the given orders do.
 
-    With `backwards`, the scheduler starts from the last pass. If pairs wait for each other, the makespan is infinite,
-    and some passes are missing.
+    If pairs wait for each other, the makespan is infinite, and some passes are missing.
     """
     scheduler = _ListScheduler(problem, limits, backwards)
     makespan = scheduler.run()
@@ -124,8 +122,8 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank. All lists end with the pass that runs first. `levels` has the amount held during
-    each remaining pass; `takes` and `gives` tell which passes allocate and free the memory.
+    """One kind of memory of a rank. All lists end with the pass that runs first; `takes` and `gives` tell which passes
+    allocate and free the memory, and `levels` has the amount held during each remaining pass.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -140,9 +138,7 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Account for a pass that runs out of order. The pass has index `place` among all passes and `index` among the
-        remaining ones.
-        """
+        """Account for the pass `place`, which runs out of order and has index `index` among the remaining passes."""
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -150,7 +146,7 @@ class _MemoryPool:
 
 
 def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], backwards: bool) -> list[_MemoryPool]:
-    """The memory pools of a rank's passes; with `backwards`, time runs from the last pass to the first."""
+    """The memory pools of a rank's passes."""
     pools = []
     for held, limit in limits.items():
         users = memory[held]
@@ -204,7 +200,6 @@ class _Rank:
         return all(pool.fits(index) for pool in pools)
 
     def take_next(self) -> int:
-        """Run the next pass of the order and return its number."""
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
@@ -232,10 +227,7 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in order of time: from first to last or, with `backwards`, from last to first.
-
-    The loss function takes no time, but it waits until the last rank's current pass has ended.
-    """
+    """Runs the nodes in order of time. The loss function takes no time, but waits for the last rank's current pass."""
 
     def __init__(self, problem: Problem, limits: MemoryLimits, backwards: bool) -> None:
         before, after, orders = problem.predecessors, problem.successors, problem.orders
@@ -271,7 +263,7 @@ class _ListScheduler:
         # If there are no pairs and no O or R passes, a pass that becomes ready only needs to join its queue.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # Nodes are grouped by the time at which they end, because many end together; `times` is a heap of these times.
+        # Nodes by the time at which they end, because many end together; `times` is a heap of these times.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
@@ -281,10 +273,7 @@ class _ListScheduler:
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """Run all nodes and return the end time, or infinity if pairs wait for each other.
-
-        Afterwards, each rank's `result` contains the order that was found.
-        """
+        """Run all nodes and return the end time, or infinity if pairs wait for each other."""
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -331,9 +320,9 @@ class _ListScheduler:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
-        """Run the first pass of the pair that is next in the given order, although the second pass is not ready.
+        """If a pair is next in the given order and its first pass is ready, run this pass before the second is ready.
 
-        The scheduler does this if the rank has nothing else to run, so that other ranks get their input earlier.
+        The rank has nothing else to run, and other ranks thus get their input earlier.
         """
         following = rank.order[rank.left[-1]] if rank.left else None
         if following not in self.halves or self.waits[self.halves[following][0]]:
@@ -351,7 +340,6 @@ class _ListScheduler:
         rank.half = None
 
     def _end(self, number: int, time: float) -> None:
-        """Record that node `number` ends at `time`."""
         if time in self.ending:
             self.ending[time].append(number)
         else:

@@ -11,7 +11,7 @@ idle, for example when CUDA loads a kernel, the allocator frees memory, or a deb
 no receive is posted before its message's position in this order. An earlier receive could occupy the device while the
 sender waits for a pass that this rank has not run yet.
 
-Reading data is assumed to take no time. A rank reads data right before the first instruction that uses it.
+A rank reads data right before the first instruction that uses it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 @gc_paused()
 def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
-    """Lower a schedule to the programs of all ranks, which cannot deadlock even if hosts wait for their devices at any
-    step.
+    """Lower a schedule to the programs of all ranks, which cannot deadlock even if every post blocks its host.
 
     The costs affect only the places of losses and communication in the programs. With `embeds_on_last_stage`
     (multi-token prediction), the last stage also uses the embedded rows. An interlaced schedule is first expanded by
@@ -141,7 +140,7 @@ def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[t
 
 
 class _RankLowering:
-    """Lowers one rank: orders its steps and posts by time, and inserts the waits and reads that they need."""
+    """Orders the steps and posts of one rank by time, and inserts the waits and reads that they need."""
 
     def __init__(self, line: _Line, rank: int) -> None:
         self.line, self.rank = line, rank
@@ -171,9 +170,7 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The instructions that post an operation. If needed, they begin with reading the data or with waiting for
-        token ids.
-        """
+        """The instructions that post an operation, after reading data or waiting for token ids if it needs them."""
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):
@@ -181,9 +178,7 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether `operation` brings embedding rows to this rank when no IF has yet made the rank wait for the token
-        ids.
-        """
+        """Whether `operation` brings embedding rows to this rank, and no IF of this rank waits for the token ids."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
@@ -192,10 +187,9 @@ class _RankLowering:
     def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
-        Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks first send
-        their data to all members of the vocabulary collectives. Rank p-1 also sends labels if the output layer is not
-        sharded and is on another rank. If the rank does not send the data, the chunk that contains the embedding or the
-        output layer is the first to use the data.
+        Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks send their
+        data to all vocabulary members. Otherwise the data is for the F of the embedding's or the output layer's chunk;
+        if the output layer is on another rank, rank p-1 sends the labels there.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1

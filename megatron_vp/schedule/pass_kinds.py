@@ -1,7 +1,7 @@
 """The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-Passes that a schedule's method does not require may be listed at most once per microbatch (and chunk). Such a pass
-waits for the passes that its entry names, and takes no time unless the costs include its kind.
+A schedule may also list passes that its vocabulary method does not require, at most once per microbatch (and chunk).
+Such a pass waits for the passes that its entry names, and takes no time unless the costs include its kind.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class PassKind(str, metaclass=_Table):
     meaning: str
     """what the pass does, in a few words"""
     colour: str
-    """colour of the pass in pictures"""
     mark: str
     """character for the pass in text drawings"""
     lane: str
@@ -74,13 +73,11 @@ class PassKind(str, metaclass=_Table):
     through: Through | None
     """makes an operation between the passes in `waits_for` and this pass; if None, this pass waits for them directly"""
     holds: tuple[Held, ...]
-    """memory that the pass allocates and still holds when it ends; if `through` is given, its operation fills this
-    memory, so the pass that the operation waits for allocates it
+    """memory that the pass allocates and still holds when it ends; with `through`, the passes in `waits_for` allocate
+    it instead, because the operation after them fills it
     """
     filled_by: Through | None
-    """makes the operation that fills the memory of the pass; the backward or W that frees the memory waits for this
-    operation, or for the pass itself if `filled_by` is None
-    """
+    """makes the operation that follows the pass and fills its memory; the pass that frees the memory waits for it"""
     releases: tuple[Held, ...]
     """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 

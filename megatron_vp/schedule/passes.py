@@ -13,10 +13,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class ScheduleError(ValueError):
-    """Raised for a schedule or program that cannot run.
-
-    The first line of the message states the error; the other lines show the schedule around it.
-    """
+    """Raised for a schedule or program that cannot run; the first line of its message states the error."""
 
 
 class VocabMethod(StrEnum):
@@ -29,7 +26,7 @@ class VocabMethod(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """How often, between its F and B, the last stage waits for all ranks; each wait adds a microbatch in flight."""
+        """How often the last stage waits for all ranks between F and B; each wait adds one microbatch in flight."""
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
@@ -111,10 +108,7 @@ class Schedule:
 
     @cached_property
     def vocab_members(self) -> tuple[int, ...]:
-        """The ranks that take part in every vocabulary collective; none in a schedule without vocabulary passes.
-
-        See `Placement.vocab_members`.
-        """
+        """The ranks in every vocabulary collective (`Placement.vocab_members`); none without vocabulary passes."""
         if self.vocab is VocabMethod.NONE:
             return ()
         return self.placement.vocab_members(self.vocab_ranks)
@@ -140,7 +134,7 @@ class Schedule:
 
     @cached_property
     def whole_backwards(self) -> dict[tuple[int, Pass], None]:
-        """Rank and pass of every BW, in order; empty if all backwards are whole or all are split."""
+        """Rank and pass of every BW, in order."""
         if PassKind.BW not in self.kinds:
             return {}
         return {
@@ -153,6 +147,6 @@ class Schedule:
         return replace(self, ranks=kept)
 
     def first_microbatches(self, microbatches: int) -> Schedule:
-        """The same order with only the first `microbatches` microbatches, which do not depend on later ones."""
+        """The same order with only the first `microbatches` microbatches."""
         kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
         return replace(self, microbatches=microbatches, ranks=kept)

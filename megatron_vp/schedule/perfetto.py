@@ -44,7 +44,7 @@ def thread(rank: int, lane: int, title: str) -> Event:
 def slice_event(
     rank: int, lane: int, name: str, category: str, start: float, end: float, args: dict[str, object]
 ) -> Event:
-    """The event for work that occupies a lane from `start` to `end`, in milliseconds."""
+    """The event for work that occupies a lane from `start` to `end`."""
     return {
         "ph": "X",
         "pid": rank,
@@ -58,6 +58,6 @@ def slice_event(
 
 
 def level(rank: int, held: Held, time: float, level: float) -> Event:
-    """The event that sets a rank's counter of held activations to `level` microbatches at `time` (in milliseconds)."""
+    """The event that sets a rank's counter of held activations to `level` microbatches."""
     counter = {"ph": "C", "pid": rank, "name": held.value, "ts": 1e3 * time}
     return counter | {"args": {"microbatches": level}}

@@ -1,11 +1,9 @@
 """Adds to a schedule in nominal order the passes that copy activations to host memory and back (PipeOffload).
 
-Ideally, activations are copied out right after their forward and copied back just before their backward, so that they
-occupy the device only around these two passes. In practice, copies are delayed because a rank has a single copy lane,
-on which copy-outs and copy-backs take turns (Wan et al., arXiv 2503.01328, section 4.2). Copies are placed by the
-passes' nominal times. In a building block, forwards come no faster in the warm-up than in the steady state, so copies
-keep up with them from the start. When the passes are later reordered for their costs, no rank may hold more activations
-on the device than the fullest rank holds in the nominal order.
+Ideally, activations are copied out right after their forward and copied back just before their backward. In practice,
+copies are delayed because a rank has a single copy lane, on which copy-outs and copy-backs take turns (Wan et al.,
+arXiv 2503.01328, section 4.2). Copies are placed by the passes' nominal times. In a building block, forwards come no
+faster in the warm-up than in the steady state, so copies keep up with them from the start.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     """On each rank, add passes O and R for the `chunks` chunks whose activations live longest.
 
     `costs` give the duration of copies, in the unit of `nominal.spans`. A chunk is not offloaded if the copy-back of
-    one of its microbatches would have to start before the copy-out has ended. Copies that are slower than the passes
-    are allowed, although they slow down the schedule.
+    one of its microbatches would have to start before the copy-out has ended.
     """
     if not chunks:
         return nominal
@@ -170,8 +167,7 @@ class _Placing:
         `durations[chunk]` are the times of a copy-out and a copy-back. The copy lane's time is divided into slots, each
         for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each copy-back
         takes the last free slot before its backward; the last backward chooses first. If a microbatch's copies take
-        longer than its passes, copy times are scaled down to the time of the passes. In a run, the passes then wait for
-        the copies.
+        longer than its passes, copy times are scaled down to fit; in a run, the passes wait for the copies.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
@@ -203,11 +199,10 @@ class _Placing:
         return {key: (leaves[key], returns[key]) for key in keys}
 
     def _outside_pairs(self, place: int, away: int) -> int:
-        """Return `place`, or `place + away` if a copy at `place` would separate a pair of passes."""
         return place + away if place in self.within_pairs else place
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:
-        """Return the rank's order with passes O and R inserted at `places`; at the same place, O comes before R."""
+        """The rank's order with passes O and R inserted at `places`; at the same place, O comes before R."""
         put_in: dict[int, list[Pass]] = defaultdict(list)
         for kind, which in ((PassKind.O, 0), (PassKind.R, 1)):
             for key in sorted(places, key=self.forward.__getitem__):

@@ -21,12 +21,10 @@ from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
 SMALL = 1_000
-"""For schedules with at most this many passes and operations, more orders are compared (a few milliseconds each)."""
+"""For schedules with at most this many nodes (passes and operations), more orders are compared."""
 
 LARGE = 40_000
-"""For schedules with copies to the host and at least this many passes and operations, only `first_orders` are compared.
-With 32 ranks, 4 chunks and 40 microbatches, comparing them takes about two seconds.
-"""
+"""For schedules with copies to the host and at least this many nodes, only `first_orders` are compared."""
 
 EMBEDDING_GRADIENTS = 4
 """Largest number of microbatches whose embedding gradients may wait for IB."""
@@ -42,10 +40,9 @@ def reorder_for_costs(
 ) -> Schedule:
     """Reorder a schedule's passes for `costs` within `limits`, which the given order must respect.
 
-    With `StageCosts`, every rank's passes are ordered for that rank's own durations. `pairs[r]` are pairs of passes of
-    rank r; the second pass of a pair stays right after the first. `links` are pairs of nodes; the second node of a pair
-    waits for the first, in addition to the dependencies. Without `further_orders`, only the given order and the list
-    scheduler's results for it in both directions are compared.
+    `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
+    additional dependencies: the second node of each waits for the first. Without `further_orders`, only the given order
+    and the list scheduler's results for it in both directions are compared.
     """
     graph = linked_graph(schedule)
     for earlier, later in links:
@@ -117,10 +114,7 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and the list scheduler's results for it in both directions.
-
-        Of equally short orders, `reorder_for_costs` uses the first.
-        """
+        """The given order, and the list scheduler's results for it in both directions."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
@@ -128,13 +122,14 @@ class _Search:
     ) -> list[Found]:
         """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
-        A list scheduler never waits for a pass that is about to become ready: it runs another pass in the meantime,
-        which can delay the awaited pass by the other pass's duration. With even durations, passes become ready exactly
-        when they are needed. In an order found with even durations, passes with real durations wait only briefly for
-        each other. For the same reason, one more order is found as if vocabulary passes took no time, and is then
-        improved backwards with the real durations. All runs take equally long, so a schedule above `SMALL` gets only
-        one more run: in the other direction if it has vocabulary passes, otherwise with even durations. If it has
-        copies to the host, both of its first results are improved in the other direction; from `LARGE` on, neither is.
+        A list scheduler starts any ready pass, even if this delays a more urgent pass that is about to become ready.
+        With even durations, passes become ready exactly when they are needed, and an order found with them has only
+        short waits under the real durations. For the same reason, one more order is found as if vocabulary passes took
+        no time, and is then improved backwards with the real durations.
+
+        All runs take equally long, so a schedule above `SMALL` gets only one more run: in the other direction if it has
+        vocabulary passes, otherwise with even durations. If it has copies to the host, both first results are improved
+        in the other direction instead; from `LARGE` on, neither is.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -151,7 +146,6 @@ class _Search:
         return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
 
     def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
-        """The results of a list scheduler that works forwards in time, and of one that works backwards."""
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
@@ -176,16 +170,11 @@ class _Search:
         return makespan, orders
 
     def _parted(self, number: int) -> tuple[int, ...]:
-        """The two passes of a pair if `number` is the first of them, otherwise only `number`."""
         return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """The schedule for evaluation: the passes of `schedule.forward_only()`, reordered to fill the time that backwards
-    take in training.
-
-    An interlaced schedule becomes a vocab-1 schedule.
-    """
+    """The passes of `schedule.forward_only()`, reordered for evaluation; an interlaced schedule becomes vocab-1."""
     forward = expand_interlaced(schedule).forward_only()
     return reorder_for_costs(
         forward, MemoryLimits((forward.microbatches,) * forward.pipeline_size), costs or PassCosts()

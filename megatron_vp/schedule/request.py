@@ -27,33 +27,28 @@ schedule takes about three minutes on one core and 6 GB of memory.
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Everything that determines a schedule: equal requests give equal schedules. `ScheduleRequest.of` fills in
-    defaults.
+    """Everything that determines a schedule. `ScheduleRequest.of` fills in defaults.
 
     Raises UserError if the family does not support the method, the chunks, the offloaded chunks or the vocabulary
-    ranks; if there are too few ranks or microbatches, or more than LARGEST forwards; or if the costs are for another
-    number of stages or ranks. A schedule read from a file must have the requested number of ranks and, for training, at
-    least the requested number of microbatches.
+    ranks; for too few ranks or microbatches, or more than LARGEST forwards; for costs with another number of stages or
+    ranks; and for a schedule file with another number of ranks or, in training, too few microbatches.
     """
 
     family: Family
     """The schedule family; a schedule file becomes a family that has only this schedule."""
     pipeline_size: int
-    """Number of ranks, p."""
     microbatches: int
-    """Number of microbatches, m."""
     method: VocabMethod
-    """The vocabulary method."""
     chunks: int
     """Number of chunks per rank, v."""
     costs: Costs
-    """The durations for which passes are ordered; `StageCosts` gives each rank its own durations."""
+    """The durations for which passes are ordered."""
     vocab_ranks: tuple[int, ...]
     """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False
     """Whether the schedule is for evaluation (no backwards); a file's number of microbatches then does not matter."""
     further_orders: bool = True
-    """Whether the search compares further orders, which takes longer and may find a shorter schedule."""
+    """Whether to compare more orders, which takes longer and may find a shorter schedule."""
     offload_chunks: int = 0
     """Number of chunks per rank whose activations are in host memory between forward and backward."""
 

@@ -45,7 +45,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last pass on any rank; the first pass starts at 0."""
+        """End of the last pass on any rank."""
         return max(rank[-1][1] for rank in self.spans)
 
     @cached_property
@@ -100,10 +100,10 @@ class Timeline:
 class Simulator:
     """Simulates a schedule with one or more sets of costs.
 
-    Ranks run their passes in the schedule's order. A communicator's operations run in the order in which they become
-    ready under the constructor's `costs`. Every simulation keeps this order, because the lowered programs fix it. With
-    `one_queue`, copies share one hardware queue with the passes; see `Graph.link_one_queue`. Raises ScheduleError for a
-    missing, repeated or unexpected pass, and for an order that deadlocks.
+    A communicator's operations run in the order in which they become ready under the constructor's `costs`. Every
+    simulation keeps this order, because the lowered programs fix it. With `one_queue`, copies share one hardware queue
+    with the passes; see `Graph.link_one_queue`. Raises ScheduleError for a missing, repeated or unexpected pass, and
+    for an order that deadlocks.
     """
 
     @gc_paused()

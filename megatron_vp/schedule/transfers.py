@@ -1,7 +1,4 @@
-"""Operations that ranks start and later wait for: messages, collectives and copies.
-
-Each kind of operation is a class that defines its members, its lane and a description in words.
-"""
+"""Operations that ranks start and later wait for: messages, collectives and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import NamedTuple, Protocol, Self
 class Channel(StrEnum):
     """Kinds of point-to-point traffic; each (source, target, channel) has its own communicator."""
 
-    __hash__ = str.__hash__  # see PassKind
+    __hash__ = str.__hash__
 
     content: str
     """Description of the data that a rank waits for."""
@@ -27,11 +24,11 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """Labels that rank p-1 sends to a last stage on another rank if vocabulary layers are not split."""
+    """Labels that rank p-1 sends to a last stage on another rank if the vocabulary layers are not split."""
     TOKEN_LOSS = "token-loss", "the token losses"
-    """Token losses that the last stage sends to the loss function on rank p-1, in the same cases as LABELS."""
+    """Token losses that this last stage sends to the loss function on rank p-1."""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """Gradient with respect to token losses, which rank p-1 sends back in training in the same cases as LABELS."""
+    """The gradient with respect to these token losses, which rank p-1 sends back in training."""
 
 
 class Origin(Enum):
@@ -40,15 +37,13 @@ class Origin(Enum):
     READERS = auto()
     """Rank 0, which reads token ids, and rank p-1, which reads labels."""
     ROOT = auto()
-    """The collective's root."""
     ALL = auto()
-    """All members."""
 
 
 class CollectiveKind(StrEnum):
     """Operations of the vocabulary communicator, whose members are `Schedule.vocab_members`."""
 
-    __hash__ = str.__hash__  # see PassKind
+    __hash__ = str.__hash__
 
     origin: Origin
 
@@ -82,8 +77,7 @@ class CollectiveKind(StrEnum):
 class Operation(Protocol):
     """Interface of every kind of operation.
 
-    A kind is a NamedTuple with a field `microbatch`. `str` of an operation is unique in its schedule. The runtime has
-    one runner per kind (`megatron_vp.runtime.pipeline`).
+    A kind is a NamedTuple with a field `microbatch`. `str` of an operation is unique in its schedule.
     """
 
     @property

@@ -47,11 +47,10 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
-    """Simulate the programs on ranks that block at every post until the operation is complete.
+    """Simulate the programs on ranks that block at every post until all members have posted the operation.
 
-    Blocking at every post is the worst case. The simulation covers hosts that wait for their devices at any point
-    (kernel loading, the allocator, timers, debuggers), and streams that share one hardware queue. An operation is
-    complete when all its members have posted it.
+    This worst case covers hosts that wait for their devices at any point (kernel loading, the allocator, timers,
+    debuggers), and streams that share one hardware queue.
 
     Raises ScheduleError if the i-th operations of two members on a communicator differ, if a member never posts an
     operation, or if ranks wait for each other.

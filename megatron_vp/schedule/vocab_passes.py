@@ -1,9 +1,9 @@
 """Inserts the vocabulary passes into any base schedule.
 
-Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, right after its forward of chunk 0.
-For each barrier of the method, the last stage waits one more `BuildingBlock.step` between a microbatch's F and its B.
+Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, at the end of its forward of chunk
+0. For each barrier of the method, the last stage waits one more `BuildingBlock.step` between a microbatch's F and B.
 Each vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots can be short, because
-nominal times determine only the order of passes. `reorder_for_costs` then reorders the passes for their real costs.
+nominal times determine only the order of passes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Sort every rank's passes by their nominal times; backwards come one step later for each barrier of the method.
-
-    `vocab_ranks` are the ranks that hold vocabulary rows.
-    """
+    """Sort every rank's passes by their nominal times; each barrier of the method delays all backwards by one step."""
     delay = vocab.barriers * block.step
     slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
     ranks: list[list[TimedPass]] = []

@@ -75,7 +75,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     for number in numbers:
         node = graph.nodes[number]
         needed = [place_of[each] for each in graph.predecessors[number]]
-        # If the lane has a previous node, the simulator has made that node the last predecessor.
+        # The simulator has appended the lane's previous node, if any, to the predecessors.
         has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
         turn = needed.pop() if has_turn else None
         times = _rounded(start[number]), _rounded(end[number])
@@ -116,5 +116,5 @@ def _levels(timeline: Timeline, held: Held) -> list[list[list[float]]]:
 
 
 def _rounded(time: float) -> float:
-    """Round to nine significant digits, which keeps the file small and is invisible in the picture."""
+    """Round to nine significant digits, which keeps the file small."""
     return float(f"{time:.9g}")

@@ -1,7 +1,7 @@
 """DualPipeV: chunks in V shape; forwards are paired with whole backwards of other microbatches.
 
-Time is divided into slots, each as long as one forward and one whole backward. Every microbatch advances one stage per
-slot, down the V and up again. So on every rank, the forward of one chunk and the backward of the other share a slot.
+A slot is as long as one forward and one whole backward. Every microbatch advances one stage per slot, down the V and up
+again. So on every rank, the forward of one chunk and the backward of the other share a slot.
 
 Source: DeepSeek-AI's DualPipe and its V-shaped form, https://github.com/deepseek-ai/DualPipe.
 """
@@ -37,10 +37,9 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
     backward = [(4 * p - 1 - stage) * slot + behind_forward for stage in stages]
 
     def overlaps(rank: int, microbatches: int, barriers: int) -> list[tuple[Pass, Pass]]:
-        """The rank's (forward, backward) pairs; a slot has one only if neither pass would have to wait for the other.
+        """The rank's (forward, backward) pairs. Each barrier delays backwards by two slots, the time of one microbatch.
 
-        Each barrier delays backwards by two slots, the time of one microbatch. The first 2p - 1 - r forwards of chunk 0
-        (and one more for each barrier) fill the pipeline.
+        The first 2p - 1 - r forwards of chunk 0, and one more for each barrier, fill the pipeline and stay unpaired.
         """
         apart, pairs = p + barriers, []
         for microbatch in range(apart, microbatches):

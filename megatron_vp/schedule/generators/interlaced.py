@@ -12,9 +12,8 @@ def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
     """Rank r holds at most floor(1.5 p) - r microbatches.
 
     Between two Vs, every rank runs one forward and one backward. The last rank runs the backward first, the rank before
-    it the forward first, and so on alternately. So between two Vs, a forward on every second rank can follow the
-    forward of the previous rank, but no backward can follow the backward of the next rank. From one V to the next,
-    forwards therefore advance two ranks, and backwards advance one rank.
+    it the forward first, and so on alternately. So from one V to the next, forwards advance two ranks, and backwards
+    advance one rank.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 

@@ -8,7 +8,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Rank r runs 2(p - 1 - r) + (v - 1)p forwards, then one forward and one backward in turn, as in Megatron.
+    """Rank r holds the activations of at most 2(p - 1 - r) + (v - 1)p + 1 chunks, as in Megatron.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 

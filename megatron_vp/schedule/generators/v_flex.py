@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """The function that builds this shape's building block, in the form that `Family.block` requires."""
+        """The function that builds this shape's building block, for `Family.block`."""
         return partial(_v_flex, self)
 
 

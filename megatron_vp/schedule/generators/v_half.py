@@ -1,4 +1,4 @@
-"""V-Half: chunks in V shape with slack only on the way down. All ranks hold half of 1F1B's peak activations."""
+"""V-Half: chunks in V shape with slack only on the way down. Peak activations are about half of 1F1B's."""
 
 from __future__ import annotations
 

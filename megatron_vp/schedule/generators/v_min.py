@@ -1,4 +1,4 @@
-"""V-Min: chunks in V shape without slack between ranks. All ranks hold a third of 1F1B's peak activations."""
+"""V-Min: chunks in V shape without slack between ranks. Peak activations are about a third of 1F1B's."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def zb_h1(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p microbatches, as rank 0 does in 1F1B.
-
-    In 1F1B, rank r holds p - r microbatches. In ZB-H1, rank r may hold r more microbatches, whose W is still pending.
+    """Rank r holds at most p - r microbatches, as in 1F1B, and r more whose W is still pending.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 

@@ -9,9 +9,8 @@ from megatron_vp.schedule.costs import PassCosts
 def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Every rank holds at most p microbatches.
 
-    Forwards and backwards both advance one rank every third slot, down the V and back up. The only exception is the
-    step between the two chunks of the last rank, which takes one slot. The slack of two slots per stage fills the
-    warm-up and hides communication.
+    Forwards and backwards both advance one rank every third slot, down the V and back up; only the step between the two
+    chunks of the last rank takes one slot. The slack of two slots per stage fills the warm-up and hides communication.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
