@@ -121,7 +121,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Equal schedules give equal files: the hash salt fixes SVG identifiers. Text is stored as text, not as outlines.
+    # Equal schedules give equal files: SVG has a fixed hash salt and no date. Text is stored as text, not outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()

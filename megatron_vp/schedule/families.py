@@ -188,10 +188,7 @@ def is_file(name: str) -> bool:
 
 
 def family_of_file(path: str) -> Family:
-    """The record of the schedule in a file; its name is the path.
-
-    Raises UserError if the file cannot be read or the schedule cannot run.
-    """
+    """The record of the schedule in a file. Raises UserError if the file cannot be read or the schedule cannot run."""
     file = Path(path)
     about = file.stat() if file.exists() else None
     return _read(path, about and about.st_mtime_ns)
@@ -209,10 +206,7 @@ def text_of_file(path: str) -> str:
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule in `text`, the contents of the file `path`.
-
-    Raises UserError if the text has a format error or the schedule cannot run.
-    """
+    """The record of the schedule in `text`. Raises UserError for a format error or a schedule that cannot run."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:

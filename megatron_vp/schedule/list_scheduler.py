@@ -320,10 +320,7 @@ class _ListScheduler:
                 rank.admit_delayed()
 
     def _begin_pair(self, rank: _Rank, now: float) -> None:
-        """If a pair is next in the given order and its first pass is ready, run this pass before the second is ready.
-
-        The rank has nothing else to run, and other ranks thus get their input earlier.
-        """
+        """If only the first pass of the next pair is ready, run it alone, because the rank has nothing else to run."""
         following = rank.order[rank.left[-1]] if rank.left else None
         if following not in self.halves or self.waits[self.halves[following][0]]:
             return

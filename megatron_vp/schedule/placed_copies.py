@@ -65,7 +65,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Each R, with its rank, that has no computing pass between it and its O."""
+    """Each R, with its rank, that follows its O without a computing pass in between."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found

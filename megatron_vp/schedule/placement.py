@@ -9,9 +9,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """Assigns virtual stages to ranks: `stage_of[rank][chunk]` is a stage, and each stage from 0 to p*v-1 appears once.
+    """Assigns virtual stages to ranks: `stage_of[rank][chunk]` is a stage.
 
-    Raises ValueError if the table is ragged or not a permutation of the stages.
+    Raises ValueError unless all rows have the same length and each stage from 0 to p*v-1 appears once.
     """
 
     stage_of: tuple[tuple[int, ...], ...]

@@ -138,11 +138,7 @@ class ScheduleRequest:
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
-        """Reorder the nominal order for the costs.
-
-        If activations would be copied back immediately after they were copied out, links keep some computation in
-        between, as in the nominal order.
-        """
+        """Reorder the nominal order for the costs; links keep some computation between each O and its R."""
         links: list[tuple[Step, Step]] = []
         for _ in range(4):
             found = reorder_for_costs(

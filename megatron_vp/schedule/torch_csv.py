@@ -28,10 +28,7 @@ def looks_like_actions(text: str) -> bool:
 
 
 def from_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's CSV of compute actions; a rank's chunks are numbered in the order of their stages.
-
-    Raises a UserError that names the first format error.
-    """
+    """Read PyTorch's CSV of compute actions; a rank's chunks are in the order of their stages. Raises UserError."""
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
     except csv.Error as error:

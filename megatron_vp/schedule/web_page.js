@@ -53,7 +53,7 @@ class View {
       || row.find((node) => node.end > node.start && node.start - near <= time && time < node.end + near) || null;
   }
 
-  // Nodes in one direction of the dependencies, up to the nearest passes; the search continues through communication.
+  // The nearest passes before or after a node, and the communication on the way to them.
   reach(node, way) {
     const found = new Set(), open = [...node[way]];
     while (open.length) {
@@ -65,7 +65,7 @@ class View {
     return found;
   }
   previous(node) { return this.nodes[node.turn] || null; } // on its rank or communicator
-  decider(node) { // the node that ended last of those it waited for; in a tie, not the previous node on its rank
+  decider(node) { // of the awaited nodes, the last to end; in a tie, not the previous node on its rank
     return node.before.map((index) => this.nodes[index])
       .reduce((last, each) => !last || each.end >= last.end ? each : last, this.previous(node));
   }
