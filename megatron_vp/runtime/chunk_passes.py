@@ -29,7 +29,7 @@ class VocabLayers(Protocol):
         """Read the microbatch's data: token ids on rank 0, labels on rank p-1, nothing on other ranks."""
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the autograd leaf from which stage 0's input is computed, and stage 0's input [s, b, h]."""
+        """Return the autograd leaf from which stage 0's input is computed, and stage 0's input [s / sp_size, b, h]."""
 
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Process the gradient that the backward of stage 0 has left in `leaf`."""

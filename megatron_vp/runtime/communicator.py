@@ -78,9 +78,7 @@ class NativeCommunicator:
 
 
 class MessageCommunicator:
-    """Implements the operations with messages, for gloo, whose own collectives need more messages and more steps for
-    small tensors.
-    """
+    """Implements the operations with messages for gloo, whose own collectives take more messages for small tensors."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

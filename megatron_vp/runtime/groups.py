@@ -1,5 +1,4 @@
-"""Creates a pipeline's process groups: groups for the vocabulary collectives, and one group per directed edge and
-channel.
+"""Creates a pipeline's process groups: for the vocabulary collectives, and for each directed edge and channel.
 
 Each communicator carries one kind of traffic, in a fixed order. Therefore no send can match the wrong receive, and no
 message waits behind an unrelated message.

@@ -125,8 +125,7 @@ class SavedForward:
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
-        """Divide the saved storages into `moving` and `staying`; called after the forward's output data has been
-        released.
+        """Divide the saved storages into `moving` and `staying`, after the forward's output data has been released.
 
         This call also frees the data of the graph's leaf. The leaf keeps its shape, because autograd compares the
         shapes of a leaf and its gradient.

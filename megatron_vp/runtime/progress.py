@@ -95,7 +95,7 @@ class Progress:
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Context manager for one iteration: turns a lost connection into PeerLost, adds the place to other errors."""
+        """Wrap one iteration: raise PeerLost for a lost connection, and add the rank's position to other errors."""
         self.iteration += not rehearsal
         try:
             yield

@@ -17,9 +17,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard. Every later microbatch uses many rows of one shard, and one or
-two rows of every other shard.
-"""
+"""The first microbatch uses many rows of every shard, the second of the first shard, and the third of the last."""
 
 
 class RehearsalModel:

@@ -38,16 +38,13 @@ class Slot(Enum):
     consumed when the copy-back has been awaited.
     """
     LEFT_FOR_W = auto()
-    """Marks a weight gradient that B left to W, keyed by chunk (the model has the tensors). Produced by B; consumed by
-    W.
-    """
+    """Marks a weight gradient that B left to W, keyed by chunk. Produced by B; consumed by W."""
 
     TOKENS = auto()
     """Token ids, int64 [b, e], on rank 0. Produced when the microbatch is loaded; consumed by the collective TOKENS."""
     LABELS = auto()
     """Labels, int64 [b, e], on rank p-1. Produced when the microbatch is loaded; consumed by the collective TOKENS. If
-    another rank holds an unsharded output layer, labels are keyed by the last stage, and consumed by F of the last
-    stage.
+    another rank holds an unsharded output layer, labels are keyed by the last stage and consumed by its F.
     """
 
     TOKEN_LOSS = auto()

@@ -10,7 +10,7 @@ With a softcap k on the logits, a and z are capped. The entries of E are multipl
 tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.
 
 Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs over E
-can include the term: E gets `SMOOTHING_ROWS` additional rows, whose entries are all `SMOOTHING_ENTRY`.
+can include the term: E and X' = c g X get `SMOOTHING_ROWS` additional rows, which in E hold only `SMOOTHING_ENTRY`.
 
     E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
     E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the error of this rounding

@@ -36,7 +36,7 @@ class Operations(Protocol):
         """Turn logits into E = exp(logit - row maximum), zero in the target's column.
 
         With a softcap k, a logit y is first capped to k tanh(y / k). The stored E is then multiplied by the slope 1 -
-        tanh(y / k)^2, which gradients need; l is the sum of E without the slope.
+        tanh(y / k)^2, which gradients need.
 
         Args:
             logits_nv: [n, V/p], V/p >= 1. Overwritten.
@@ -47,9 +47,10 @@ class Operations(Protocol):
             softcap: k; 0 leaves logits as they are.
 
         Returns:
-            The packed statistics [3, n]: a, l, and t z plus u times the row's sum. The target's column, int64 [n], and
-            z, the target's capped logit; if the target belongs to another shard, these are -1 and 0. Floats are in
-            fp32, or in fp64 if the logits are.
+            The packed statistics [3, n]: the row maximum a; the sum l of the exponentials, without slopes and with the
+            target's; t z plus u times the row's sum. The target's column, int64 [n], and z, the target's capped logit;
+            if the target belongs to another shard, these are -1 and 0. Floats are in fp32, or in fp64 if the logits
+            are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:

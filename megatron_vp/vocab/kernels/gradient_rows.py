@@ -30,8 +30,7 @@ SUMS_TILE = (128, 32)
 """Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# Names of vectors with one number per token. These vectors are rows of packed tensors, so their alignment depends on
-# the number of tokens.
+# Vectors with one number per token: rows of packed tensors, whose alignment depends on the number of tokens.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 

@@ -2,9 +2,8 @@
 
 A fast GPU needs about as long to move the four bytes per logit as to issue 20 instructions per logit, so both memory
 traffic and instruction counts matter. The kernels use one load, one store and one exponential per logit, and so few
-registers that all 64 warps of a multiprocessor have a row in flight. For some widths, the kernels load up to two fifths
-of a row's logits a second time, while the logits are still in L1. `tests/vocab/data/kernel_counts.csv` lists the
-instruction and register counts.
+registers that a multiprocessor can run 64 warps. For some widths, up to two fifths of a row's logits are loaded again,
+from L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
 """
 
 from __future__ import annotations
@@ -62,12 +61,10 @@ class Launch:
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
     """Choose the launch for rows of a given width; up to 16,384 columns, a multiprocessor can then run 64 warps.
 
-    In a piece, every thread handles one vector. Two pieces fit in 32 registers in any dtype, and three pieces in 16-bit
-    dtypes.
-
-    The number of threads in a program is a power of two, so most widths leave lanes of the last piece idle. In bf16, if
-    much of two or three pieces would be idle, the launch uses half the warps and four or five pieces. Four or five
-    pieces do not fit in 32 registers, so pieces beyond the third are read again.
+    In a piece, every thread handles one vector. The number of threads in a program is a power of two, so most widths
+    leave lanes of the last piece idle. In bf16, if much of two or three pieces would be idle, the launch uses half the
+    warps and four or five pieces. Four or five pieces do not fit in 32 registers, so pieces beyond the third are read
+    again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)
@@ -127,7 +124,7 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _capped(logit, softcap):
-    """Return softcap * tanh(logit / softcap) to within 1e-6, or the logit without a softcap or beyond the row."""
+    """Return softcap * tanh(logit / softcap) to within 1e-6; without a softcap or beyond the row's end, the logit."""
     if softcap is None:
         return logit
     else:
@@ -151,9 +148,7 @@ def _kept(exp, logit, softcap):
 
 @triton.jit
 def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Overwrite the logits with exp(logit - largest), times the softcap's slope if there is one; return the fp32
-    exponential.
-    """
+    """Overwrite logits with exp(logit - largest), times a softcap's slope; return the exponential alone, in fp32."""
     # The exponent is not computed as fma(logit, log2 e, -largest log2 e): with logits near -1000, the product of
     # `largest` and log2 e has a rounding error of 3e-5.
     wide = _capped(_widened(logit, PIECES), softcap)
