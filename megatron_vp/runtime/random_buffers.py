@@ -20,7 +20,7 @@ class RandomBuffers(Shapes):
     vocab_size: int
 
     def activation(self) -> torch.Tensor:
-        """An activation or its gradient [s, b, h]."""
+        """An activation or its gradient [s / sp_size, b, h]."""
         return super().activation().normal_()
 
     def rows(self, count: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ class RandomBuffers(Shapes):
         return super().rows(count).normal_()
 
     def token_ids(self) -> torch.Tensor:
-        """Token ids or labels, int64 [b, s]."""
+        """Token ids or labels, int64 [b, e]."""
         return super().token_ids().random_(self.vocab_size)
 
     def token_loss_grads(self) -> torch.Tensor:

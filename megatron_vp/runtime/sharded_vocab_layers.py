@@ -92,7 +92,7 @@ class ShardedVocabLayers:
             self._model.receive_words(ahead)
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Store X [n, h] for pass S of all ranks; with sequence parallelism, store only this rank's rows of X."""
+        """Store X [outputs, h] for pass S of all ranks; with sequence parallelism, store only this rank's rows of X."""
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:

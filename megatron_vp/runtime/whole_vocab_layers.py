@@ -33,7 +33,7 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read token ids on rank 0 and labels on rank p-1; if another rank holds the last stage, store its labels."""
+        """Read token ids on rank 0, labels on rank p-1. If the last stage is elsewhere, store the labels to be sent."""
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:
