@@ -1,7 +1,7 @@
 """Lists every group of patches for Megatron, the runs that need the group, and when the group is applied.
 
 A group names the module of its patches as a string, so that importing this table does not import Megatron. Only the
-modules of groups that a run needs are imported. `megatron-vp patches` and the documentation show the table.
+modules of groups that a run needs are imported.
 """
 
 from __future__ import annotations
@@ -78,15 +78,11 @@ class PatchGroup:
     """Patches that are applied together.
 
     patches: `module:attribute` of a tuple of patches.
-    applies: the runs that need the patches.
-    stage: when the patches are applied during startup.
     without: what happens in a run without the patches.
-    essential: whether a run that needs the patches is refused if they do not fit Megatron. True if a run without the
-        patches could compute wrong results, hang, or damage checkpoints. False if a run without the patches would only
-        lose a convenience or stop with an error from Megatron: patches that do not fit are left out, and the log says
-        so.
-    package: the package that owns the patched symbols, if not Megatron; if that package is not installed, nothing is
-        checked.
+    essential: whether a run that needs the patches is refused if they do not fit Megatron. True if the run could
+        otherwise compute wrong results, hang, or damage checkpoints. False if the run would only lose a convenience or
+        stop with an error from Megatron; the log then says that the patches are left out.
+    package: the package that owns the patched symbols, if not Megatron; if it is not installed, nothing is checked.
     """
 
     name: str
@@ -98,10 +94,7 @@ class PatchGroup:
     package: str | None = None
 
     def for_series(self, series: str) -> tuple[Patch, ...]:
-        """Return the patches for a release series.
-
-        The call imports the module that declares the patches, and with it parts of Megatron.
-        """
+        """Import the module of the patches, and with it parts of Megatron. Return the patches for a release series."""
         module, _, attribute = self.patches.partition(":")
         declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
         return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)

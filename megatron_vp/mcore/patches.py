@@ -1,9 +1,7 @@
 """Checks patches against the installed Megatron, applies them, and undoes them.
 
-A patch names its target as `module:attribute.path`, makes the replacement from the original, and states the signature
-that the original is expected to have. A set of patches is applied completely or not at all, and can be undone. Patches
-that are already applied are not applied again. If a target has changed, an error names the target. No patch is skipped
-silently. `patch_table.py` declares which patches exist and when they are applied.
+A set of patches is applied completely or not at all: if one target has changed, an error names it. `patch_table.py`
+    declares which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class Variant:
     """The differences of a patch in one release series of megatron-core."""
 
     signature: str
-    """The target's signature in the release series."""
     make: Callable[[Any], Any] | None = None
     """The function that makes the replacement in the release series; None to use `Patch.make`."""
 
@@ -97,10 +94,9 @@ _applied: dict[str, _Applied] = {}
 
 
 def signature_of(value: Any) -> str:
-    """Return the parameters of a callable as `(a, b=1, *, c)`, `builtin` if Python cannot tell the parameters, or
-    `value` for an object that is not callable.
+    """Return the parameters of a callable as `(a, b=1, *, c)`, without annotations, which do not affect callers.
 
-    Annotations are left out, because a changed annotation does not affect callers.
+    Returns `builtin` if Python cannot tell the parameters, and `value` for an object that is not callable.
     """
     if not callable(value):
         return "value"

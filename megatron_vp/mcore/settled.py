@@ -45,9 +45,7 @@ class Words:
     """The words of a run's command line and configuration files, before parsing."""
 
     all: tuple[str, ...] = ()
-    """All words that were parsed: first the flags added for the platform, then the words of configuration files, then
-    the words of the command line.
-    """
+    """All parsed words: first the platform's flags, then configuration files, then the command line."""
     platform_flags: tuple[str, ...] = ()
     """Megatron's flags that the plug-in added for the platform."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -133,12 +131,9 @@ class ChosenRows:
     rows: tuple[int, ...] | None = None
     """The number of rows of each pipeline rank, summed over its tensor ranks; None for equal shards."""
     reason: str | None = None
-    """Why the plug-in chose these rows; None if the user gave them, or if the shards are equal and need no explanation.
-    """
+    """Why the plug-in chose these rows; None if the user gave them, or for equal shards that need no explanation."""
     layout: str | None = None
-    """The layout that was chosen with the rows (for a hybrid model, a pattern with `|`); None to keep the user's
-    layout.
-    """
+    """The layout chosen with the rows (for a hybrid model, a pattern with `|`); None to keep the user's layout."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ _process = _Process()
 def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
     """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
-    `text_of` returns the text of the file. Raises UserError if the file cannot be used.
+    Raises UserError if the file cannot be used.
     """
     clear()
     if _names_file(schedule):
@@ -247,7 +242,7 @@ def placed_as_megatron() -> Iterator[None]:
 
 
 def is_settled() -> bool:
-    """Whether this process has a job, so that `current` can return it."""
+    """Whether this process has a job."""
     return _process.job is not None
 
 

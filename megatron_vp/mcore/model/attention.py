@@ -29,15 +29,13 @@ from megatron_vp.mcore.settled import replay
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Replaces Megatron's `DotProductAttention`, with the same constructor and tensor shapes and without parameters.
+    """Replaces Megatron's `DotProductAttention`, with the same tensor shapes.
 
-    The constructor also accepts the sizes `k_channels` and `v_channels`, which latent attention passes, and ignores
-    them: the key and value tensors already have these sizes.
+    The constructor accepts `k_channels` and `v_channels` from latent attention, but the tensors already have these
+    sizes.
 
-    A causal layer ignores its mask argument, because the mask only encodes causality. For packed documents, Megatron
-    passes boundaries instead of a mask, and attention is computed for each document separately. Scores are scaled once,
-    by 1 / sqrt(head size). Megatron's query-key layer scaling divides scores by the layer number to fit the fp16 range
-    and multiplies them again inside the softmax. Fused kernels compute scores in fp32 and do not need this scaling.
+    A causal layer ignores its mask argument, because the mask only encodes causality. Megatron's query-key layer
+    scaling, which keeps fp16 scores in range, is not needed, because fused kernels compute scores in fp32.
 
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
     of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences in this way to balance
@@ -91,13 +89,12 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Compute attention separately for each document of a packed sequence.
+        """Compute attention; in a packed sequence, separately for each document.
 
         Args:
-            query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and
-                [s, b, groups, dv], where `groups` divides `heads`, and dv is d except in latent attention.
-            attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key; unused in a causal
-                layer.
+            query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and [s, b,
+                groups, dv], where `groups` divides `heads`, and dv is d except in latent attention.
+            attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key.
             attn_mask_type: replaces the layer's own type if given.
             packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
                 dimension b.

@@ -1,11 +1,9 @@
-"""Places layers where the schedule needs them, by changing Megatron's layout class and the function that selects a
-segment of a hybrid pattern.
+"""Places layers where the schedule needs them.
 
-Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: chunk c of rank r is virtual stage c p
-+ r. Some of our schedules place chunks differently: in a V-shaped schedule, the second chunks are placed from the last
-rank to the first, so that rank 0 holds both the first and the last stage. The layout string keeps Megatron's meaning:
-it lists segments in stage order. Checkpoints and logs record the string unchanged. The segments of
-`--hybrid-layer-pattern` are placed in the same way.
+Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin: on p ranks, chunk c of rank r is
+virtual stage c p + r. In a V-shaped schedule, however, the second chunks are placed from the last rank to the first, so
+that rank 0 holds both the first and the last stage. The layout string still lists segments in stage order, and
+checkpoints and logs record it unchanged. The segments of `--hybrid-layer-pattern` are placed in the same way.
 """
 
 from __future__ import annotations

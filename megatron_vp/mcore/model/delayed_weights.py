@@ -26,9 +26,7 @@ from megatron_vp.mcore.model.sequence import own_part, whole_sequence
 from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
-"""The Transformer Engine version that Megatron requires for delayed weight gradients with overlapped gradient
-reduction.
-"""
+"""Megatron requires this Transformer Engine version for delayed weight gradients with overlapped gradient reduction."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,7 @@ class DelayedWeightGradient:
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The layers of a chunk that queue the operands of their weight gradients. Megatron's local layers have no queue
-    for weight gradients.
-    """
+    """The layers of a chunk that queue the operands of their weight gradients."""
     return tuple(
         module
         for module in chunk.modules()
@@ -115,13 +111,11 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
     """Empty the layers' queues after a backward, and accumulate the gradients that autograd left in their parameters.
 
     Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is None, or a dummy
-    if the product writes to `main_grad` itself. For grouped experts, the `grad` of a weight is an uninitialised buffer
-    that the product would fill later. The buffer is as large as the weight and is freed here, because pass W allocates
-    another one.
+    if the product writes to `main_grad` itself. For grouped experts, it is an uninitialised buffer as large as the
+    weight. The buffer is freed here, because pass W allocates another one.
 
-    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If an input was
-    gathered over the tensor ranks and `w_is_late`, only this rank's part of the input is kept, and W gathers the input
-    again.
+    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If `w_is_late`,
+    only this rank's part is kept of an input that was gathered over the tensor ranks, and W gathers the input again.
     """
     taken = []
     for layer in layers:
@@ -155,9 +149,7 @@ def _without_graph(operand: Any) -> Any:
 
 
 def _free_rows(operand: Any) -> None:
-    """Free the row-wise copies of a quantised operand or of a list of operands. Pass W reads only the column-wise
-    copies.
-    """
+    """Free the row-wise copy of each quantised operand. Pass W reads only the column-wise copies."""
     for each in operand if isinstance(operand, list) else [operand]:
         if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
             each.update_usage(rowwise_usage=False, columnwise_usage=True)

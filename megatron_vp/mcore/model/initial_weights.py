@@ -1,19 +1,18 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
-Megatron initialises the weights rank by rank. Every pipeline rank seeds its generators with the job's seed + 100 x its
-rank, then builds its stage: embedding, layers in order, output layer. In a V-shaped schedule, for example, a rank does
-not hold the same layers as in plain Megatron, so the layers would get different initial weights.
+Megatron initialises the weights rank by rank: every pipeline rank seeds its generators with the job's seed + 100 x its
+    rank, then builds its stage. If a schedule moves layers to other ranks, as V-shaped schedules do, these layers would
+    get different initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
 generators. Our chunks are built afterwards and copy these weights by global name. Values that another rank holds are
 broadcast. The method works for every layer that draws its weights in its constructor. The extra cost arises only at
-startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled. No rank
-ever holds the whole model.
+startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled.
 
 Plain Megatron divides the model by the user's layout if there is one, and evenly otherwise. If our schedule places
-chunks as Megatron does, the plain run whose weights we take has the same number of chunks per rank. If our schedule
-places chunks differently, the plain run has one stage per rank, and rank r joins segments v r to v r + v - 1 of our v p
-segments. If our segments are even, the joined stages equal Megatron's even split.
+chunks as Megatron does, the plain run has the same number of chunks per rank. If our schedule places chunks
+differently, the plain run has one stage per rank: with v chunks on each of p ranks, rank r joins segments v r to v r +
+v - 1 of our v p segments. If our segments are even, the joined stages equal Megatron's even split.
 """
 
 from __future__ import annotations
@@ -105,13 +104,7 @@ BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
 
 
 class PlainStart:
-    """Holds the chunks that this rank would have in plain Megatron until our chunks have copied the weights.
-
-    Args:
-        job: the job with its final settings.
-        groups: this rank's process groups in Megatron.
-        build: builds one chunk; called for each of the rank's plain chunks in turn.
-    """
+    """Holds the chunks that this rank would have in plain Megatron until our chunks have copied the weights."""
 
     def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> None:
         layout = PlainLayout.of(job)
@@ -183,12 +176,10 @@ class PlainStart:
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
-    """Build the weights that our chunks start from; return None if the chunks draw plain Megatron's weights anyway or
-    need no weights.
+    """Build the weights that our chunks start from, or return None if our chunks do not need them.
 
     All ranks of a model replica make this call before the first chunk is built. The weights are not needed if every
-    layer is on the same rank as in plain Megatron, if a checkpoint replaces them, or if no weights are drawn (on the
-    meta device, and in a replay of a single rank).
+    layer is on the same rank as in plain Megatron, if a checkpoint replaces them, on the meta device, or in a replay.
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
@@ -212,8 +203,8 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context in which one of our chunks is built. On exit, the context restores the random generators to the state
-    in which plain Megatron's construction left them.
+    """A context for building one of our chunks. On exit, the random generators are as plain Megatron would have left
+    them.
     """
     if start is None:
         yield
@@ -270,7 +261,6 @@ def _global_name(chunk: nn.Module, name: str) -> str:
 
 
 def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
-    """Join consecutive segments into groups of `size`."""
     return (segments[first : first + size] for first in range(0, len(segments), size))
 
 

@@ -26,14 +26,11 @@ _UNREAD = (
     "num_microbatches_with_partial_activation_checkpoints",
     "defer_embedding_wgrad_compute",
 )
-"""Fields of a model configuration that only Megatron's own schedules read. No flag sets these fields, but a script may.
-"""
+"""Model configuration fields that only Megatron's own schedules read. A script may set them; no flag does."""
 
 
 _UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""Model configuration fields for fp8 that were not tested under our schedules. No flag sets these fields, but a script
-may.
-"""
+"""Model configuration fields for fp8 that were not tested under our schedules. A script may set them; no flag does."""
 
 
 _SOFTCAP = "final_logit_softcapping"
@@ -91,10 +88,9 @@ def softcap_of(config: Any) -> float:
 
 
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split. A
-    chunk with split vocabulary layers returns hidden states instead of losses.
+    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split.
 
-    The decoder's input is set only during pass F, which distinguishes a call by pass F from a call by the script.
+    Such a chunk returns hidden states instead of losses. The decoder's input is set only during pass F.
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(

@@ -41,8 +41,7 @@ class PrefetchedEmbedding(nn.Module):
 
 
 def attach_mtp_block(chunk: nn.Module) -> None:
-    """Make the chunk run the MTP block after its decoder, with embedding rows that it receives, and remove the chunk's
-    own embedding.
+    """Make the chunk run the MTP block after its decoder, on embedding rows that other ranks have looked up.
 
     `mtp_process` is set to False, because Megatron would otherwise treat the chunk as an owner of the word embedding in
     checkpoints and in the gradient reduction.
@@ -75,13 +74,13 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yield the rows of the following tokens in packed documents. As in Megatron, the last positions of a document get
-    the row for positions past the end of a sequence, instead of rows of the next document. These last positions do not
-    contribute to any loss, but the block's experts process them like other tokens.
+    """Yield the rows [b, s, h] of the following tokens, with `beyond_b1h` where a following token is in another
+    document.
+
+    Megatron does the same. The replaced rows do not affect any loss, but the block's experts process them.
 
     Args:
-        ahead: yields rows [b, s, h], shifted by one more position each time.
-        beyond_b1h: the row for positions past the end of a sequence.
+        ahead: yields rows that are shifted by one more position each time.
         ends: 0, then the positions at which documents end, in ascending order.
     """
     for depth, rows_bsh in enumerate(ahead, start=1):
@@ -93,13 +92,11 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append the values of the `count` positions after each chunk to this rank's values [b, s].
+    """Append the values of the `count` positions after each chunk of the sequence to this rank's values [b, s].
 
     With context parallelism, these positions can be on other ranks, so Megatron's `roll_tensor` fetches their values.
 
     Args:
-        values_bs: int64, the values of this rank's positions.
-        count: how many positions to append per chunk.
         cp_chunks: how many chunks of the sequence this rank holds.
         context_group: the ranks that share the sequence; all of them must call this together.
 
@@ -116,9 +113,7 @@ def append_next_tokens(
 
 
 class _FinishedOutputLayer:
-    """Replaces the output layer in Megatron's loss for further predictions, because their token losses are already
-    computed.
-    """
+    """Replaces the output layer in Megatron's loss for further predictions, whose losses are already computed."""
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
@@ -144,8 +139,6 @@ def with_further_predictions(
     Args:
         token_loss_ks: the token losses of all predictions, [(1 + k) b, s].
         target_is_argmax_ks: whether the target's logit is the largest logit; same shape as `token_loss_ks`.
-        labels_bs, loss_mask_bs: as the user's script passed them to the model.
-        config: Megatron's model configuration.
         context_group: the ranks that share the sequence; all of them must call this together, because shifting the mask
             exchanges values between them.
         packed_seq_params: where the documents of a packed sequence end; None for other sequences.

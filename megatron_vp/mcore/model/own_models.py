@@ -39,7 +39,6 @@ class _OwnModel:
         self.clear()
 
     def clear(self) -> None:
-        """Set all attributes to their initial values."""
         self.first: nn.Module | None = None
         self.start: PlainStart | None = None
         self.built = 0
@@ -153,9 +152,7 @@ def _cut(
 
 
 def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap the function behind `build_distributed_models` of Megatron's builders, so that our hook runs after all other
-    hooks.
-    """
+    """Wrap the function behind Megatron's `build_distributed_models`, so that our hook runs after all other hooks."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -192,12 +189,10 @@ def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_outside_of_schedule(first: nn.Module, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules; `first` is the rank's
-    first chunk.
+    """Pre-forward hook that raises UserError if a prepared chunk runs outside our schedules.
 
-    A script that called get_forward_backward_func before `enable` would use Megatron's own schedule. Megatron's
-    schedule would assume Megatron's placement of chunks, and would never run our pass W, which computes weight
-    gradients.
+    A script that called get_forward_backward_func before `enable` would use Megatron's own schedule, which assumes
+    Megatron's placement of chunks and never runs pass W.
     """
     pipeline = getattr(first, PIPELINE_ATTRIBUTE, None)
     if pipeline is None or pipeline.progress.instruction is None:

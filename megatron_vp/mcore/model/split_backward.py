@@ -71,8 +71,7 @@ def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
 ) -> list[PendingGradient]:
     """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
-    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run between B and W. If
-    so, each rank keeps only its own part of an input that was gathered over the tensor ranks (see `take_delayed`).
+    `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run between B and W.
     """
     global _collected
     assert _collected is None, "backward_without_weights cannot be nested"
@@ -86,8 +85,7 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism, as Megatron passes them to the function that computes Y = X W^T +
-    b.
+    """A linear layer's weight and tensor parallelism. The layer computes Y = X W^T + b.
 
     The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
     and Y covers the whole sequence.

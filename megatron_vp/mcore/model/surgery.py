@@ -1,11 +1,11 @@
-"""Turns every chunk of a model into a middle chunk, and splits the vocabulary layers over all pipeline ranks.
+"""Prepares a model's chunks for our schedules and, with --vocab-parallel, splits the vocabulary layers over all ranks.
 
-Without --vocab-parallel, no layer is split: the placement decides which chunks hold the vocabulary layers. With
---vocab-parallel, Megatron first builds its chunks as usual: the t tensor ranks of the first stage share the word
-embedding, and the t tensor ranks of the last stage share the output layer. Then the rows of both layers are spread over
-all p x t ranks, and shards replace the layers under Megatron's own names. Training therefore starts from exactly the
-weights of plain Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain
-Megatron's weights before the split.
+Without --vocab-parallel, the placement decides which chunks hold the vocabulary layers. With --vocab-parallel, Megatron
+first builds its chunks as usual: the tensor ranks of the first stage share the word embedding, and the tensor ranks of
+the last stage share the output layer. Then the rows of both layers are spread over all pipeline and tensor ranks, and
+shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
+Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's weights
+before the split.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class ShardedWordEmbedding(EmbeddingLayer):
     """A shard of the word embedding that takes the place of Megatron's `word_embeddings`."""
 
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
-        """Look up rows, or return already looked-up embeddings [b, s, h] unchanged. On virtual stage 0, Megatron's
-        `LanguageModelEmbedding` calls `word_embeddings` to look up tokens. Our schedules pass embeddings that were
-        already assembled from all ranks. Megatron does everything after the look-up (positions, dropout, layout).
+        """Look up rows, or return finished embeddings [b, s, h] unchanged.
+
+        On virtual stage 0, our schedules pass embeddings assembled from all ranks to Megatron's
+        `LanguageModelEmbedding`, which does everything after the look-up (positions, dropout, layout).
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
@@ -123,9 +124,7 @@ class WordEmbeddingHolder(MegatronModule):
 
 
 class _VocabParallelBuilder:
-    """Lets one of Megatron's builders build a chunk, and prepares the chunk for our schedules. Subclasses add that
-    builder as their second base class.
-    """
+    """A mixin for Megatron's builders that prepares every built chunk for our schedules."""
 
     _first: nn.Module | None = None
     _start: PlainStart | None = None
@@ -165,9 +164,7 @@ class VocabParallelHybridBuilder(_VocabParallelBuilder, HybridModelBuilder):
 
 
 def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap Megatron's `get_model`, so that the chunks of a script's own `model_provider` are prepared for our
-    schedules.
-    """
+    """Wrap Megatron's `get_model` so that it prepares the chunks of a script's own `model_provider`."""
 
     def get_model(
         model_provider_func: Callable[..., nn.Module],
@@ -236,10 +233,11 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk, and attach this rank's shards of the vocabulary layers. On every rank, the
-    embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
-    shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has
-    neither layer, and no vocabulary parameters.
+    """Turn a chunk into a middle chunk, and attach this rank's shards of the vocabulary layers.
+
+    The embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
+    shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has no
+    shards.
     """
     check_vocabulary_layers(chunk)
     if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
@@ -295,9 +293,7 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
 
 
 def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    """Return the arguments `pre_process` and `post_process` of a model's constructor: whether chunk `index` of this
-    rank is the first stage, and whether it is the last.
-    """
+    """Return `pre_process` and `post_process` of this rank's chunk `index`: whether it is first or last."""
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 

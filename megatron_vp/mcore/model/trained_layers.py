@@ -3,8 +3,7 @@ weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
-layers afterwards, in a hook or in the user's script, runs separately on every rank. Each rank that holds vocabulary
-rows has a shard under the name of Megatron's layer.
+layers after the split runs separately on every rank, so ranks could disagree.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Trained:
 
     @property
     def everything(self) -> bool:
-        """Whether everything that the fields of this class describe is trained."""
+        """Whether nothing is frozen."""
         return self.embedding and self.output and min(self.weights) == 1
 
 
@@ -71,7 +70,6 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     Args:
         wrapped: the first chunk as the script passes it. The agreement is stored on this chunk, so a newly wrapped
             model needs a new agreement.
-        chunks: the rank's chunks.
         alone: whether this is a replay, in which the rank has no peers.
 
     The first call for a model is collective over its ranks. Raises UserError if a vocabulary layer is frozen on only
@@ -127,7 +125,7 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
 
 def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
     parts = tuple(map(_trained_part, chunks))
-    if alone:  # A replayed rank has no peers to ask.
+    if alone:
         return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
     group = getattr(chunks[0], GROUP_ATTRIBUTE)
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()

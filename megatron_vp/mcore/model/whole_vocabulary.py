@@ -1,5 +1,4 @@
-"""The export view: a context in which the model has unsharded vocabulary layers under Megatron's names, as in plain
-Megatron.
+"""The export view: a context in which the model has unsharded vocabulary layers, as in plain Megatron.
 
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
 the last, each over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it, without
@@ -43,11 +42,6 @@ class WholeLayers:
     them.
 
     Create an instance before the layers are split, and call `release` after the split.
-
-    Args:
-        chunk: the chunk whose layers will be split.
-        shards: how the vocabulary is split.
-        groups: Megatron's process groups.
     """
 
     def __init__(self, chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> None:
@@ -68,7 +62,7 @@ class WholeLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the chunk's unsharded layers in place of its shards, inside this context."""
+        """Put the unsharded layers in place of the shards, inside this context."""
         chunk = self.chunk
         modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
         if self.embedding is None:
@@ -94,9 +88,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Attach a chunk's unsharded vocabulary layers to the chunk before the split, so that an export view can restore
-    them.
-    """
+    """Attach a chunk's unsharded vocabulary layers to the chunk before the split, for later export views."""
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -130,7 +122,7 @@ def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
 
 
 def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
-    """The rows [V/p, h] of this rank's shard of a layer; None if the rank holds no shard."""
+    """This rank's shard of a layer's weight; None if the rank holds no shard."""
     for chunk in chunks:
         layer: Any = chunk
         for name in path.split("."):
@@ -141,11 +133,10 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Gather a sharded weight from all ranks, and fill this rank's `layers`, which may contain None, with the rows that
-    plain Megatron gives to this tensor rank.
+    """Fill this rank's `layers`, which may contain None, with the rows that plain Megatron gives to this tensor rank.
 
-    The function uses broadcasts over a group whose connections training needs anyway. Point-to-point messages would
-    open connections between pairs of ranks, which would stay open as long as the job runs.
+    The rows are broadcast over a group whose connections training needs anyway. Point-to-point messages would open
+    further connections, which would stay open as long as the job runs.
     """
     shards, group = cut.shards, cut.group
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -181,9 +172,7 @@ def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Megatron-Bridge that reads a model's weights, so that the vocabulary layers are unsharded while
-    the method runs.
-    """
+    """Keep the vocabulary layers unsharded while a method of Megatron-Bridge reads a model's weights."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -195,9 +184,7 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap a method of Megatron-Bridge that yields weights, so that the vocabulary layers are unsharded until the
-    method has finished.
-    """
+    """Keep the vocabulary layers unsharded until a method of Megatron-Bridge that yields weights has finished."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -209,9 +196,7 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse Hugging Face weights that Megatron-Bridge would load after the split, because they would not reach the
-    shards.
-    """
+    """Refuse Hugging Face weights that would be loaded after the split, because they would not reach the shards."""
     model_in = _model_in(original)
 
     @wraps(original)

@@ -47,9 +47,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that puts the platform's flags and the options from configuration files before the options on the
-    command line.
-    """
+    """A parser that puts the platform's flags and the options from configuration files before the command line."""
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message}; {self._hint(message)}")
@@ -67,9 +65,7 @@ class _Parser(argparse.ArgumentParser):
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Parse settings that are given by name instead of on a command line. Returns the arguments, and the settings
-        in the form of command-line words. Raises UserError.
-        """
+        """Parse settings that are given by name. Returns the arguments, and the settings as words. Raises UserError."""
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
@@ -94,7 +90,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _schedule_name(text: str) -> str:
-    """Check a value of --pipeline-schedule. Raises ArgumentTypeError if the value is invalid."""
     try:
         family_of(text)
     except UserError as error:
@@ -103,7 +98,6 @@ def _schedule_name(text: str) -> str:
 
 
 def _shards(text: str) -> str:
-    """Check a value of --vocab-shards. Raises ArgumentTypeError if the value is invalid."""
     try:
         ShardChoice.parse(text)
     except UserError as error:
@@ -112,7 +106,6 @@ def _shards(text: str) -> str:
 
 
 def _offload_chunks(text: str) -> str:
-    """Check a value of --offload-chunks. Raises ArgumentTypeError if the value is invalid."""
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"

@@ -1,9 +1,7 @@
 """Reads the arguments that decide which patches a job needs, before Megatron's parser exists.
 
 Megatron's parser is itself patched, and no patch is applied before all patches of a run have been checked. The few
-arguments that select patches are therefore read first, with the same function that reads a job's arguments for all
-commands. Malformed arguments are left for Megatron's parser to report. After validation, the patch groups are selected
-again, from the validated arguments.
+arguments that select patches are therefore read first. Malformed arguments are left for Megatron's parser to report.
 """
 
 from __future__ import annotations

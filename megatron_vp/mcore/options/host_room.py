@@ -37,8 +37,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     """Raise UserError if --offload-chunks needs more host memory than a node has; the message gives the largest number
     of chunks that fits.
 
-    Replays, jobs with a schedule file, and jobs that the cost model does not cover are not checked. An unchecked job
-    that needs too much memory fails when it allocates the memory.
+    Replays, jobs with a schedule file, and jobs that the cost model does not cover are not checked.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return
@@ -51,9 +50,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """Return `hardware` with this node's number of ranks and host memory. If the job will run on other nodes, return
-    `hardware` unchanged.
-    """
+    """Put this node's number of ranks and host memory into `hardware`, unless the job will run on other nodes."""
     if installed.of_nodes is not None:
         return hardware
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -49,9 +49,7 @@ class Prediction:
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """The padded vocabulary size; None while it is unknown. The value is cached, because reading a large tokenizer
-        takes seconds.
-        """
+        """The padded vocabulary size; None if unknown. Cached, because reading a large tokenizer takes seconds."""
         return padded_vocabulary(self._args)
 
     def job(self, in_proportion: bool = False) -> PredictedJob:

@@ -1,7 +1,6 @@
 """Checks the ranges of Megatron's sizes, intervals and rates.
 
-Megatron does not check these ranges. A zero or a negative number either goes unnoticed, or later causes a division by
-zero, an empty tensor or a PyTorch error on every rank.
+Megatron does not check these ranges: a wrong number either goes unnoticed, or later causes an error on every rank.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ FROM_ZERO_BELOW_ONE = ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dr
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Check the numbers in parsed arguments, before anything is derived from them. Raises a UserError that lists every
-    number out of range.
-    """
+    """Raise a UserError that lists every number in parsed arguments that is out of range."""
     refused = []
     for names, fits, allowed in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),

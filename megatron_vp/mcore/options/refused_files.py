@@ -105,7 +105,6 @@ FILE_REFUSALS = (
         "must be computed first, because it initialises the sum; use an order in which it comes first",
     ),
 )
-"""The refusals, in the order of the checks."""
 
 
 def file_words(args: argparse.Namespace) -> dict[str, object]:

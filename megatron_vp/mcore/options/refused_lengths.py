@@ -89,4 +89,3 @@ LENGTH_REFUSALS = (
         "--loss-scale-window {loss_scale_window} or --hysteresis {hysteresis} is too small: use at least 1 for both",
     ),
 )
-"""The refusals, in the order of the checks."""

@@ -24,7 +24,6 @@ class RefusedOption:
     instead: str = "leave that option out"
 
 
-# The options are checked in this order.
 REFUSED_OPTIONS = (
     RefusedOption(
         "FSDP",

@@ -25,9 +25,9 @@ from megatron_vp.trace.partition import Partition
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
     """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly a layout.
 
-    A layout is chosen only if the arguments contain none. The choice depends only on the arguments and the name of the
-    GPU, so all ranks make the same choice. Call this function before Megatron validates the arguments. Raises
-    UserError.
+    A layout is chosen only if the arguments contain none. The choice depends only on the arguments, the files that they
+    name, and the name of the GPU, so all ranks make the same choice. Call this function before Megatron validates the
+    arguments. Raises UserError.
     """
     choice = ShardChoice.parse(args.vocab_shards)
     if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:

@@ -1,8 +1,7 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-The patches are applied if no CUDA device is used. We tested for each patch that Megatron fails without the patch.
-`torch.cuda.is_available` is overridden only while Megatron initialises, because Megatron's checkpointing and torch's
-compiler need its true value.
+We tested for each patch that Megatron fails without the patch. `torch.cuda.is_available` is overridden only while
+Megatron initialises, because Megatron's checkpointing and torch's compiler need its true value.
 """
 
 from __future__ import annotations

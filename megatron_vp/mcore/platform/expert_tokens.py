@@ -1,7 +1,4 @@
-"""Patches with which `--moe-token-dispatcher-type alltoall` runs without CUDA, over gloo.
-
-`cpu.py` adds these patches to its own.
-"""
+"""Patches with which `--moe-token-dispatcher-type alltoall` runs without CUDA, over gloo; `cpu.py` includes them."""
 
 from __future__ import annotations
 

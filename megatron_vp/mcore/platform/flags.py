@@ -47,8 +47,7 @@ class _Choice:
 _CHOICES = (
     _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
     _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
-    # Megatron's local attention uses Apex's kernel for the fused softmax; Transformer Engine's layers have their own
-    # kernel.
+    # Only Megatron's local attention needs Apex's kernel for the fused softmax.
     _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
     # PyTorch would need minutes to compile these fused functions.
     _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),

@@ -1,8 +1,6 @@
-"""Checks that Megatron's helpers for dataset indices are compiled, or can be compiled. Megatron's wheel contains the
-compiled helpers; a checkout compiles them on first use.
+"""Checks that Megatron's helpers for dataset indices are compiled, or can be compiled.
 
-Rank 0 compiles the helpers while the other ranks wait. Before the compilation, every rank checks that the necessary
-tools are installed.
+Megatron's wheel contains the compiled helpers. In a checkout, rank 0 compiles them on first use.
 """
 
 from __future__ import annotations
@@ -75,4 +73,3 @@ PATCHES = (
         "()",
     ),
 )
-"""These patches are always applied, because a job with the unpatched wheel cannot start."""

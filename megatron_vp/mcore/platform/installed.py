@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from megatron_vp.errors import UserError
 
 INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
-"""The command that builds Transformer Engine for the installed PyTorch, in the version that was tested with Megatron
-0.19.
-"""
+"""Builds the version of Transformer Engine that was tested with Megatron 0.19, for the installed PyTorch."""
 
 _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
@@ -38,9 +36,7 @@ class Installed:
     engine: str | None = None
     """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
     engine_fault: str | None = None
-    """The reason why the installed Transformer Engine cannot be imported; None if it can be imported, or if it is not
-    installed.
-    """
+    """Why the installed Transformer Engine cannot be imported; None if it can be imported or is not installed."""
     apex_accumulation: bool = False
     """Whether Apex's kernel that accumulates into `main_grad` is installed."""
     apex_softmax: bool = False
@@ -106,9 +102,7 @@ def hide_what_is_broken() -> list[str]:
 
 
 def hide_what_needs_a_gpu() -> None:
-    """Hide Transformer Engine and Apex from imports. Megatron would otherwise use the norms and optimizers of these
-    packages even on a CPU.
-    """
+    """Hide Transformer Engine and Apex, whose norms and optimizers Megatron would otherwise use even on a CPU."""
     for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
         _hide(package, "the package's kernels need a GPU")
 

@@ -20,10 +20,7 @@ def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) 
     """Return the implementation of layers, norms, softmax, accumulation of weight gradients, and the optimizer step, as
     keys of TITLES.
 
-    Args:
-        args: arguments that Megatron has validated.
-        machine: the packages of the machine on which the job runs.
-        w_is_ours: whether a pass W computes the weight gradients of local layers.
+    `w_is_ours` says whether a pass W computes the weight gradients of local layers.
     """
     local = args.transformer_impl == "local"
     return {

@@ -1,8 +1,7 @@
 """Lets a machine without GPUs, such as a login node, check a job that will run on GPUs.
 
 While Megatron validates arguments, it reads the compute capability of the device and the version of Transformer Engine.
-This module gives Megatron the values of a typical GPU node. The device that this module pretends to have cannot compute
-anything.
+This module gives Megatron the values of a GPU node.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """Return the packages to assume on the nodes of a job: the packages of this machine, and Transformer Engine if the
-    job asks for Transformer Engine's layers.
-    """
+    """The packages assumed on a job's nodes: this machine's, and Transformer Engine if the job asks for its layers."""
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
         machine = replace(machine, engine=ENGINE)

@@ -1,9 +1,8 @@
 """Replaces Apex's kernel that accumulates weight gradients into `main_grad`, if Apex is not installed.
 
-Megatron's linear layers, including its vocabulary layers, import Apex's extension `fused_weight_gradient_mlp_cuda` to
-accumulate weight gradients. Without Apex's extension, Megatron builds these layers only if fused accumulation is
-switched off. Switching fused accumulation off would affect Transformer Engine's layers too, although they do not need
-Apex. With our replacement, all of these layers accumulate into `main_grad`.
+Megatron's linear layers, including its vocabulary layers, use Apex's extension `fused_weight_gradient_mlp_cuda` for
+this. Without the extension, Megatron builds the layers only if fused accumulation is switched off, which would affect
+Transformer Engine's layers too, even though they do not need Apex.
 """
 
 from __future__ import annotations

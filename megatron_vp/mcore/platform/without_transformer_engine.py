@@ -2,8 +2,6 @@
 
 We tested for every patch that Megatron fails without the patch, with two exceptions. Only Megatron's code shows that
 the patch for the final norm on machines with Apex is necessary. Without the warm-up patch, a job merely starts later.
-Local layers use PyTorch's norms if Apex is missing or the model has RMSNorm, whether or not Transformer Engine is
-installed.
 """
 
 from __future__ import annotations
