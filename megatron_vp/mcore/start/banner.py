@@ -1,6 +1,4 @@
-"""Prints the banner of a run, once per job at startup, so that the log shows which parts of the plug-in are active.
-
-`megatron-vp check` prints similar lines for a job that has not started.
+"""Prints a job's banner once at startup, so that the log shows which parts of the plug-in are active.
 """
 
 from __future__ import annotations
@@ -74,9 +72,7 @@ def describe_run(job: SettledJob, ranks: int) -> list[str]:
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with two predictions of the cost model, the bubble and the memory of the fullest rank, or with the
-    reason why the job cannot be predicted. Empty for a single pipeline stage.
-    """
+    """One line with the predicted bubble and memory, or the reason why there are none; no line for a single stage."""
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:

@@ -234,7 +234,6 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
 
 
 def _require_chunks(job: SettledJob, chunks: int) -> None:
-    """Raise UserError if the script's number of chunks per rank differs from the schedule's."""
     if job.placement.chunks != chunks:
         raise UserError(
             f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, but this "

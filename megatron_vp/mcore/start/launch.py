@@ -72,9 +72,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process with one line even outside `one_line_errors`, for example while a script imports
-    Megatron.
-    """
+    """Let Ctrl-C end this process with one line even outside `one_line_errors`, such as while Megatron is imported."""
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -123,7 +121,6 @@ def _checkpoint_line(error: BaseException) -> str | None:
 
 
 def _failure(reason: BaseException) -> str:
-    """Say why a rank failed to write or read a checkpoint."""
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
     state = str(reason.args[0]).startswith("optimizer.state.")
@@ -136,7 +133,6 @@ def _failure(reason: BaseException) -> str:
 
 
 def _storage_line(error: BaseException) -> str | None:
-    """One line for a storage error; None for any other error."""
     refused = storage_failure(error)
     return None if refused is None else f"{_who()} failed in {_place(error)}: {refused}"
 
@@ -175,7 +171,6 @@ def prepare() -> None:
 
     Removes `--cpu` from `sys.argv`. Exits with status 2 and one line, without patching anything, if the process was not
     started by a launcher, if Megatron's version is not supported, or if an essential patch of this run does not fit.
-    All patches of the run are checked here, but some are applied only after Megatron has validated the arguments.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():
@@ -211,9 +206,7 @@ def _require_launcher(command: str) -> None:
 
 
 def _check_place() -> None:
-    """Check the rank, the world size and the port in the environment. With wrong values, ranks would wait for peers
-    forever or fail inside Megatron.
-    """
+    """Check the rank, world size and port in the environment: with wrong values, ranks would wait for peers forever."""
     ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
     _whole("RANK", 0, ranks - 1)
     _whole("LOCAL_RANK", 0, ranks - 1)
@@ -234,9 +227,9 @@ def _whole(name: str, least: int, most: int) -> int:
 def patch_megatron(argv: list[str], together: bool = False) -> None:
     """Check this run's patches against the installed Megatron, and apply the ones needed before arguments are parsed.
 
-    The function also reads the schedule file that the run names. With `together`, all ranks must call the function, and
-    all use the text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if an
-    essential patch does not fit or the schedule file cannot be used.
+    Also reads the schedule file that the run names. With `together`, all ranks must call this function, and all use the
+    text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if an essential
+    patch does not fit or the schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.

@@ -33,8 +33,8 @@ def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name` on every rank, because the file may differ or be missing on
     other nodes.
 
-    A rank whose file has the same text does not fetch the text. If rank 0 was given a different name, a rank uses its
-    own file, and `compare` will report the difference. Raises UserError if rank 0 cannot read its file.
+    If rank 0 was given a different name, a rank uses its own file, and `compare` will report the difference. Raises
+    UserError if rank 0 cannot read its file.
     """
     rank, ranks = _place()
     if ranks == 1:
@@ -61,7 +61,6 @@ def first_ranks_text(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """SHA-256 of a text as UTF-8, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -71,7 +70,6 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     Args:
         own: JSON values by name.
         verdict: returns the error message for the values of all ranks; called on one rank if the values differ.
-        patience: how long to wait for the other ranks.
     """
     rank, ranks = _place()
     if ranks == 1:

@@ -40,13 +40,12 @@ def check_job(
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
-    The environment, `sys.argv` and patches are restored afterwards. Normally, arguments are checked for this machine;
-    if it has no CUDA device, they are checked for a run on CPUs. If `nodes` describes GPU nodes, for example as
-    "te=2.17.1,apex=no", arguments are checked for these nodes. Unless `here` or --cpu is given, a machine without GPUs
-    checks for typical GPU nodes if the job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is
-    installed. With `files`, the files that the job reads and writes are checked as well. With `own_script`, the user's
-    script may have options of its own. Raises UserError for anything that the job would refuse at startup, such as
-    unknown or contradictory arguments, or an unsupported version of Megatron.
+    The environment, `sys.argv` and patches are restored afterwards. Arguments are checked for the GPU nodes that
+    `nodes` describes, such as "te=2.17.1,apex=no", or else for this machine. A machine without GPUs checks for typical
+    GPU nodes (unless `here` or --cpu is given) if the job asks for NCCL or Transformer Engine's layers, or if
+    Transformer Engine is installed; otherwise for CPUs. With `files`, the files that the job reads and writes are
+    checked as well. With `own_script`, the user's script may have options of its own. Raises UserError for anything
+    that the job would refuse at startup.
     """
     with (
         one_line_for_paths(),
@@ -121,7 +120,6 @@ def without_compilers() -> Iterator[None]:
 
 
 def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
-    """Replaces the decorator `torch.compile`, with or without options, and leaves the function uncompiled."""
     return (lambda decorated: decorated) if function is None else function
 
 
@@ -179,7 +177,7 @@ def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
     """Check that a job with validated `args` can run on this node: that it has enough GPUs, a working network, and
-    access to the output folders. Raises a UserError that names the node.
+    access to the output folders. Raises UserError.
     """
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
@@ -311,8 +309,6 @@ def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
 def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
     """Whether NCCL_SOCKET_IFNAME permits one of `interfaces`. The variable lists prefixes (exact names after `=`,
     exclusions after `^`); an empty value permits all interfaces.
-
-    See NCCL's documentation of the variable.
     """
     excluded, exact = variable.startswith("^"), variable.lstrip("^").startswith("=")
     names = [name for name in variable.lstrip("^=").split(",") if name]

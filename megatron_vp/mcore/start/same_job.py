@@ -3,8 +3,7 @@ training starts.
 
 Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
 of this package would silently produce a different model. So all arguments are compared, except those that may differ
-between machines. The job writes to its folders only after this check, and only if no other job saves checkpoints to the
-same folder.
+between machines.
 """
 
 from __future__ import annotations

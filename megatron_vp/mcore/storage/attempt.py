@@ -26,9 +26,7 @@ def note_saved() -> None:
 
 @contextmanager
 def noting_the_end() -> Iterator[None]:
-    """Run training inside this context, which records that training has ended, unless training fails or a signal stops
-    the run.
-    """
+    """Context for training: on exit, record that training has finished, unless it failed or a signal stopped it."""
     try:
         yield
     except SystemExit as end:

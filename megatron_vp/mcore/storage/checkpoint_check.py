@@ -32,9 +32,10 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
 
     Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
 
-    Checkpoints on object storage, node-local checkpoints (`--non-persistent-ckpt-type local`), and checkpoints in
-    formats other than torch_dist are not checked. An empty directory is accepted if the run also saves to it. Raises
-    UserError if the checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
+    Checkpoints on object storage and node-local checkpoints (`--non-persistent-ckpt-type local`) are not checked.
+    Megatron's older torch format is accepted only in plain runs, without checking its files. An empty directory is
+    accepted if the run also saves to it. Raises UserError if the checkpoint cannot be used, or if asynchronous saving
+    needs a package that is not installed.
     """
     if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
         raise UserError(
@@ -175,9 +176,7 @@ def _number(folder: Path) -> int:
 
 
 def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint in Megatron's older format, which has one file per rank, unless the ranks of this run hold
-    the same parts of the model as in plain Megatron.
-    """
+    """Refuse Megatron's older format (one file per rank) unless ranks hold the same layers as in plain Megatron."""
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
             f"{folder} is in Megatron's older torch format, which only plain Megatron with the same parallel sizes can "
@@ -212,10 +211,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """Read everything in a checkpoint except tensors: the arguments of the run that wrote it, and optimizer settings.
-
-    Raises UserError if the checkpoint is corrupt.
-    """
+    """Read a checkpoint without its tensors: the arguments of the run that wrote it, and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -227,9 +223,7 @@ def _common_state(folder: Path) -> dict[str, Any]:
 
 
 def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse to load a checkpoint with an untied output layer into a tied model. Megatron ignores weights that the
-    model lacks, so the output layer would be lost silently.
-    """
+    """Refuse to load an untied output layer into a tied model, because Megatron would silently ignore the layer."""
     untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
     if untied and not args.untie_embeddings_and_output_weights:
         raise UserError(
@@ -239,9 +233,7 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint that lacks the states of Megatron's random number tracker, because Megatron would exit with
-    status 0 instead of reporting an error.
-    """
+    """Refuse a checkpoint without states of Megatron's random number tracker: Megatron would exit with status 0."""
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
             f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "

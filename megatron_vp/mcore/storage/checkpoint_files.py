@@ -41,7 +41,6 @@ class _Files:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file as the original `open` does, but replace the tracker file atomically."""
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
@@ -70,11 +69,7 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 
 
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return the position of each parameter in a gradient buffer, not counting the padding at the ends of buckets.
-
-    The result is (start, end, bucket) by parameter, as in Megatron's `param_index_map`, whose positions do count the
-    padding.
-    """
+    """Return (start, end, bucket) by parameter, like Megatron's `param_index_map` but not counting buckets' padding."""
     ranges, before = {}, 0
     shifts = []
     for bucket in buffer.buckets:

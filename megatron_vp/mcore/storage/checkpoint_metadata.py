@@ -1,7 +1,7 @@
 """Reads the `.metadata` file of a torch_dist checkpoint, which is a pickle, without running any function that it names.
 
-A pickle may name any function, and loading the pickle calls that function. A checkpoint from someone else can therefore
-contain malicious code, which a check of the checkpoint, for example on a login node, must not run.
+Loading a pickle calls any function that the pickle names, so a checkpoint from someone else can contain malicious code.
+A check, for example on a login node, must not run this code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""The modules whose data classes and enumerations may occur in the metadata of a checkpoint. The classes are not listed
-by name, because other releases of torch may add more.
-"""
+"""Modules whose data classes and enumerations are allowed. They are not listed by name, because torch may add more."""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,

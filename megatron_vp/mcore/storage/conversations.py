@@ -9,10 +9,7 @@ from megatron_vp.errors import UserError
 
 
 def check_conversations(path: str | os.PathLike[str]) -> None:
-    """Check that a file exists and that its first line is a conversation that Megatron's `SFTDataset` can read.
-
-    Raises a UserError that names the file, the fault and the remedy.
-    """
+    """Raise UserError unless the first line of a file is a conversation that Megatron's `SFTDataset` can read."""
     path = os.fspath(path)
     form = '{"messages": [{"role": "system", "content": "..."}, ...]}'
     try:

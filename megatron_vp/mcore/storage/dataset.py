@@ -68,14 +68,12 @@ def prepare(
 ) -> Prepared:
     """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
-    `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size` or `tokenizer`. With
-    `vocab_size`, the documents are read twice, and a tokenizer with exactly `vocab_size` tokens is trained and saved in
-    `NAME_tokenizer`. `tokenizer` is the directory of an existing tokenizer. Token ids are stored as uint16 if there are
-    fewer than 65500 tokens, otherwise as int32. Files get their final names only when they are complete, and the index
-    file gets its name last, so an interrupted run leaves no dataset that looks complete. Existing files are replaced
-    only with `overwrite`, and only once the new files are complete. `progress` is called for every document. Raises
-    UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or if a file
-    already exists or cannot be written.
+    `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size`, to train a tokenizer
+    with exactly this many tokens and save it in `NAME_tokenizer`, or `tokenizer`, the directory of an existing
+    tokenizer. Token ids are stored as uint16 if there are fewer than 65500 tokens, otherwise as int32. Files get their
+    final names only when all are complete, the index file last, so an interrupted run leaves no dataset that looks
+    complete. Existing files are replaced only with `overwrite`. Raises UserError if there is no text, if a tokenizer of
+    this vocabulary size cannot be trained on the text, or if a file already exists or cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -119,9 +117,6 @@ def prepare(
 
 
 def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if a file already exists and `overwrite` is False, or if a folder to be replaced contains files
-    that are not part of a tokenizer.
-    """
     taken = [path for path in written if os.path.lexists(path)]
     if taken and not overwrite:
         raise UserError(
@@ -139,9 +134,7 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Rename complete files to their final names, in the given order. Move old files to `aside` first, and move them
-    back if a step fails.
-    """
+    """Move old files to `aside`, then rename `parts` to their final names, in order. Undo all if a step fails."""
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -163,7 +156,6 @@ def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
 
 @contextmanager
 def _storage_told(output: Path) -> Iterator[None]:
-    """Inside this context, convert every OSError to a UserError that names the output folder."""
     try:
         yield
     except OSError as error:
@@ -233,7 +225,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
     """Check that `prefix`.bin and `prefix`.idx exist and match. Reads only the index, with Megatron's reader.
 
     If `split` is not None, also checks that every part of the split contains tokens. Datasets on object storage are not
-    checked. Raises a UserError that names the file, the fault and the remedy.
+    checked. Raises UserError.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -349,10 +341,7 @@ def check_room_without_files(args: argparse.Namespace) -> None:
 
 
 def _tokens_of(args: argparse.Namespace) -> int:
-    """Return the vocabulary size of the tokenizer that Megatron would build.
-
-    Raises UserError if the tokenizer cannot be built.
-    """
+    """Return the vocabulary size of the tokenizer that Megatron would build."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")

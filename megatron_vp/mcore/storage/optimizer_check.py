@@ -29,12 +29,10 @@ _LAYOUT: dict[str, Any] = {
 def check_optimizer(
     args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
 ) -> None:
-    """Check that a run with validated Megatron arguments can load the optimizer state of a checkpoint.
+    """Raise UserError if a run with validated Megatron arguments cannot load the optimizer state of a checkpoint.
 
     written_by: the arguments of the run that wrote the checkpoint.
     common: everything in the checkpoint except tensors.
-
-    Raises UserError if the run cannot load the state.
     """
     if args.optimizer == "sgd":
         raise UserError(
@@ -47,9 +45,8 @@ def check_optimizer(
 
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the optimizer state has a format that this run can read. Megatron loads the state only into the kind
-    of optimizer that wrote it. The distributed optimizer's default format stores raw buffers, which can be read only
-    with the parallel layout of the run that wrote them.
+    """Check that this run can read the format of the optimizer state. Megatron loads the state only into the kind of
+    optimizer that wrote it, and the distributed optimizer's default format only with the same parallel layout.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
@@ -89,17 +86,13 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run uses one of Megatron's distributed optimizers: either `use_distributed_optimizer`, which splits the
-    state by elements, or the layer-wise optimizer for Muon, which assigns whole weights to ranks.
-    """
+    """Whether a run uses a distributed optimizer: the usual one, split by elements, or Muon's, split by weights."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Check the options that give the vocabulary layers a separate learning rate. These options create parameter
-    groups, and Megatron identifies a parameter group in a checkpoint by its learning rates.
-    """
+    """Check --decoupled-lr and --decoupled-min-lr, because Megatron looks up parameter groups by their rates."""
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
         if here == there:
@@ -121,9 +114,7 @@ def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namesp
 
 
 def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the learning rate schedule of this run equals the schedule in the checkpoint, as Megatron requires
-    unless an option says which of the two to use.
-    """
+    """Check that the learning rate schedule equals the checkpoint's, which Megatron requires by default."""
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run of unknown length.
         return
@@ -139,9 +130,7 @@ def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Pa
 
 
 def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments, by name, with which Megatron creates its OptimizerParamScheduler for this run (in
-    `get_optimizer_param_scheduler`).
-    """
+    """Return the arguments with which Megatron's `get_optimizer_param_scheduler` would create the scheduler."""
     if args.train_iters:
         batch = args.global_batch_size
         length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters

@@ -1,11 +1,11 @@
 """Restricts the format in which training loops other than Megatron's save the distributed optimizer's state.
 
-Megatron's default format (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. In runs
-with our schedules, these buffers differ from plain Megatron's: every rank has rows of both vocabulary layers and, with
-a V-shaped placement, different transformer layers. If a plain run loaded a checkpoint of a run with our schedules, or
-vice versa, there would be no error, and training would continue with optimizer moments that belong to other parameters.
-If Megatron parses the arguments, `optimizer_check` compares the layouts at startup. A checkpoint of another training
-loop does not record its layout, so only a format that fits every layout is accepted.
+Megatron's default format (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. With
+our schedules, these buffers differ from plain Megatron's: every rank has rows of both vocabulary layers and, with a
+V-shaped placement, different transformer layers. A run with another layout would load the buffers without an error, and
+train with optimizer moments that belong to other parameters. If Megatron parses the arguments, `optimizer_check`
+compares the layouts at startup. A checkpoint of another training loop does not record its layout, so only a format that
+fits every layout is accepted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": 
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function that raises UserError and replaces the Megatron function for one of these formats."""
-
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def sharded_param_state(

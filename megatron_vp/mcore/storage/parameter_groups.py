@@ -25,9 +25,9 @@ Group = dict[str, Any]
 def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_loaded: bool) -> None:
     """Give the loaded parameter groups and the optimizer's own groups the same rates, so that Megatron can match them.
 
-    With `keeps_loaded`, both sets of groups get the rates of the checkpoint; otherwise, both get the rates of this run.
-    With MuP, some groups differ only in their rates; these groups are sorted by rate and paired in this order. Raises
-    UserError if groups cannot be paired.
+    With `keeps_loaded`, both get the rates of the checkpoint; otherwise, both get the rates of this run. Groups that
+    differ only in their rates, as with MuP, are paired in the order of their rates. Raises UserError if groups cannot
+    be paired.
     """
     for kind in {_kind(group) for group in groups}:
         ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
@@ -61,7 +61,6 @@ def _named(rates: tuple[float, ...], group: Group) -> Group:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        """Load a checkpoint as the original function does, even if it was written with different learning rates."""
         args = current().args
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (

@@ -1,13 +1,12 @@
 """Lets only one run at a time save to a folder, because two runs would silently overwrite each other's checkpoints.
 
 Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger than the number of any other claim. The
-file is created exclusively, so only one of several runs succeeds, even on network file systems. Claiming a folder needs
-neither file locks nor synchronized clocks. During the run, a thread keeps renewing the file's modification time.
+file is created exclusively, so only one of several runs succeeds, even on network file systems. During the run, a
+thread keeps renewing the file's modification time.
 
-A claim is void if its run has certainly ended. There are two such cases: the run was an earlier attempt of the same
-SLURM job, or it was a process of this machine that no longer exists. Any other claim is watched. If the claim is not
-renewed for SILENCE_SECONDS, its run is considered dead, for example because a node failed. If the run is in fact still
-alive, it notices at its next save that its claim is gone, and stops.
+A claim is void if its run was an earlier attempt of the same SLURM job, or a process of this machine that no longer
+exists. Any other claim is watched: if it is not renewed for SILENCE_SECONDS, its run is considered dead. If that run is
+alive after all, it notices at its next save that its claim is gone, and stops.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder for checkpoints that this run wants to claim. Only rank 0 uses this class.
-
-    `option` is the command-line option that named the folder.
-    """
+    """A folder for checkpoints that this run wants to claim. Only rank 0 uses this class."""
 
     def __init__(self, folder: Path, option: str = "--save") -> None:
         self._folder = folder
@@ -171,7 +167,6 @@ class SaveFolder:
 
 
 def _identity() -> dict[str, str]:
-    """Describe this run for its claim."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "token": secrets.token_hex(8),

@@ -34,10 +34,7 @@ def check_split(split: str) -> None:
 
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError if a part into which `split` divides `dataset` has no tokens.
-
-    `lengths` contains the number of tokens of each document.
-    """
+    """Raise UserError if a part into which `split` divides `dataset` has no tokens; `lengths`: tokens by document."""
     places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
