@@ -104,8 +104,7 @@ def printable(text: str, most: int = _LONGEST) -> str:
 
 def say(line: str) -> None:
     """Print a line on standard error if possible. A full disk or a closed pipe is ignored."""
-    # If standard error was closed when Python started, `sys.stderr` is None, and `print` would then write to standard
-    # output.
+    # If standard error is closed when Python starts, `sys.stderr` is None, and `print` would use standard output.
     if sys.stderr is not None:
         with suppress(Exception):
             print(line, file=sys.stderr, flush=True)

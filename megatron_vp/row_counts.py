@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from megatron_vp.errors import UserError
 
 UNIT = 64
-"""The number of rows of a shard is a multiple of UNIT. With this multiple, a token's logits fill a multiple of 128
-bytes in 16-bit dtypes, and start at an aligned address for any number of ranks. Vector loads and the fast GEMM kernels
-need an alignment of at least 16 bytes.
+"""A full shard has a multiple of UNIT rows, so that in 16-bit dtypes a token's logits fill a multiple of 128 bytes.
+Vector loads and the fast GEMM kernels need an alignment of at least 16 bytes.
 """
 
 SMALL_UNIT = 8
@@ -28,9 +27,7 @@ def rows_per_shard(vocab_size: int, count: int) -> int:
 
 
 def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: int) -> None:
-    """Check the number of vocabulary rows of every pipeline rank.
-
-    Raises UserError unless there is one number per rank, the numbers add up to `vocab_size`, and each number is a
+    """Raise UserError unless `rows` has one number per pipeline rank, the numbers add up to `vocab_size`, and each is a
     multiple of `tensor`, the number of tensor ranks in a stage.
     """
     said, found = f"--vocab-shards {','.join(map(str, rows))}", sum(rows)

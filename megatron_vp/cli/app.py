@@ -69,8 +69,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process.
 
-    If a command returns a function, `main` calls this function after typer has returned. Bad input prints a one-line
-    error and exits with status 2. A traceback appears only if the program has a bug.
+    If a command returns a function, `main` calls this function after typer has returned.
     """
     try:
         with checked_output():

@@ -97,7 +97,6 @@ def _predict(rows: list[PublicRow]) -> list[Outcome]:
 
 
 def _text(outcomes: list[Outcome]) -> str:
-    """Format a table of runs for every group, followed by a table of the groups' errors."""
     from megatron_vp.cost.hardware.gpus import GIB
     from megatron_vp.cost.public.comparison import errors_by_group, layout
 

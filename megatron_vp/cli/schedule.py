@@ -182,7 +182,6 @@ def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -
 def _window(
     from_time: float | None, until: float | None, output_format: Format, makespan: float
 ) -> tuple[float, float] | None:
-    """The time interval that `--from-time` and `--until` select; None if neither is given."""
     if from_time is None and until is None:
         return None
     if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):

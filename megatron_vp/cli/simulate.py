@@ -190,7 +190,6 @@ def _outside(found: Evaluation) -> Table:
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    """Format the table of copies to host memory; empty if the run makes no copies."""
     from rich.table import Table
 
     from megatron_vp.cost.prediction.copies import fullest_node, host_room

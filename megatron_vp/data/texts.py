@@ -62,7 +62,6 @@ class TextFiles:
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield the (name, text) pair of every document."""
         for file in self.files:
             if file.suffix == ".jsonl":
                 for where, line in _lines(file):
@@ -103,7 +102,6 @@ class SourceTexts:
     root: Path
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield the (relative path, text) pair of every source file."""
         for path in sorted(self.root.rglob("*.py")):
             name = path.relative_to(self.root)
             if _NO_SOURCES.isdisjoint(name.parts):

@@ -100,12 +100,11 @@ def run_alone(
     """Run rank `rank` of the job that `configs` and `flags` describe, in this process and without the other ranks.
 
     Args:
-        script: the path of the training script.
         configs: YAML files; later ones override earlier ones.
         rank: the global rank in the job.
         ranks: the number of ranks in the job; None for one model replica.
         iterations: the number of training iterations to time, after one that is not timed.
-        flags: any Megatron flags, as on the command line of the job.
+        flags: any Megatron flags.
         shapes_only: count memory without computing, which needs no GPU. Tensors that are cached during the replay stay
             fake, so this process cannot use them in real computations afterwards.
 

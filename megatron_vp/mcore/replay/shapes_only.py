@@ -49,7 +49,6 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on fake tensors, and count the storages of its results."""
         if function.namespace == "c10d":
             return _communicated(function, args)
         if function is _READ:

@@ -18,12 +18,11 @@ _current: PipelineTrace | None = None
 
 
 def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> PipelineTrace | None:
-    """Return the trace that records the next training iteration, or None. Call this function once before each
-    iteration.
+    """Return the trace that records the next training iteration. Call this function once before each iteration.
 
-    The result is None without --pipeline-trace, outside the requested iterations, and in all pipelines except the
-    first. All ranks of a pipeline must call this function together, because before a requested iteration it compares
-    the clocks of these ranks. `pipeline` returns the group through which the ranks communicate.
+    Returns None without --pipeline-trace, outside the requested iterations, and in all pipelines except the first. All
+    ranks of a pipeline must call this function together, because before a requested iteration it compares the clocks of
+    these ranks. `pipeline` returns the group through which the ranks communicate.
     """
     global _current
     args = job.args

@@ -35,7 +35,7 @@ KEPT = 200
 class RankReport:
     """Writes a summary of this rank's training iterations to the folder that --rank-report names.
 
-    `run` contains entries that describe the run, and is the same on all ranks.
+    `run` describes the run and is the same on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
@@ -106,12 +106,7 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Count the bytes of weights and main gradients, and add other counts of memory if they are known.
-
-        On a GPU or with --shapes-only, the other counts are the bytes allocated before an iteration and at its peak. On
-        a GPU, the other counts also include the memory that PyTorch's allocator has reserved, and the memory in use
-        outside of the allocator.
-        """
+        """Count the bytes of weights and main gradients, and add the other counts that are known."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),

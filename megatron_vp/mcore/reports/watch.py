@@ -33,8 +33,6 @@ class Watch:
         """Finish the iteration on this rank, and pass the recording to the reports.
 
         Args:
-            model: the chunks of this rank.
-            schedule: the schedule that ran.
             in_flight, logits: the peak numbers of microbatches with activations or logits in memory, for the whole
                 rank.
         """

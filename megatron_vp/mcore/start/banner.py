@@ -1,5 +1,4 @@
-"""Prints a job's banner once at startup, so that the log shows which parts of the plug-in are active.
-"""
+"""Prints a job's banner once at startup, so that the log shows which parts of the plug-in are active."""
 
 from __future__ import annotations
 

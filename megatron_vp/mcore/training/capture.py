@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "decoder_input": "embeddings computed outside the model",
     "output_processor": "an output processor",
 }
-"""Arguments of the model that our passes would ignore, each with a description for the error message."""
+"""Unsupported arguments of the model, each with a description for the error message."""
 
 
 class Placeholder(torch.Tensor):
@@ -30,7 +30,6 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise UserError for every use of the placeholder, because the model's output does not exist yet."""
         raise UserError(
             "this forward_step computes with the model's output, which the schedule has not computed yet: move that "
             "computation to the loss function, which receives the token losses"
@@ -91,9 +90,8 @@ class Capture:
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
 
-    Raises UserError if the data iterator is exhausted, or if our passes do not support the script. As in Megatron's own
-    scripts, `forward_step` must call the model exactly once and return the model's output unchanged. Arguments of the
-    model's call that our passes would ignore are refused.
+    Raises UserError if the data iterator is exhausted, if `forward_step` does not call the model exactly once and
+    return its output unchanged, or if it passes the model an argument that our passes do not support.
     """
     probe = Probe(model)
     try:

@@ -20,7 +20,7 @@ _deferred: list[Callable[[], None]] | None = None
 def deferred_checks() -> Iterator[None]:
     """Inside this context, `validate_result` only records its calls. On exit, the checks run in order.
 
-    The checks still run before the optimizer step, as in Megatron's own schedules. After an exception, no checks run.
+    The checks still run before the optimizer step. After an exception, no checks run.
     """
     global _deferred
     assert _deferred is None

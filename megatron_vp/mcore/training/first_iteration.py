@@ -60,9 +60,7 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Context manager for one iteration. On exit, log newly allocated host memory, and activations that were not
-    offloaded.
-    """
+    """Context for one iteration: on exit, log newly allocated host memory and activations that were not offloaded."""
     size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:

@@ -121,7 +121,6 @@ _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
 def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
-    """Raise UserError for options of Megatron's schedule interface that our schedules do not support."""
     if collect_non_loss_data:
         raise UserError(f"collect_non_loss_data is not supported by our schedules: {_LEAVE_OUT}")
     if adjust_tensor_shapes_fn is not None:
@@ -164,11 +163,7 @@ class _Job:
 
 
 def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings.
-
-    Raises UserError if our builders did not prepare the model, if a data-parallel wrapper other than
-    DistributedDataParallel wraps it, or if its frozen layers or adapters are not supported.
-    """
+    """Collect the model and its settings."""
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
@@ -220,7 +215,6 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
-    """Return the job's schedule, and the programs of all pipeline ranks."""
     settled = job.settled
     family, method = settled.settings.family, settled.method
     shards = job.layer_shards.shards if job.layer_shards else None

@@ -39,8 +39,7 @@ class MegatronModel:
         context_group: the context-parallel group, whose ranks share each sequence.
         split_backward: whether weight gradients are computed in separate W passes instead of in B.
         late_weights: the (chunk, microbatch) pairs for which other passes run between B and W.
-        first_val_step: the argument that Megatron passes to a schedule in evaluation. If `first_val_step` is
-            False, quantised weights that layers have cached are still valid.
+        first_val_step: Megatron's argument in evaluation; False if cached quantised weights are still valid.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class MegatronModel:
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # Let fp8 layers quantise their weights again, in training and in evaluation, because the optimizer has changed
-        # the weights.
+        # The optimizer has changed the weights, so fp8 layers must quantise them again, even in evaluation.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
@@ -214,9 +212,8 @@ class MegatronModel:
     def finish(self) -> None:
         """Start the gradient synchronisations that have not started during the schedule."""
         for chunk in self._chunks:
-            # The workers of a data loader stop when the last reference to their iterator is dropped; with
-            # --exit-signal-handler, nothing else stops them. Therefore drop this reference now, without waiting for
-            # the garbage collector.
+            # With --exit-signal-handler, the workers of a data loader stop only when the last reference to their
+            # iterator is dropped. Drop it now, without waiting for the garbage collector.
             chunk.data_iterator = None
         if not self._gradients:
             return
@@ -258,10 +255,8 @@ class MegatronModel:
     def _calculate_loss(
         self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finish a forward as Megatron's schedules do: on the last stage, compute the loss and the token count, and on
-        every stage stop the timer.
-
-        On every stage, this function also scales the gradients of losses that layers themselves add, such as a router's
+        """Finish a forward as Megatron's schedules do: on the last stage, compute the loss and the token count; on
+        every stage, stop the timer and scale the gradients of losses that layers themselves add, such as a router's
         load-balancing loss.
         """
         return schedules.forward_step_calc_loss(
@@ -287,12 +282,10 @@ class _KeptGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
-        """Return a view of the input."""
         return input_sbh.view_as(input_sbh)
 
     @staticmethod
     def backward(ctx: Any, gradient_sbh: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the gradient."""
         return gradient_sbh.clone()
 
 
@@ -318,7 +311,6 @@ class _Chunk:
         self._weight_passes = 0
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the parameter belongs to this chunk."""
         return any(own is parameter for own in self.core.parameters())
 
     def before_backward(self) -> None:

@@ -23,8 +23,6 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
     """Raise UserError if our passes cannot run a microbatch's packed sequences. Tensors on a GPU are not read.
 
     Args:
-        captured: one microbatch of one chunk.
-        shapes: the sizes of every microbatch.
         context_size: the number of ranks that share a sequence.
     """
     packed = captured.argument("packed_seq_params")
