@@ -43,10 +43,7 @@ def flags_in(words: Sequence[str]) -> Iterator[Flag]:
 
 
 def flag_value(words: Sequence[str], option: str) -> str | None:
-    """The first value of the last occurrence of `option` ("" for a bare flag); None if it does not occur.
-
-    Words before the first flag are ignored.
-    """
+    """The first value of the last occurrence of `option` ("" for a bare flag); None if it does not occur."""
     first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     found = None
     for flag in flags_in(words[first:]):
@@ -88,10 +85,7 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """Split a command's words, `CONFIG [FLAGS]`, into files and flags, and append the overlays to the files.
-
-    Later files override earlier ones, and flags override files.
-    """
+    """Split a command's words, `CONFIG [FLAGS]`, into files and flags, and append the overlays to the files."""
     files, flags = list(overlays or ()), list(words or ())
     if flags and not flags[0].startswith("-"):
         files.insert(0, Path(flags.pop(0)))

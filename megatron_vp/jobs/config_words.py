@@ -18,7 +18,7 @@ from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 
 
 def arguments_from_config(paths: Sequence[str | os.PathLike[str]], parser: argparse.ArgumentParser) -> list[str]:
-    """Translate YAML files into arguments for `parser`, in the order of the files; later files overlay earlier ones.
+    """Translate YAML files into arguments for `parser`; later files overlay earlier ones.
 
     `null` leaves an option at its default, and `false` turns a switch off. A list gives an option several values.
 

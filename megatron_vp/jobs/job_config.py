@@ -84,9 +84,7 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Largest accepted values of sizes; all other sizes are limited by LARGEST_SIZE. A larger value is assumed to be a
-typing error.
-"""
+"""Largest accepted values of sizes, to catch typing errors; LARGEST_SIZE limits all other sizes."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ class JobConfig:
     """A job's arguments by long name, with underscores; a switch that is on has the value True."""
 
     values: dict[str, Any]
-    """Values of files and flags as YAML would read them: text that looks like a number is a number, and several values
-    are a list.
-    """
+    """Values as YAML would read them: text that looks like a number is a number, and several values are a list."""
     origins: dict[str, Leaf | str]
     """Where each value was set, for messages: a `key: value` pair of a file, or a flag of the command line."""
 

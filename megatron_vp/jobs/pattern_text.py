@@ -12,8 +12,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 LETTERS = "*-EMGD+"
-"""Megatron's letters for attention, MLP, experts, Mamba, gated delta net and two kinds of latent attention, in order.
-"""
+"""Megatron's letters: attention, MLP, experts, Mamba, gated delta net, and two kinds of latent attention."""
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The argument's name, and its old name, which Megatron still accepts."""
@@ -23,8 +22,9 @@ _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 class Pattern:
     """The layers of a hybrid model.
 
-    letters: one for each layer of the main decoder, in order. layers: the number of layers of each virtual stage, in
-        order; None if the pattern has no bars. heads: the letters of each multi-token prediction head.
+    letters: one for each layer of the main decoder.
+    layers: the number of layers of each virtual stage; None if the pattern has no bars.
+    heads: the letters of each multi-token prediction head.
     """
 
     letters: str
@@ -58,11 +58,11 @@ class Pattern:
         return cls(letters, layers, tuple(heads))
 
     def segments(self, layers: Sequence[int]) -> tuple[str, ...]:
-        """The letters of each stage; `layers` is the number of layers of each stage."""
+        """The letters of each stage, given the number of layers of each stage."""
         return tuple(self.letters[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
 
     def with_bars(self, layers: Sequence[int]) -> str:
-        """The pattern as text with bars between stages; `layers` is the number of layers of each stage."""
+        """The pattern as text with bars between stages, given the number of layers of each stage."""
         return "/".join(["|".join(self.segments(layers)), *self.heads])
 
 

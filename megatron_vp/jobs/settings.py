@@ -12,8 +12,7 @@ from typing import Any
 from megatron_vp.jobs.command_line import option_of
 
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The environment variable that Megatron requires to be 1 with tensor or context parallelism on GPUs before Blackwell.
-"""
+"""Megatron requires this variable to be 1 with tensor or context parallelism on GPUs before Blackwell."""
 
 
 def flags_of(settings: dict[str, Any]) -> str:

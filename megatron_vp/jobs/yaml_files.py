@@ -39,10 +39,9 @@ class Leaf:
 
 
 def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
-    """All leaves of YAML files, in the order of the files; later files overlay earlier ones.
+    """All leaves of YAML files; later files overlay earlier ones.
 
-    OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. Environment
-    variables that look like secrets are refused, because arguments are written to files and logs. If a file has
+    OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. If a file has
     `base: other.yaml` at its top level, other.yaml is read first, from a path relative to that file. Each of `paths`
     may also be the name of a configuration that comes with megatron_vp. Raises UserError for a file that is missing or
     malformed.

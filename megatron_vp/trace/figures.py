@@ -210,9 +210,7 @@ class IterationFigures:
 def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     """Figures of one iteration over all ranks, for plotting: times are in seconds, and shares are between 0 and 1.
 
-    The bubble is the mean idle fraction of the longest extent. In all schedules, this is the extent of the first rank,
-    which starts first and ends last. The vocabulary share is the fraction of all ranks' busy time that S and T take. A
-    run without vocabulary passes or without a second stream lacks the corresponding figures.
+    The bubble is the mean idle fraction of the longest extent, which is the first rank's in all schedules.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)

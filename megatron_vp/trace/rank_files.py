@@ -49,12 +49,10 @@ class TracedSpan:
 class RankTrace:
     """One rank's recording; all fields except `rank`, `clock_error` and `spans` are the same on all ranks of a run.
 
-    run: identifies the run.
     placement: the virtual stages of each rank, as in a schedule.
     microbatches: the number of microbatches in each traced iteration.
     clock_error: milliseconds by which this rank's times may be off relative to rank 0's.
     spans: everything recorded, in order of start.
-    partition: how the model is split over ranks.
     """
 
     run: str

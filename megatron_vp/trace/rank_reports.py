@@ -21,7 +21,6 @@ class RankReport:
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
     peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
-    run: identifies the run; all ranks of a run have the same value.
     """
 
     parameters: int

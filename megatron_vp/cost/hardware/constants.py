@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants that `megatron-vp paper calibrate` fits to the published table cells, pass times and scaling
-    factors.
+    """The constants that `megatron-vp paper calibrate` fits to published runs.
 
     matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
     attention_forward, attention_backward: share of the peak that attention kernels reach; only the causal half is
@@ -66,15 +65,11 @@ CALIBRATED = FITTED.with_newer_attention()
 """The constants that predictions use by default."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative errors of predictions for setups left out of the fit, for A100s and fp16; rounded from the output of
-`megatron-vp paper calibrate`.
-"""
+"""Largest relative errors of predictions for setups left out of the fit, for A100s and fp16."""
 
 
 class Compared(NamedTuple):
-    """How well one kind of published Megatron runs is predicted: the number of runs, and the mean and largest error of
-    tokens/s in percent.
-    """
+    """How well one kind of published Megatron runs is predicted: mean and largest error of tokens/s in percent."""
 
     kind: str
     runs: int
@@ -97,8 +92,6 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote if `compared` returns None: the one with the largest mean error. `experts` selects the
-    comparisons for jobs with experts; otherwise, those for dense jobs are considered.
-    """
+    """The comparison to quote if `compared` returns None: the largest mean error among jobs with or without experts."""
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

@@ -18,7 +18,6 @@ class Rates:
     fp8_gemm: FLOP/s of large fp8 matrix products; 0 if the GPU does not support fp8.
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
-    source: where the figures come from.
     any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, which makes transposed copies unnecessary,
         and support scale blocks of 32 elements (mxfp8).
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
@@ -40,13 +39,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and host memory while all GPUs of the node copy. The bandwidth comes from cited
-    sources; this project has not measured it.
+    """Bandwidth between one GPU and host memory while all GPUs of the node copy, from cited sources, not measured.
 
     out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time, because copies of
         activations take turns.
     memory: bytes of host memory per GPU.
-    source: where the figures come from.
     """
 
     out: float
@@ -72,8 +69,6 @@ class Hardware:
     memory: bytes of GPU memory that a process can use, as PyTorch reports them.
     memory_bandwidth: bytes/s.
     link_bandwidth, network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
-    source: where the figures come from.
-    host: the link to host memory.
     rates: sustained rates; None if they are unknown or this project's kernels do not run on this hardware.
     needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, as it
         does before Blackwell.
@@ -229,7 +224,6 @@ _ALL = (
 )
 
 HARDWARE = {entry.name: entry for entry in _ALL}
-"""All hardware descriptions by name."""
 
 
 def find_hardware(name: str) -> Hardware:

@@ -1,7 +1,6 @@
 """Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
 
-All figures are bytes on one rank. docs/evidence/predictions.md compares them with bytes that were counted in a replay
-of the real program.
+All figures are bytes on one rank; docs/evidence/predictions.md compares them with counts from real programs.
 """
 
 from __future__ import annotations
@@ -19,17 +18,13 @@ WORKING_SET = 24.5
 """Temporary bytes per token and hidden unit in the backward of one layer of the paper's code."""
 
 SPLIT_BACKWARD = 34
-"""In the paper's code, a split backward adds this many bytes per token and hidden unit, because the tensors of one
-more layer wait for W.
-"""
+"""Bytes per token and hidden unit that a split backward adds in the paper's code: one more layer waits for W."""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
 
 SOFTMAX_IN_PASS = 6
-"""Temporary bytes per score in Megatron's local attention without Apex, in addition to the softmax result, which is
-kept.
-"""
+"""Temporary bytes per score in Megatron's local attention without Apex, in addition to the kept softmax result."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +60,7 @@ def layer_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes of a layer's activations that stay on the device when the layer is offloaded, because their tensors are too
-    small to be worth a copy.
-
-    All other tensors, including those of experts, are assumed to be copied at full bandwidth.
-    """
+    """Bytes of activations that stay on the device when a layer is offloaded: tensors too small to be worth a copy."""
     between, inside = _common_tensors(job, kind)
     shared = job.tensor if job.sequence_parallel else 1
     tensors = [job.tokens * each / shared for each in between] + [job.tokens * each for each in inside]
@@ -187,9 +178,7 @@ def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
 
 
 def _inner(job: Job, kind: LayerType) -> float:
-    """Bytes of one tensor between an MLP's two matrix products; in a layer with experts, the sum over each token's
-    experts.
-    """
+    """Bytes of one tensor between an MLP's two matrix products, summed over each token's experts."""
     mlp = mlp_of(job.model, kind)
     return job.tokens * mlp.per_token * job.element_bytes * mlp.width / job.tensor if mlp else 0.0
 

@@ -28,14 +28,11 @@ COMMUNICATOR = 4 * MIB
 """Bytes of a communicator without connections, which has queues and tables of its peers and channels."""
 
 MEGATRON_CHANNELS = 16
-"""Number of channels that NCCL chooses for each of Megatron's communicators over NVLink. Between nodes, NCCL chooses
-fewer channels.
-"""
+"""Channels that NCCL chooses for each of Megatron's communicators over NVLink; it chooses fewer between nodes."""
 
 FRAGMENTS = 0.02
 """Fragmentation: memory that PyTorch reserves but cannot use, as a fraction of the memory that is repeatedly allocated
-and freed. Parameters, gradients and optimizer states do not count, because they are a few large blocks that are
-allocated once.
+and freed, which excludes parameters, gradients and optimizer states.
 """
 
 

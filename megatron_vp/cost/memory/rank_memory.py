@@ -27,8 +27,8 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""In the paper's code, each microbatch in flight adds this many bytes per token and hidden unit on the first stage, for
-the exchanged embedding rows and a dropout mask.
+"""Bytes per token and hidden unit that each microbatch in flight adds on the first stage in the paper's code, for the
+exchanged embedding rows and a dropout mask.
 """
 
 SHARED_BUFFERS = 11
@@ -88,7 +88,6 @@ class MemoryModel:
 
     @cached_property
     def _layer_memory(self) -> dict[LayerType, LayerMemory]:
-        """Memory of one layer of each type."""
         split = self.schedule.split_backward
         return {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
 
@@ -137,14 +136,11 @@ class MemoryModel:
         return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
 
     def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
-        """The layers of a rank by type, separately for each of its stages."""
         stages = self.schedule.placement.stage_of[rank]
         return [each for stage in stages for each in self._stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
-        """Parameters that a rank's optimizer steps; with a distributed optimizer, each replica steps only part of a
-        stage's parameters.
-        """
+        """Parameters that a rank's optimizer steps; a distributed optimizer divides them among the replicas."""
         job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
         if not job.distributed_optimizer:
             return parameters
@@ -170,10 +166,9 @@ class MemoryModel:
         return RankMemory(**counted, outside=outside)
 
     def _messages(self, rank: int) -> int:
-        """The number of microbatches whose hidden states are in transit to or from a rank: two, or four with several
-        chunks.
+        """Microbatches whose hidden states are in transit to or from a rank: two, or four with several chunks.
 
-        More than two chunks add no microbatches in transit, because only one chunk runs at a time.
+        More than two chunks add none, because only one chunk runs at a time.
         """
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
@@ -335,7 +330,7 @@ class MemoryModel:
                     (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
                 )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # This project's code adds only a dropout mask, because the first layer's input counts the embedding rows.
+            # This project's code adds only a dropout mask. The embedding rows are counted as the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
 

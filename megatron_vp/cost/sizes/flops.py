@@ -11,9 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """Weight matrices of the same shape on one rank; each of the `copies` matrices multiplies `tokens` tokens of a
-    microbatch.
-    """
+    """Weight matrices of the same shape on one rank; each of the `copies` multiplies `tokens` tokens per microbatch."""
 
     inputs: int
     outputs: int
@@ -92,8 +90,8 @@ def model_flops(job: Job) -> float:
 
     The count is three times the forward FLOPs of the output layer and all layers, with only the causal half of
     attention. Multi-token prediction adds the norms and the matrix product that join two embeddings; latent attention
-    adds its norms. The input embedding, routers and recomputation are not counted. Quick GeGLU is counted with three
-    matrices, although Megatron's function counts only two.
+    adds its norms. The input embedding, routers and recomputation are not counted. Quick GeGLU counts with three
+    matrices, but Megatron's function counts only two.
     """
     # Count for a single rank, because tensor ranks beyond the number of key-value groups compute the same keys again.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
@@ -106,9 +104,7 @@ def model_flops(job: Job) -> float:
 
 
 def paper_flops(job: Job) -> float:
-    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, without halving attention for
-    causality.
-    """
+    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, with both halves of attention."""
     return _flops(job, 1.0)
 
 
@@ -123,9 +119,7 @@ def _flops(job: Job, of_attention: float) -> float:
 
 
 def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer on one rank, including norms: two in a transformer layer, one in a layer of a hybrid
-    model.
-    """
+    """Parameters of one layer on one rank, including its norms."""
     norms = int(2 * kind.share)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)) + norms * 2 * job.model.hidden
 

@@ -1,8 +1,7 @@
 """Counts the bytes that fp8 recipes move and keep in transformer layers. None of these counts was measured.
 
 The matrix products of a layer (queries, keys and values; output projection; both products of the MLP) read fp8 operands
-and write 16-bit results. fp8 changes nothing else: norms, attention, router, the vocabulary layers, gradients and the
-optimizer.
+and write 16-bit results. Norms, attention, routers, vocabulary layers, gradients and the optimizer do not use fp8.
 
     F   quantises X for X W^T and, in columns, for the weight gradient; W only once per iteration
     B   quantises dY for dY W and, in columns, for the weight gradient
@@ -24,9 +23,7 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element that quantising a tensor for two products moves: bytes read, bytes written in rows, and bytes
-    written in columns.
-    """
+    """Bytes per element that are read, and written in rows and in columns, to quantise a tensor for two products."""
 
     read: float
     rows: float
@@ -79,9 +76,7 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 
 def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """The matrices of a layer that are multiplied in fp8: all except the router's matrix, which comes just before the
-    experts' two matrices.
-    """
+    """The matrices of a layer that are multiplied in fp8: all but the router's, which precedes the experts' two."""
     matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
     return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
 
@@ -96,8 +91,7 @@ def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.
     """Bytes of a microbatch's activations that fp8 saves in a layer on one rank, compared with 16 bits.
 
     The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
-    input of the output projection is kept in both formats, because attention's backward needs it in 16 bits. Tensors
-    that the backward recomputes are not kept at all.
+    input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.
     """
     assert job.fp8 is not None
     model, t = job.model, job.tensor

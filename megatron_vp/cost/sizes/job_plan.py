@@ -61,9 +61,7 @@ COUNTED_MODULES = ("mlp", "moe", "moe_act")
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """List the job's options that affect time or memory but are ignored by the cost model, and the letters of a hybrid
-    model's pattern that the cost model counts as attention.
-    """
+    """List what affects time or memory but is not in the cost model: options of the job, and layers of its pattern."""
     values = config.values
     found = [
         option_of(name)
@@ -126,8 +124,7 @@ def plan_of(config: JobConfig) -> Plan:
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
-    """Number of layers of each virtual stage, from the configuration's layout or from the bars of its pattern; None if
-    the configuration has neither.
+    """Number of layers of each virtual stage, from the layout or the bars of the pattern; None if there is neither.
 
     Raises UserError for options that Megatron refuses together with a pattern.
     """

@@ -27,9 +27,8 @@ from megatron_vp.jobs.pattern_text import pattern_in
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
 
-    If `ranks` is None, the job has the smallest number of replicas that can hold the experts. `arguments` may come from
-    a configuration file or from a run's resolved configuration. Raises UserError if a size is missing or if sizes
-    contradict each other.
+    If `ranks` is None, the job has the smallest number of replicas that can hold the experts. Raises UserError if a
+    size is missing or if sizes contradict each other.
     """
 
     def given(name: str, default: Any = None) -> Any:
@@ -160,9 +159,8 @@ option, because recipes with experts do not use it.
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Published recipes used delayed scaling until early 2025. During that time, attention on H100 moved from
-    FlashAttention 2 to cuDNN 9, so a job with delayed scaling may use one or the other. A job with the backend `flash`
-    uses FlashAttention 2, and all other jobs use today's kernels.
+    Published recipes used delayed scaling while attention on H100 moved from FlashAttention 2 to cuDNN 9, so the
+    kernels of such a job are unknown if it does not choose a backend.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -211,9 +209,7 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
-    """The pattern of a GPT model with experts in only some layers: t for a layer with experts, d for a layer without.
-    The pattern is empty if all layers have experts, or if the model has no experts.
-    """
+    """A GPT model's `ModelShape.pattern`, which is empty unless only some layers have experts."""
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
 

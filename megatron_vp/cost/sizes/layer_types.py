@@ -1,7 +1,6 @@
 """Types of layers: a whole transformer layer of a GPT model, or one letter of a hybrid model's pattern.
 
-`Plan.layers` holds the number of layers of each virtual stage. In a hybrid model, each letter of the pattern is a
-layer, and each stage has consecutive letters. An attention letter and an MLP letter together make a transformer layer.
+An attention letter and an MLP letter together make a transformer layer.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class LayerType(StrEnum):
 
 
 class Mlp(NamedTuple):
-    """The MLPs of a layer: width, number of experts (0: no router), experts per token, and width of the shared expert
-    (0: none).
-    """
+    """The MLPs of a layer: width, experts (0: no router), experts per token, width of the shared expert (0: none)."""
 
     width: int
     experts: int
@@ -98,9 +95,7 @@ Counts = Mapping[LayerType, int]
 
 
 class StageLayers(NamedTuple):
-    """Number of layers of each type on one virtual stage: all layers (`counts`), and layers whose matrix products run
-    in 16 bits (`wide`).
-    """
+    """Layers of one virtual stage by type: all layers, and those whose matrix products run in 16 bits (`wide`)."""
 
     counts: Counts
     wide: Counts
@@ -115,8 +110,7 @@ def model_layers(job: Job) -> Counts:
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The layers of every virtual stage by type, given the number of layers of each stage.
 
-    The last stage also holds the layers of multi-token prediction. Without fp8, all layers are in 16 bits. With fp8,
-    only the model's first `bf16_at_start` and last `bf16_at_end` layers are.
+    The last stage also holds the layers of multi-token prediction.
     """
     found, total = [], sum(layers)
     for start, end in pairwise(accumulate(layers, initial=0)):

@@ -34,8 +34,7 @@ def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
 def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
     """Number of layers of every virtual stage, given each rank's number of layers (`counts`).
 
-    If a rank's layers cannot be divided equally among its chunks, some chunks get one layer more. Which chunks get more
-    layers varies from rank to rank.
+    If a rank's layers do not divide equally, some of its chunks get one more; which ones varies from rank to rank.
     """
     layers, chunks = [0] * placement.stages, placement.chunks
     for rank, stages in enumerate(placement.stage_of):
@@ -46,13 +45,12 @@ def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
 
 
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
-    """Layers per virtual stage in the paper's method `redis`, which puts fewer layers on the rank with the output
-    layer.
+    """Layers per virtual stage in the paper's method `redis`: fewer layers on the rank with the output layer.
 
     The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers
     with as many FLOPs as the output layer. This formula reproduces all four published layouts for eight GPUs. The other
-    stages share the remaining layers as evenly as possible, with more layers in later stages. By default, every rank
-    has one stage. Raises UserError if there are too few layers for the other stages.
+    stages share the remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there
+    are too few layers for the other stages.
     """
     placement = placement or Placement.linear(job.pipeline)
     layers, p = job.model.layers, placement.ranks
@@ -75,10 +73,8 @@ def least_work_layers(count: int, layer: float, work: Sequence[float], placement
     Each stage except the model's first and last starts with one layer. Each additional layer goes to the least loaded
     rank. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and last stage.
 
-    Args:
-        count: number of layers.
-        layer: seconds of one layer.
-        work: seconds that each rank spends outside its layers.
+    layer: seconds of one layer.
+    work: seconds that each rank spends outside its layers.
     """
     ends = (0, placement.stages - 1)
     given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]

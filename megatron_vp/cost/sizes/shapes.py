@@ -34,9 +34,7 @@ class Fp8Recipe(StrEnum):
 
 
 class CrossEntropy(StrEnum):
-    """The implementation of the loss if the output layer is not split over pipeline ranks
-    (`--cross-entropy-fusion-impl`).
-    """
+    """The implementation of the loss of an unsplit output layer (`--cross-entropy-fusion-impl`)."""
 
     EAGER = "eager"
     """Megatron's unfused implementation, which is its default."""
@@ -47,7 +45,7 @@ class CrossEntropy(StrEnum):
 
 
 class AttentionKernels(StrEnum):
-    """The generation of fused attention kernels; the hardware description has a rate for each generation."""
+    """The generation of fused attention kernels, which determines their rate."""
 
     NEWEST = "newest"
     """cuDNN 9 and FlashAttention 3."""
@@ -96,14 +94,11 @@ class ModelShape:
     kv_groups: number of query groups, each with its own keys and values; 0: one group per head.
     head_size: width of a head's queries and keys; 0: hidden / heads.
     gated: whether an MLP has three matrices.
-    experts, experts_per_token: number of experts in a layer with experts, and number of experts for each token.
-    pattern: one letter for each of the `layers`. In a hybrid model, these are the letters of its pattern without bars,
-        and only E has experts. In a GPT model with experts in only some layers, t is a layer with experts, and d a
-        layer without. The pattern of any other model is empty.
+    pattern: one letter per layer. In a hybrid model, these are the letters of its pattern, without bars. In a GPT model
+        with experts in only some layers, t is a layer with experts, and d a layer without. Empty for other models.
     dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: equal to `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
-    mtp_heads: one text for each head of multi-token prediction, with a letter for each layer of the head (a letter of a
-        hybrid pattern, or t for a transformer layer). All heads are at the end of the last stage.
+    mtp_heads: letters of the layers of each multi-token prediction head. All heads are at the end of the last stage.
     windowed: share of the layers in which a token sees only the last `window` tokens.
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
@@ -211,21 +206,15 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job. In each step, a replica processes `microbatches` microbatches of `micro_batch` sequences with
-    `sequence` tokens.
+    """A training job: in each step, a replica processes `microbatches` of `micro_batch` sequences of `sequence` tokens.
 
-    pipeline, tensor, context, data, expert: parallel sizes; the experts are distributed over `expert` ranks of a stage.
-    wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16; otherwise in the model's
-        dtype.
+    pipeline, tensor, context, data, expert: parallel sizes.
+    wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16, or in the model's dtype.
     element_bytes: bytes of an element of parameters and activations.
-    fp8: recipe of the transformer layers' matrix products, except in `bf16_at_start` layers at the start of the model
-        and `bf16_at_end` layers at its end.
-    cross_entropy: implementation of the loss for an output layer that is not split; split output layers use this
-        project's implementation.
+    fp8: recipe of the layers' matrix products, except in the first `bf16_at_start` and the last `bf16_at_end` layers.
     exact_shards: whether the size of vocabulary shards is left unrounded, as in the paper's code.
-    layers: the implementation of the transformer layers, which determines which activations the layers keep.
+    layers: the implementation of the transformer layers.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.
-    attention_dropout: whether dropout is applied to attention scores.
     wide_softmax: whether Megatron's own attention computes its softmax in fp32.
     data_overlap: whether gradients are reduced while the last backward runs.
     gather_overlap: whether parameters are gathered while the first forward runs.
@@ -236,8 +225,6 @@ class Job:
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
-    attention: the attention kernels.
-    dispatcher: how tokens reach their experts.
     states: states of the precision-aware optimizer; None: fp32 for all states, as in Megatron's own optimizer.
 
     Raises UserError if sizes contradict each other.
@@ -322,9 +309,7 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps for each parameter that it updates: both moments and, for a 16-bit parameter,
-        its fp32 copy or the bits that complete it to fp32.
-        """
+        """Bytes of optimizer states per parameter: moments and, for 16-bit parameters, an fp32 copy or part of it."""
         if self.states is not None:
             return self.states.kept
         return 12 if self.element_bytes < 4 else 8
@@ -371,8 +356,7 @@ class Plan:
     """The plan for a job's pipeline: its schedule, vocabulary method, layers and vocabulary rows.
 
     layers: transformer layers (letters of a hybrid pattern) of each virtual stage; None: equally many.
-    vocab_rows: vocabulary rows of each pipeline rank, summed over its tensor ranks; None: even shards. The rows of all
-        ranks add up to the padded vocabulary. A rank without rows has no vocabulary passes.
+    vocab_rows: vocabulary rows of each pipeline rank, summed over its tensor ranks; None: even shards.
     """
 
     schedule: str = DEFAULT_SCHEDULE
@@ -396,10 +380,7 @@ class Plan:
     def request(
         self, job: Job, microbatches: int | None = None, costs: Costs | None = None, further_orders: bool = True
     ) -> ScheduleRequest:
-        """The schedule request of this plan for `job` with `microbatches` (None: as many as the job has).
-
-        Raises UserError if the plan has no schedule for `job`.
-        """
+        """The schedule request of this plan for `job`. Raises UserError if the plan has no schedule for the job."""
         holders = None if self.vocab_rows is None else [rank for rank, rows in enumerate(self.vocab_rows) if rows]
         record = family(self.schedule)
         return ScheduleRequest.of(
@@ -431,8 +412,8 @@ class Plan:
     def shard_rows(self, job: Job) -> tuple[int, ...]:
         """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
 
-        Even shards count as full on all ranks, although the shards of the last ranks may be shorter. Raises UserError
-        if assigned rows do not fit the job, or if rows are assigned but the method needs even shards.
+        Even shards count as full on all ranks, even if the last ranks have fewer rows. Raises UserError if assigned
+        rows do not fit the job, or if the method needs even shards.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline
@@ -444,11 +425,7 @@ class Plan:
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 
     def rows_by_rank(self, job: Job) -> tuple[int, ...] | None:
-        """Vocabulary rows that each pipeline rank holds, summed over its tensor ranks; None without vocabulary
-        parallelism.
-
-        With even shards, the last ranks may have fewer rows than the others, or none.
-        """
+        """Vocabulary rows of each pipeline rank, summed over its tensor ranks; None without vocabulary parallelism."""
         if self.vocab is VocabMethod.NONE:
             return None
         if self.vocab_rows is not None:

@@ -1,6 +1,4 @@
-"""Computes the time of a layer's attention, from published rates for fused kernels and from fitted constants for all
-others.
-"""
+"""Computes the time of a layer's attention, from published rates of fused kernels or from fitted constants."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ BACKWARD = 2.5
 """FLOPs of a fused attention backward relative to the forward: five matrix products instead of two."""
 
 HALF = 350
-"""Sequence length, in keys, at which fused kernels reach half of their peak rate. Published times of cuDNN and
-FlashAttention 3 on H100, for sequences of 512 to 16384 keys, imply a value of 200 to 500.
-"""
+"""Keys per sequence at which fused kernels reach half of their peak rate. Published times on H100 imply 200 to 500."""
 
 NARROW = 0.4
 """Share of the rate that kernels lose as the head width approaches 0. The loss falls linearly to 0 at width 128.
@@ -31,14 +27,12 @@ TILE = 128
 """Number of keys in a tile, which a kernel always computes as a whole."""
 
 OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
-"""Weight of FlashAttention 2 in the average of its time and the newest kernels' time. The 29 published fp8 runs with
-delayed scaling imply a weight of 0.5 to 0.8; the runs with at most 8192 tokens imply 0.25 to 0.5.
+"""Weight of FlashAttention 2 in the average of its time and the newest kernels' time. Published fp8 runs with delayed
+scaling imply a weight of 0.25 to 0.8 for EITHER.
 """
 
 SCORE_BYTES = 13
-"""Bytes per score that unfused attention moves in its forward: the results of the product, the softmax and the dropout
-are each written and read.
-"""
+"""Bytes per score in unfused attention's forward: results of product, softmax and dropout are written and read."""
 
 
 class AttentionTimes(NamedTuple):
@@ -51,9 +45,7 @@ class AttentionTimes(NamedTuple):
 def attention_times(
     job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
 ) -> AttentionTimes:
-    """Times of the attention in a layer of type `kind` on one rank of `job`, without the matrix products before and
-    after the attention.
-    """
+    """Times of the attention in a layer of type `kind` on one rank, without the projections before and after it."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
         # Unfused attention also computes, writes and reads the scores above the diagonal. On CPU cores, all layer

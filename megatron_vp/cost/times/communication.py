@@ -27,8 +27,8 @@ larger. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""A hidden collective delays the matrix products that run at the same time by this share of the collective's duration,
-because the products and the collective share SMs and memory bandwidth.
+"""Share of a hidden collective's duration by which it delays concurrent matrix products. They compete for SMs and
+memory bandwidth.
 """
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
@@ -75,9 +75,7 @@ class CommunicationModel:
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 
     def broadcast(self, count: float, ranks: int, nodes: int) -> float:
-        """Seconds to broadcast `count` bytes to `ranks`, pipelined along a chain; a reduction to one rank takes as
-        long.
-        """
+        """Seconds to broadcast `count` bytes to `ranks`, pipelined along a chain; a reduction takes as long."""
         return self.hops(ranks, nodes) + count / self.bandwidth(nodes == 1) if ranks > 1 else 0.0
 
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
@@ -104,9 +102,7 @@ class CommunicationModel:
 
     @property
     def tensor_sum(self) -> float:
-        """Seconds to sum hidden states over a stage's tensor ranks; with sequence parallelism, to reduce-scatter and
-        all-gather them.
-        """
+        """Seconds to sum hidden states over tensor ranks (sequence parallelism: reduce-scatter and all-gather)."""
         took = self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor))
         return took * EXPOSED_SUM if self.job.tensor_overlap else took
 
@@ -130,8 +126,7 @@ class CommunicationModel:
         return took
 
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
-        """Seconds of every collective of a microbatch over the pipeline ranks, including the sums and gathers over
-        tensor ranks.
+        """Seconds of a microbatch's collectives over the pipeline ranks, including sums and gathers over tensor ranks.
 
         `members` are the pipeline ranks that take part; if it is empty, all take part. Each embedding row is sent only
         once, among the pipeline ranks with the same tensor rank as the rank that holds the row.
@@ -157,11 +152,7 @@ class CommunicationModel:
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """Seconds of exposed communication in one layer's forward: sums over tensor ranks, and tokens to and from
-        experts.
-
-        The exchange of keys and values over context ranks is not included; see `exposed_keys`.
-        """
+        """Seconds of exposed communication in one layer's forward, without keys and values (see `exposed_keys`)."""
         return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
 
     def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
@@ -182,9 +173,9 @@ class CommunicationModel:
     def dispatch(self, count: float, per_token: int) -> float:
         """Seconds to send a rank's tokens to their experts or back.
 
-        `count` is the size of the tokens in bytes, where a token counts once for each of its `per_token` experts.
-        All-to-all sends a token to each of its experts separately. The flexible dispatcher sends a token once per node
-        and once per rank, and overlaps the transfers inside the node with the network.
+        `count` is the size of the tokens in bytes, where a token counts once for each of its `per_token` experts. The
+        flexible dispatcher sends a token once per node and once per rank, and overlaps the transfers inside the node
+        with the network.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
@@ -212,8 +203,7 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `count` bytes over `ranks` replicas, in a stage of `spread`
-        GPUs.
+        """Seconds to all-gather or reduce-scatter `count` bytes over `ranks` replicas in a stage of `spread` GPUs.
 
         Each replica in a node has its own network port, and the links inside the node are fast enough to keep all ports
         busy.
@@ -228,11 +218,12 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Exposed communication time in seconds per iteration: the part of reducing gradients over the replicas and
-        gathering parameters that is not hidden behind passes. Up to `backward` seconds of the reduction and up to
-        `forward` seconds of the gathering can be hidden. All replicas hold the `shared` parameters; each of the
-        `experts` parameters is on `job.expert_replicas` ranks. `narrow` is the number of parameters that are gathered
-        in fp8.
+        """Exposed seconds per iteration of reducing gradients over the replicas and gathering parameters.
+
+        shared: number of parameters outside experts, which all replicas hold.
+        experts: number of parameters in experts, each of which is on `job.expert_replicas` ranks.
+        narrow: number of parameters that are gathered in fp8.
+        forward, backward: seconds of passes that can hide the gathering (forward) and the reduction (backward).
         """
         job = self.job
         replicas, total = job.data * job.context, shared + experts

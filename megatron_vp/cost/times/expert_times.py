@@ -19,9 +19,8 @@ wave of tiles that leaves SMs idle. The value was chosen by hand; published runs
 """
 
 COPIES, SORTED = 8, 4
-"""How often the all-to-all dispatcher reads or writes the experts' tokens in 16 bits. COPIES is for the exchange, and
-for kernels that gather short rows to sort the tokens by rank and back. If a rank has several experts, SORTED is added
-for kernels that sort tokens by expert and back.
+"""How often the all-to-all dispatcher reads or writes the experts' tokens: COPIES times to exchange and sort them by
+rank and back; SORTED more times to sort them by expert and back if a rank has several experts.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
@@ -54,9 +53,7 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens. If the job names no dispatcher, the flexible one is assumed if
-    the experts are distributed over several nodes.
-    """
+    """Whether the flexible dispatcher moves the tokens; without a stated dispatcher, it is assumed between nodes."""
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE

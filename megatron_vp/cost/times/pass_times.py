@@ -1,6 +1,4 @@
-"""Computes the time of each pass on one rank: tensor cores limit matrix products, and memory bandwidth limits
-everything else.
-"""
+"""Computes the time of each pass on one rank: tensor cores limit matrix products, memory bandwidth all other work."""
 
 from __future__ import annotations
 
@@ -38,14 +36,11 @@ and its backward moves 4 to scale.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
-"""Bytes that IF and IB move per hidden unit of a token, for masks, copies and the exchange; derived from the published
-times of IF and IB.
-"""
+"""Bytes that IF and IB move per hidden unit of a token, derived from their published times."""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes moved per element of an embedding's dense gradient. According to the published times of IB, a shard's gradient
-is filled with zeros and then added to the accumulated gradient. According to the V-Half baselines, a whole embedding's
-gradient is only filled with zeros.
+"""Bytes moved per element of an embedding's dense gradient: a shard's is filled with zeros and then added to the
+accumulated gradient (published times of IB); a whole embedding's is only filled with zeros (V-Half baselines).
 """
 
 FUSED_HIDDEN = 22
@@ -60,9 +55,7 @@ SHARED_HIDDEN = 50
 """Bytes that S and T move per hidden unit of a token, for X and for X's gradient in fp32 and in 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""Bytes that vocab-2 moves in addition, to scale a gradient after computing it: per hidden unit of a token, and per
-logit.
-"""
+"""Additional bytes of vocab-2, per hidden unit of a token and per logit, to scale a gradient after computing it."""
 
 
 class Split(NamedTuple):
@@ -90,9 +83,7 @@ class PassTimes:
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
-        """Seconds of one matrix product (forward, input gradient or weight gradient): the time to compute it, or to
-        read and write its operands, whichever is longer.
-        """
+        """Seconds of one matrix product, limited by arithmetic or by reading and writing its operands."""
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
@@ -154,9 +145,7 @@ class PassTimes:
         return Split(forward, backward + again, weight)
 
     def _mlps_again(self, kind: LayerType, others: float) -> float:
-        """Seconds that the backward spends recomputing a layer's MLPs; `others`: seconds of the MLPs' launches and
-        communication.
-        """
+        """Seconds to recompute a layer's MLPs in the backward; `others`: seconds of launches and communication."""
         job, model, t = self.job, self.job.model, self.job.tensor
         again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
         if again is MlpRecompute.NONE or mlp is None:
@@ -171,17 +160,13 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether to model the layers as Transformer Engine's: the job must use them, and the hardware's attention
-        rates must be known.
-        """
+        """Whether layers are modelled as Transformer Engine's, which requires known attention rates."""
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
     @property
     def fused_local(self) -> bool:
-        """Whether the job runs Megatron's local layers on a GPU. On CPU cores, all layer implementations are modelled
-        alike.
-        """
+        """Whether the job runs Megatron's local layers on a GPU; on CPU cores, all layers are modelled alike."""
         return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
@@ -198,8 +183,8 @@ class PassTimes:
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its matrix products; the backward moves twice as many.
 
-        For fused layers, and for Megatron's local layers with the same fusions, the bytes are counted (`FUSED_HIDDEN`).
-        For the paper's layers, the number of bytes is a fitted constant.
+        The bytes of fused layers, and of Megatron's local layers on GPUs, are counted (`FUSED_HIDDEN`). For all other
+        layers, the number of bytes is a fitted constant.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
@@ -240,10 +225,9 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """The model of this project's vocabulary kernels; None if the hardware's rates are unknown, in which case the
-        paper's code is modelled.
+        """The model of this project's vocabulary kernels on a shard of `rows` vocabulary rows (None: an even shard).
 
-        `rows` is the number of vocabulary rows in the rank's shard; None stands for an even shard.
+        Returns None if the hardware's rates are unknown; callers then model the paper's code.
         """
         job, rates = self.job, self.hardware.rates
         if rates is None:
@@ -293,16 +277,12 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage to reorder exchanged rows; 0 for the paper's code, in which IF
-        and IB include this time.
-        """
+        """Extra seconds of F and B on the first stage to reorder exchanged rows; the paper's IF and IB include them."""
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of the embedding's forward and backward inside a V pass, without the time that the pass waits for
-        exchanges.
-        """
+        """Seconds of the embedding's forward and backward inside a V pass, without waiting for exchanges."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),
@@ -310,8 +290,6 @@ class PassTimes:
         )
 
     def optimizer_step(self, parameters: float) -> float:
-        """Seconds of mixed-precision Adam over a rank's parameters: convert gradients to fp32, compute norms, read and
-        write states. States in lower precision move fewer bytes.
-        """
+        """Seconds of mixed-precision Adam: convert gradients to fp32, compute norms, read and write states."""
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
         return self.memory_time((46 - spared) * parameters)

@@ -1,6 +1,4 @@
-"""Finds what limits S and T; `python -m megatron_vp.cost.times.roofline` prints the table in
-docs/evidence/predictions.md.
-"""
+"""Finds what limits S and T; run as a script, it prints the table in docs/evidence/predictions.md."""
 
 from __future__ import annotations
 

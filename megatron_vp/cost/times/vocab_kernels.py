@@ -1,7 +1,8 @@
 """Computes the times of S, T, IF and IB from the times of their GEMMs and of this project's kernels.
 
-S computes Y = X W^T, then runs one softmax kernel over Y. T runs one kernel over X, then computes E'^T X'. E W is
-computed and its rows are rescaled in S with vocab-2, and in T with vocab-1. IF looks up rows, and IB adds up rows.
+S computes Y = X W^T, then runs a softmax kernel that overwrites Y with E. T runs a kernel that turns E and X into E'
+and X', then computes E'^T X'. E W is computed and its rows are rescaled in S with vocab-2, and in T with vocab-1. IF
+looks up rows, and IB adds up rows.
 
 A kernel that is not a GEMM takes as long as moving its bytes at the speed of a copy or issuing its instructions at the
 issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions in
@@ -33,9 +34,7 @@ RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions per element to rescale E W, and to scale the rows of X in T."""
 
 ADD_LAUNCHES = 4
-"""Number of kernels in IB: two PyTorch kernels, which find the rows of the owned tokens, and two of this project's
-kernels, which add up these rows. The tokens have already been sorted on the second stream.
-"""
+"""Kernels in IB: two of PyTorch find the rows of owned tokens, and two of this project add up these rows."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ShardPasses:
-    """The vocabulary passes of one microbatch over one shard, for given numbers of tokens, rows and hidden units.
+    """The vocabulary passes of one microbatch over one shard.
 
-    rates: the rates of the GPU.
     element_bytes: bytes of an element of logits, X and weights.
     gradient_bytes: bytes of an element of the accumulated weight gradient.
     """
@@ -114,16 +112,12 @@ class ShardPasses:
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
     def embedding(self, shards: float) -> tuple[float, float]:
-        """Seconds of IF and IB on a rank with 1 / `shards` of the vocabulary, assuming that the rank owns the same
-        share of the tokens.
-        """
+        """Seconds of IF and IB on a rank that owns 1 / `shards` of the vocabulary and of the tokens."""
         owned = self.tokens * self.hidden / shards
         looked_up = LAUNCH + 2 * self.element_bytes * owned / self.rates.copy
         added = (self.element_bytes + 2 * self.gradient_bytes) * owned / self.rates.copy
         return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
-        """Seconds that the first stage needs to scatter received rows into token order, or to gather rows from token
-        order.
-        """
+        """Seconds on the first stage to scatter received rows into token order, or to gather rows from token order."""
         return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy
