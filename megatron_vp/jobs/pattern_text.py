@@ -1,6 +1,4 @@
-"""Reads and writes `--hybrid-layer-pattern`: one letter per layer, `|` between pipeline segments, `/` before
-additional prediction heads.
-"""
+"""Reads and writes `--hybrid-layer-pattern`: a letter for each layer, `|` between stages, `/` before MTP heads."""
 
 from __future__ import annotations
 

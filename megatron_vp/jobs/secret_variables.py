@@ -24,8 +24,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def environment_without_secrets() -> Iterator[list[str]]:
     """Make OmegaConf's `oc.env` refuse variables whose name or value looks like a secret.
 
-    Yields a list to which the reason of each refusal is appended. A refusal raises ValueError, which OmegaConf turns
-    into an error of its own.
+    Yields a list to which the reason of each refusal is appended, because OmegaConf replaces the error.
     """
     refused: list[str] = []
 

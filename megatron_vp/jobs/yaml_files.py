@@ -43,8 +43,8 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. If a file has
     `base: other.yaml` at its top level, other.yaml is read first, from a path relative to that file. Each of `paths`
-    may also be the name of a configuration that comes with megatron_vp. Raises UserError for a file that is missing or
-    malformed.
+    may also be the name of a configuration that comes with megatron_vp. Raises UserError for a missing or malformed
+    file.
     """
     if not paths:
         return []

@@ -20,8 +20,7 @@ class Partition:
     """How a run splits its layers over stages and its vocabulary rows over pipeline ranks.
 
     layers: number of layers by virtual stage; None if unknown, or if all stages have the same number.
-    vocab_rows: number of rows of each pipeline rank, over all its tensor ranks; None if unknown, or without vocabulary
-        parallelism.
+    vocab_rows: vocabulary rows of each pipeline rank, over all its tensor ranks; None if unknown or not split.
     tensor: number of tensor ranks that share a pipeline rank's rows.
     sizes: sizes of the model and of a microbatch, by argument (`SIZES`), for which the pass times are valid.
     """

@@ -134,8 +134,7 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
 
     logs: Megatron's log of each run; None means the only log in each folder.
 
-    Raises UserError if a report or log is missing or invalid, if `logs` is None and a folder has several logs, or if
-    `TwoRuns` refuses the runs.
+    Raises UserError if a report or log is missing, invalid or ambiguous, or if `TwoRuns` refuses the runs.
     """
     reports = [read_reports(folder) for folder in (plain, split)]
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))

@@ -11,12 +11,10 @@ class Constants:
     """The constants that `megatron-vp paper calibrate` fits to published runs.
 
     matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
-    attention_forward, attention_backward: share of the peak that attention kernels reach; only the causal half is
-        counted.
+    attention_forward, attention_backward: share of the peak that attention kernels reach, for the causal half.
     newer_attention: how many times faster attention is in the newer code base of the V-Half runs.
     bandwidth: share of the memory bandwidth that streaming kernels reach.
-    layer_bytes: bytes that a layer's forward moves outside its matrix products, per token and hidden unit; the backward
-        moves twice as many.
+    layer_bytes: bytes per token and hidden unit that a layer's forward moves outside its matrix products.
     score_bytes: bytes per logit that S and T of vocab-1 move together.
     gap: fixed seconds per pass, for kernel launches and the transition to the next pass.
     speed_spread: relative standard deviation of the time that ranks take for the same work.
@@ -92,6 +90,6 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote if `compared` returns None: the largest mean error among jobs with or without experts."""
+    """The comparison with the largest mean error for this value of `experts`, to quote if `compared` returns None."""
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

@@ -39,10 +39,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between one GPU and host memory while all GPUs of the node copy, from cited sources, not measured.
+    """Bandwidth between one GPU and host memory while all GPUs of the node copy; cited, not measured by this project.
 
-    out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time, because copies of
-        activations take turns.
+    out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time.
     memory: bytes of host memory per GPU.
     """
 
@@ -70,8 +69,7 @@ class Hardware:
     memory_bandwidth: bytes/s.
     link_bandwidth, network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
     rates: sustained rates; None if they are unknown or this project's kernels do not run on this hardware.
-    needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, as it
-        does before Blackwell.
+    needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism.
     """
 
     name: str

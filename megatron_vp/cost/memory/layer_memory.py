@@ -78,8 +78,7 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of activations that a layer does not keep because its backward recomputes part of its MLPs.
 
-    A fully recomputed MLP keeps only its input: the norm's output, or the norm's input if one module contains both norm
-    and MLP.
+    A fully recomputed MLP keeps only its input, or the input of the norm before it if one module contains both.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -186,8 +185,7 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each activation tensor that every layer implementation keeps.
 
-    Returns two lists: tensors outside tensor-parallel regions, which sequence parallelism divides, and all other
-    tensors.
+    The first list has the tensors outside tensor-parallel regions, which sequence parallelism divides.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
@@ -200,8 +198,7 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
         inside += [wide * model.queries / t, wide * model.results / t, float(wide * keys), float(wide * values)]
         inside.append(4 * model.heads / t)
         if model.latent:
-            # Multi-latent attention also keeps the inputs and results of the norms between its down- and
-            # up-projections.
+            # Multi-latent attention also keeps the inputs and results of the norms after its down-projections.
             latent = model.latent
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
@@ -233,8 +230,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
     statistics = 0.0
     if model.query_key_norms:
         # The norms of queries and keys keep their inputs. Transformer Engine copies these inputs out of the
-        # projection's result. A local layer keeps the whole result, and a copy of the queries if several query heads
-        # share a group.
+        # projection's result. A local layer keeps the whole result, and copies the queries if heads share a group.
         elements += model.queries / t + keys
         if local:
             elements += keys + (model.queries / t if model.kv_groups < model.heads else 0)

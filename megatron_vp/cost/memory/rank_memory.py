@@ -27,9 +27,7 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""Bytes per token and hidden unit that each microbatch in flight adds on the first stage in the paper's code, for the
-exchanged embedding rows and a dropout mask.
-"""
+"""Bytes per token and hidden unit of embedding rows and a dropout mask, on the first stage in the paper's code."""
 
 SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for the copies of X and of X's gradient between S, T and their collectives."""
@@ -76,8 +74,7 @@ class MemoryModel:
     """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
 
     layers: layers of every virtual stage, as in `Plan`.
-    shard_rows: if the vocabulary is split, rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`);
-        None: even shards.
+    shard_rows: vocabulary rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`); None: even shards.
     """
 
     job: Job
@@ -110,8 +107,7 @@ class MemoryModel:
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count as two copies, because without vocabulary parallelism, no rank has both the first and the
-        # last stage of a tied model.
+        # Tied layers count twice: without vocabulary parallelism, no rank has a tied model's first and last stage.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -302,9 +298,7 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """The change in memory when a split backward reaches the embedding. In the paper's code, the tensors of only
-        one layer then still wait for W.
-        """
+        """Change in bytes when a split backward reaches the embedding: one layer waits for W in the paper's code."""
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:

@@ -166,7 +166,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     """Arguments, by long name, that make this configuration run `plan`; None and False unset an argument."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
-    # Without vocabulary passes, Megatron's own schedule is interleaved if a rank has several chunks.
+    # Megatron's own schedules, 1f1b and interleaved, need no option without vocabulary passes.
     own = not split and plan.schedule == megatrons_own(chunks).name
     bars = bars_of(config, plan, job)
     if bars is None:
@@ -194,7 +194,6 @@ def _stages(plan: Plan, job: Job) -> int:
 
 
 def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    """The settings that divide a GPT model into the stages of `plan`."""
     layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))

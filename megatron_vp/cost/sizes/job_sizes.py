@@ -229,9 +229,7 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Fraction of layers with windowed attention: 1, or 1 - 1/n if `--window-attn-skip-freq` is n. If this option lists
-    layers, windows are ignored.
-    """
+    """Fraction of windowed layers: 1, or 1 - 1/n if `--window-attn-skip-freq` is n; 0 if this option lists layers."""
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0
@@ -250,8 +248,8 @@ def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool
     """The number of intermediate tensors that a gated MLP keeps.
 
     Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps the
-    activated gate, and a copy of the linear part with an offset added; quick GeGLU also keeps the sigmoid. Quick GeGLU
-    is fused only in experts with biases.
+    activated gate, and a copy of the linear part with an offset added; quick GeGLU also keeps the sigmoid, and is
+    fused only in experts with biases.
     """
     if given("quick_geglu"):
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
@@ -276,7 +274,7 @@ def _cross_entropy(given: Callable[..., Any]) -> CrossEntropy:
 
 
 def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
-    """The fp8 recipe, and how many layers at the start and the end of the model Megatron keeps in 16 bits."""
+    """The fp8 recipe, and the numbers of layers at the model's start and end that stay in 16 bits."""
     fp8_format = given("fp8_format", given("fp8"))  # Megatron stores `--fp8-format` as `fp8`
     if fp8_format is None:
         return None, 0, 0

@@ -81,14 +81,13 @@ def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
 def type_of(letter: str) -> LayerType:
     """The layer type that the cost model uses for a letter of a pattern.
 
-    Mamba (M), gated delta net (G) and latent attention (D, +) are counted as plain attention, because the cost model
-    does not know their costs.
+    Mamba (M), gated delta net (G) and latent attention (D, +), whose costs are unknown, are counted as plain attention.
     """
     return LayerType(letter) if letter in ("t", "d", "*", "-", "E") else LayerType.ATTENTION
 
 
 UNKNOWN_LETTERS = "MGD+"
-"""Letters of a pattern that are counted as attention, although they stand for other layers."""
+"""Letters of other layers that are counted as attention."""
 
 Counts = Mapping[LayerType, int]
 """The number of layers of each type."""

@@ -50,7 +50,7 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
     The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers
     with as many FLOPs as the output layer. This formula reproduces all four published layouts for eight GPUs. The other
     stages share the remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there
-    are too few layers for the other stages.
+    are too few layers.
     """
     placement = placement or Placement.linear(job.pipeline)
     layers, p = job.model.layers, placement.ranks

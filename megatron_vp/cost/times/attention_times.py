@@ -48,8 +48,7 @@ def attention_times(
     """Times of the attention in a layer of type `kind` on one rank, without the projections before and after it."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # Unfused attention also computes, writes and reads the scores above the diagonal. On CPU cores, all layer
-        # implementations are modelled alike.
+        # Unfused attention also computes, writes and reads the scores above the diagonal.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
         moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved

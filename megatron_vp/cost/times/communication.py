@@ -27,9 +27,7 @@ larger. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""Share of a hidden collective's duration by which it delays concurrent matrix products. They compete for SMs and
-memory bandwidth.
-"""
+"""Share of a hidden collective's duration by which it delays matrix products, as all use SMs and memory bandwidth."""
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
 """Latency per hop of a message or collective in seconds, inside a node and between nodes. NCCL's own tuning tables
@@ -41,9 +39,8 @@ assume 0.6 to 3.4 microseconds inside a node and 2.7 to 14 between nodes, depend
 class CommunicationModel:
     """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
 
-    In all methods, `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a
-    collective uses the network bandwidth of one GPU per node, even if several GPUs of a node are members; only
-    `replicas_sum` counts several.
+    `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a collective uses
+    the network bandwidth of one GPU per node, even if several GPUs of a node are members, except in `replicas_sum`.
     """
 
     job: Job
@@ -81,8 +78,7 @@ class CommunicationModel:
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
         """Seconds of an all-reduce of `count` bytes over `ranks`.
 
-        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, and the sums inside each node
-        overlap with this ring.
+        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring that hides the sums inside nodes.
         """
         if ranks == 1:
             return 0.0
@@ -162,8 +158,7 @@ class CommunicationModel:
             return self.tensor_sum if mlp else 0.0
         own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, self.tensor_sum if mlp.shared else 0.0
         if job.expert_tensor > 1:
-            # The tokens of a rank's experts are all-gathered over the experts' tensor ranks, and the results
-            # reduce-scattered.
+            # An expert's tensor ranks all-gather its tokens and reduce-scatter the results.
             took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
         if job.expert == 1:
             return took
@@ -174,8 +169,7 @@ class CommunicationModel:
         """Seconds to send a rank's tokens to their experts or back.
 
         `count` is the size of the tokens in bytes, where a token counts once for each of its `per_token` experts. The
-        flexible dispatcher sends a token once per node and once per rank, and overlaps the transfers inside the node
-        with the network.
+        flexible dispatcher sends a token once per node and once per rank; NVLink and the network work in parallel.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
@@ -189,8 +183,7 @@ class CommunicationModel:
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
         """Seconds that a layer's forward waits for keys and values of other context ranks.
 
-        Keys and values are passed around a ring while attention, which takes `attention` seconds in total, runs on the
-        part received before.
+        Keys and values are passed around a ring, while attention (`attention` seconds in total) runs on those received.
         """
         job = self.job
         if job.context == 1 or not kind.attends:
@@ -205,8 +198,7 @@ class CommunicationModel:
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
         """Seconds to all-gather or reduce-scatter `count` bytes over `ranks` replicas in a stage of `spread` GPUs.
 
-        Each replica in a node has its own network port, and the links inside the node are fast enough to keep all ports
-        busy.
+        Each replica in a node has its own network port, and the links inside the node can keep all ports busy.
         """
         if ranks == 1:
             return 0.0

@@ -24,9 +24,7 @@ rank and back; SORTED more times to sort them by expert and back if a rank has s
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""The flexible dispatcher reads or writes tokens FLEXIBLE times to sort them by expert and back, and FLEXIBLE_DISTINCT
-times to send them once per rank.
-"""
+"""How often the flexible dispatcher reads or writes tokens: to sort by expert and back, and to send once per rank."""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
 """Bytes moved per element to clamp an expert's gated activation in 16 bits: its gate and its linear input are each

@@ -5,8 +5,8 @@ and X', then computes E'^T X'. E W is computed and its rows are rescaled in S wi
 looks up rows, and IB adds up rows.
 
 A kernel that is not a GEMM takes as long as moving its bytes at the speed of a copy or issuing its instructions at the
-issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions in
-the machine code for compute capability 9.0.
+issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions
+in the machine code for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.schedule import VocabMethod
 
 LAUNCH = 2.5e-6
-"""Fixed seconds per kernel that is not a GEMM: the gap before the kernel, its start-up and its tail. The host is
-assumed to launch kernels ahead of the GPU.
-"""
+"""Fixed seconds per kernel that is not a GEMM: its start-up, its tail and the gap before it."""
 
 ISSUE_SHARE = 0.75
 """Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
