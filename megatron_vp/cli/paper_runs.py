@@ -1,6 +1,4 @@
-"""`megatron-vp paper jobs` and `megatron-vp paper collect`: list the runs of the paper's tables, and collect their
-logs.
-"""
+"""`megatron-vp paper jobs` and `paper collect`: list the runs of the paper's tables, and collect their logs."""
 
 from __future__ import annotations
 

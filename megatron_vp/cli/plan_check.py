@@ -1,6 +1,4 @@
-"""Validates plans with the checks that training makes at startup, so that `megatron-vp plan` recommends only runs that
-can start.
-"""
+"""Checks plans as training does at startup, so that `megatron-vp plan` recommends only runs that can start."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class Checked:
 
 
 Ask = Callable[[list[str], int], str | None]
-"""Function of a job's arguments and number of ranks; returns why training would refuse the job, or None if it would
-start.
-"""
+"""Function of a job's arguments and number of ranks; returns why training would refuse the job, or None."""
 
 
 def refusal_here(words: list[str], ranks: int) -> str | None:

@@ -211,10 +211,7 @@ def read_request(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> Request:
-    """Read a job from its configuration and flags; `commands_own` lists the options of the calling command.
-
-    Raises UserError.
-    """
+    """Read a job from its configuration and flags; `commands_own`: the command's own options. Raises UserError."""
     from megatron_vp.cost.sizes.fp8 import refuse_fp8
     from megatron_vp.cost.sizes.job_sizes import job_of
 
@@ -232,10 +229,7 @@ def read_cluster(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> tuple[JobConfig, Hardware, int, float]:
-    """Read the input of a search: the job, the hardware, the number of GPUs, and the memory limit per GPU in bytes.
-
-    Raises UserError.
-    """
+    """Read the input of a search: job, hardware, number of GPUs, and bytes of memory per GPU. Raises UserError."""
     config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
     if gpus is None:
         raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")

@@ -49,8 +49,7 @@ ROUNDS = 3
 """After this many microbatches per pipeline rank, activation memory has reached its peak under every schedule."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options that --shapes-only ignores: they need Transformer Engine's layers, but do not change which tensors are saved.
-"""
+"""Options that --shapes-only ignores: they need Transformer Engine, but do not change which tensors are saved."""
 
 PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
@@ -181,10 +180,7 @@ def run_alone(
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
     """Return how many microbatches suffice to reach the memory peak, and how many the job has. The numbers are equal if
-    the replay must run all microbatches.
-
-    Every schedule that we generate reaches its peak of activations within ROUNDS microbatches per rank. A schedule from
-    a file has a fixed number of microbatches.
+    all must run, as with a schedule from a file.
     """
     each = job.whole_number("micro_batch_size", 1) * replicas
     batch = job.whole_number("global_batch_size", 0)

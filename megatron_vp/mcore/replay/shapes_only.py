@@ -94,9 +94,7 @@ def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """Return a number that the host reads from a tensor: the value if it is known; otherwise NaN, False or 0, so that
-    no check in Megatron fails.
-    """
+    """Return the value that the host reads; if it is unknown, NaN, False or 0, so that no check in Megatron fails."""
     try:
         return function(tensor)
     except DataDependentOutputException:
@@ -117,8 +115,7 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
         device_kernels(),
         # PyTorch's `_apply`, which moves and converts models, would swap parameters. Fake tensors do not support this.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
-        # PyTorch gathers objects as bytes, which fake tensors do not have. The replacement returns this rank's object
-        # for every rank.
+        # PyTorch gathers objects as bytes, which fake tensors do not have. Return this rank's object for every rank.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
         replaying(meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),

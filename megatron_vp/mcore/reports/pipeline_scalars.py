@@ -49,10 +49,7 @@ class PipelineScalars:
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Publish this rank's figures for all recorded iterations that its device has finished.
-
-        With `at_last`, wait until the device has finished all recorded iterations.
-        """
+        """Publish this rank's figures for recorded iterations that its device has finished; `at_last`: wait for all."""
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
@@ -67,10 +64,7 @@ class PipelineScalars:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of every iteration for which all ranks have published figures.
-
-        With `at_last`, wait for missing figures.
-        """
+        """Write the figures of each iteration that all ranks have published; `at_last`: wait for missing figures."""
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]

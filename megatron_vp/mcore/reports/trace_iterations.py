@@ -8,10 +8,7 @@ from megatron_vp.errors import UserError
 
 
 def iterations_in(text: str) -> range:
-    """Parse a range of iterations, such as `3-5`, or `4` for a single iteration.
-
-    Raises UserError if `text` is not a valid range.
-    """
+    """Parse a range of iterations, such as `3-5`, or `4` for a single iteration. Raises UserError."""
     first, _, last = text.partition("-")
     try:
         iterations = range(int(first), int(last or first) + 1)

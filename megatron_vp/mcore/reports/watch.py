@@ -32,9 +32,7 @@ class Watch:
     def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
         """Finish the iteration on this rank, and pass the recording to the reports.
 
-        Args:
-            in_flight, logits: the peak numbers of microbatches with activations or logits in memory, for the whole
-                rank.
+        in_flight, logits: the rank's peak numbers of microbatches with activations or logits in memory.
         """
         if self.report or self.trace:
             self.recorder.finish()
@@ -48,8 +46,7 @@ class Watch:
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
-    """Return the watch for the next training iteration, or None if nothing is recorded. Call this function once before
-    each iteration.
+    """Return the watch for the next training iteration; None if nothing is recorded. Call before each iteration.
 
     All ranks of a pipeline must call this function together. `pipeline` returns the group through which the ranks
     communicate; it is called only with --pipeline-trace.

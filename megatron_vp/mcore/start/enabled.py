@@ -61,8 +61,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # These patches are applied now, before a model exists, so that no training loop silently uses Megatron's own
-        # schedule.
+        # Apply these before a model exists, so that no training loop silently uses Megatron's own schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of custom scripts")
     except UserError:
         handle.disable()
@@ -108,9 +107,7 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""Arguments that Megatron's checks need, but that neither the model nor the process groups determine. Settings passed
-to `enable` override these values.
-"""
+"""Defaults for arguments that Megatron's checks need, but neither the model nor the process groups determine."""
 
 
 class _OwnLoop:
@@ -165,9 +162,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
 
 def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Copy a model's configuration and the sizes of Megatron's process groups to Megatron's arguments. Raises UserError
-    if the configuration and the groups contradict each other.
-    """
+    """Copy a model's configuration and the sizes of Megatron's process groups to Megatron's arguments."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

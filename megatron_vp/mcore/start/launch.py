@@ -1,6 +1,4 @@
-"""Runs a Megatron script with the plug-in: sets the environment, checks versions, applies patches, and reports bad
-input in one line for the whole job.
-"""
+"""Runs a Megatron script with the plug-in: sets the environment, applies patches, reports bad input in one line."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """One line if a checkpoint could not be written or read; None for any other error. Only rank 0 can name the rank
-    that failed.
-    """
+    """One line for a checkpoint that could not be written or read. Only rank 0 can name the rank that failed."""
     from torch.distributed.checkpoint import CheckpointException
 
     if not isinstance(error, CheckpointException):

@@ -30,8 +30,7 @@ _SCHEDULE = "schedule"
 
 
 def first_ranks_text(name: str) -> str:
-    """Return rank 0's text of the schedule file `name` on every rank, because the file may differ or be missing on
-    other nodes.
+    """Return rank 0's text of the schedule file `name`, because the file may differ or be missing on other nodes.
 
     If rank 0 was given a different name, a rank uses its own file, and `compare` will report the difference. Raises
     UserError if rank 0 cannot read its file.

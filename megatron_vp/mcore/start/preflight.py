@@ -167,18 +167,14 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
-    """The number of ranks that hold one replica of the model together. Raises UserError if the arguments cannot be
-    parsed.
-    """
+    """The number of ranks in one replica of the model. Raises UserError if the arguments cannot be parsed."""
     own = own_options(arguments) if own_script else ()
     with _platform(arguments, here=False), _parsed(arguments, 1, own) as args:
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Check that a job with validated `args` can run on this node: that it has enough GPUs, a working network, and
-    access to the output folders. Raises UserError.
-    """
+    """Raise UserError unless this node has enough GPUs, a working network, and access to the output folders."""
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
@@ -252,7 +248,7 @@ def describe_start(job: SettledJob) -> list[str]:
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
-    """The iteration of the newest complete checkpoint in `folder`; 0 if there is none."""
+    """The iteration that the tracker file in `folder` names; 0 if it names none."""
     tracker = Path(folder) / TRACKER
     try:
         return int(tracker.read_text())
@@ -262,9 +258,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Patch Megatron inside this context, and yield the arguments that Megatron parses. `own`: the names of the
-    script's own options.
-    """
+    """Patch Megatron inside this context, and yield the arguments that it parses; `own`: the script's own options."""
 
     def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         values = read_job_config(*split_config(arguments)).values

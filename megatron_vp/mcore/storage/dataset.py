@@ -261,10 +261,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
 
 
 def check_inputs(args: argparse.Namespace) -> None:
-    """Check every dataset and the tokenizer named in Megatron's parsed arguments, before Megatron opens any of them.
-
-    Raises UserError for the first dataset or tokenizer that cannot be used.
-    """
+    """Check the datasets and the tokenizer that Megatron's parsed arguments name. Raises UserError."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     if not args.mock_data:

@@ -63,8 +63,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             f"with a fresh optimizer"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are distributed over ranks have a separate optimizer, and the state of this optimizer is stored
-    # under different names.
+    # Only experts that are distributed over ranks have a separate optimizer, whose state has different names.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "

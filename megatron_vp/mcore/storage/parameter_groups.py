@@ -83,5 +83,4 @@ PATCHES = (
         "(self, state_dict)",
     ),
 )
-"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, even under Megatron's schedules.
-"""
+"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, under any schedule."""

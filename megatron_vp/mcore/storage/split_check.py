@@ -60,9 +60,7 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """Return a split that gives every part of `split` at least one document. If there are too few documents, the split
-    gives all documents to training.
-    """
+    """Return a split with a document for every part of `split`; with too few documents, all are for training."""
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
     if not shares[0] or documents <= sum(others):
@@ -71,9 +69,7 @@ def split_with_documents(split: str, documents: int) -> str:
 
 
 def split_for(documents: int) -> str | None:
-    """Return a --split for a dataset with this many documents if Megatron's default split leaves a part empty; None if
-    the default split suffices.
-    """
+    """Return a --split for this many documents; None if Megatron's default split leaves no part empty."""
     suits = all(begin < end for begin, end in filter(None, split_documents(MEGATRONS_SPLIT, documents)))
     return None if suits else split_with_documents(MEGATRONS_SPLIT, documents)
 

@@ -1,5 +1,4 @@
-"""Fixes Megatron's handling of skipped iterations and of several validation sets, on ranks with several chunks or
-without data.
+"""Makes skipped iterations and several validation sets work on ranks with several chunks or without data.
 
 If a rank has virtual pipeline stages, Megatron gives the rank a list of data iterators, one per chunk. Two functions of
 Megatron's training loop do not expect a list: `--iterations-to-skip` advances only a single iterator, and the

@@ -33,8 +33,7 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration with these sizes unless the pipeline has already done so. Before training, also rehearse an
-    evaluation.
+    """Rehearse an iteration with these sizes, and before training also an evaluation, unless this was done before.
 
     An evaluation with different sizes is rehearsed when it begins. All ranks of the pipeline must call this function.
     """

@@ -95,8 +95,7 @@ def forward_backward(
     if gradients:
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
-        # Megatron captures the graphs only after the first iteration, in the order in which that iteration ran the
-        # passes.
+        # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         create_cudagraphs()
     megatron.check_losses()
     if timers is not None:
@@ -130,8 +129,7 @@ def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
     """Raise UserError for a p2p_communicator that is not Megatron's own or does not connect the ranks of this pipeline.
 
-    Megatron's own communicator, which Megatron-Bridge always passes, is ignored, because our schedules use our own
-    communicators.
+    Megatron's own communicator, which Megatron-Bridge always passes, is ignored: our schedules use their own.
     """
     if given is None:
         return

@@ -31,8 +31,6 @@ class MegatronModel:
         chunks: the rank's model chunks, as Megatron wrapped them (DDP, Float16Module).
         forward_step, data_iterators: the user's function and data, as Megatron passes them to a schedule; one iterator
             per chunk.
-        microbatches: the number of microbatches m.
-        shapes: expected sizes of a microbatch.
         gradients: whether gradients are computed; False in evaluation.
         is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
             Megatron aligns the synchronisation of ranks.
@@ -74,8 +72,7 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights
         self._weights_changed = gradients or first_val_step is not False
-        # Megatron repeats an iteration after an unexpected loss. When repeating an iteration, look for the pass that
-        # produced NaN or infinity.
+        # When Megatron repeats an iteration after an unexpected loss, look for the pass that produced NaN or infinity.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}

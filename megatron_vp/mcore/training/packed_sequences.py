@@ -22,8 +22,7 @@ def packs_sequences(args: argparse.Namespace) -> bool:
 def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
     """Raise UserError if our passes cannot run a microbatch's packed sequences. Tensors on a GPU are not read.
 
-    Args:
-        context_size: the number of ranks that share a sequence.
+    `context_size`: the number of ranks that share a sequence.
     """
     packed = captured.argument("packed_seq_params")
     if packed is None:
