@@ -1,6 +1,4 @@
-"""Describes how this job splits its model. Reports contain the description, so that a later job can choose its
-vocabulary shards from measured times.
-"""
+"""Describes how a job splits its model, for reports from which a later job chooses its vocabulary shards."""
 
 from __future__ import annotations
 

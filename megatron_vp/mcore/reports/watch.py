@@ -1,6 +1,4 @@
-"""Records one training iteration of this rank, under our schedules or Megatron's own, for `--rank-report`,
-`--pipeline-trace` and `--log-pipeline-interval`.
-"""
+"""Records training iterations for `--rank-report`, `--pipeline-trace` and `--log-pipeline-interval`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ class _ToldToEnd(Exception):
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print the error in one line on one of the refusing ranks; if reasons differ, name the ranks that gave each
-    reason.
+    """Print the error on one of the refusing ranks, in one line; if reasons differ, name the ranks of each reason.
 
     `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
     another rank has printed the line.

@@ -25,13 +25,12 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn errors into one line on standard error and an exit status. The status is 2 for a UserError, and 1 for a lost
-    peer, a storage error, or a checkpoint that cannot be written or read. Before ranks are connected, a storage error
-    counts as bad input, with status 2, unless another attempt may help.
+    """Turn errors into one line on standard error and an exit status: 2 for a UserError, 130 for Ctrl-C, and 1 for a
+    lost peer, a storage error, or a checkpoint that cannot be written or read. Before ranks are connected, a storage
+    error has status 2 unless another attempt may help.
 
-    On Ctrl-C, rank 0 prints a line and the status is 130. Once ranks are connected, a process that fails exits at once,
-    whatever the error: otherwise the destructors of its process groups would wait for peers, which would wait for this
-    process to exit.
+    Once ranks are connected, a process that fails exits at once: otherwise the destructors of its process groups would
+    wait for peers, which would wait for this process to exit.
     """
     try:
         yield

@@ -1,5 +1,4 @@
-"""Checks that every rank runs the same job, so that a node with a different file or installation is found before
-training starts.
+"""Checks that every rank runs the same job, to find a node with a different file or installation before training.
 
 Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
 of this package would silently produce a different model. So all arguments are compared, except those that may differ
@@ -119,9 +118,7 @@ def _is_number(word: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Format a value so that equal values give the same text in every process: without memory addresses, with sets in
-    sorted order.
-    """
+    """Format a value identically in every process: without memory addresses, and with sets in sorted order."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, set | frozenset):

@@ -1,6 +1,4 @@
-"""Tells Megatron's DistributedDataParallel when the gradients of a chunk are complete, including the gradients that
-passes accumulate outside of autograd.
-"""
+"""Tells Megatron's DDP when a chunk's gradients are complete, even if passes accumulate them outside of autograd."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Megatron lets Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
 forwards and backwards. Graphs share buffers according to this order: an F reuses the input buffer of a microbatch whose
 B came earlier. Megatron always passes the order of 1F1B, so under another schedule an F would overwrite data that a
-later B reads. This module passes the order of the job's schedule.
+later B reads.
 
 Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration.
 """

@@ -1,6 +1,4 @@
-"""Gives each microbatch its own copy of the rotary positions, as Megatron's CUDA graphs (`--cuda-graph-impl local`)
-require.
-"""
+"""Gives each microbatch its own copy of the rotary positions, for Megatron's `--cuda-graph-impl local`."""
 
 from __future__ import annotations
 
