@@ -237,7 +237,7 @@ def _further_activations(job: Job, kind: LayerType) -> float:
         statistics = 4 * (model.heads / t + groups)
     further = job.tokens * (wide * elements + statistics)
     if local and model.rotary:
-        # Sines and cosines are kept in 16 bits, once for queries and once for keys.
+        # Sines and cosines are kept in the model's dtype, once for queries and once for keys.
         rotated = model.latent.rotary if model.latent else model.head_size
         further += 4 * wide * rotated * job.sequence / job.context
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
