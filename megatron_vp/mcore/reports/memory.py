@@ -48,9 +48,10 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Return counts of device memory beyond tensors, in bytes; empty without a CUDA device. reserved: the largest
-    amount that PyTorch's allocator reserved since `restart`. outside: memory currently in use outside of that
-    allocator, by the CUDA context, loaded kernels, library workspaces, communicators, and other processes.
+    """Return counts of device memory beyond tensors, in bytes; empty without a CUDA device.
+
+    reserved: the largest amount that PyTorch's allocator reserved since `restart`.
+    outside: what the CUDA context, kernels, library workspaces, communicators and other processes use now.
     """
     if replay().meter is not None or pipeline_device().type != "cuda":
         return {}
