@@ -1,3 +1,2 @@
-"""Contains all modules of megatron_vp that import Megatron. Patches replace some of Megatron's functions. `patches.py`
-checks and applies the patches, and `patch_table.py` says when each patch is applied.
+"""All modules of megatron_vp that import Megatron. `patches.py` applies our patches, and `patch_table.py` lists them.
 """

@@ -1,7 +1,7 @@
 """Lists the arguments of Megatron that each of our packages reads.
 
 If a release of Megatron renames an argument, the job stops at startup with one line that names the argument and says
-why we read it. Without this table, the job would fail later with an AttributeError. Our own options are not listed.
+why we read it. Our own options are not listed.
 """
 
 from __future__ import annotations

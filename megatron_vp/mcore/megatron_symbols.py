@@ -1,9 +1,8 @@
 """Every function, class and constant of Megatron that we use without patching it, by the package that uses it.
 
 `megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
-entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`: a signature; `takes
-a, b` if only the arguments that we pass matter; `class` for a class that we subclass or recognise; `value` for an
-object that is not callable; or `present` for any object. `IN_SERIES` lists the differences in a release series.
+entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`. `IN_SERIES` lists
+the differences in a release series.
 """
 
 from __future__ import annotations

@@ -426,8 +426,7 @@ def require_fit(run: Run) -> None:
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches that a run needs at one stage. If an essential patch does not fit, apply none and raise
-    UserError.
+    """Apply the patches that a run needs at one stage, or none and raise UserError if an essential patch does not fit.
 
     A group that is not essential is left out if it does not fit, and the rank that writes the log prints a line.
     """
@@ -438,16 +437,12 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply those of the named groups that the run needs, before their usual stage. If a patch does not fit, apply none
-    and raise UserError.
-    """
+    """Apply the named groups that the run needs, before their usual stage. Raises UserError if a patch does not fit."""
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """Return the patches of the groups that fit, and a line for each group that does not. Raises UserError if an
-    essential group does not fit.
-    """
+    """Return the fitting patches, and a line for each group that does not fit. Raises UserError if it is essential."""
     fitting: list[Patch] = []
     left_out, problems = [], []
     for group in groups:

@@ -1,7 +1,7 @@
 """Checks patches against the installed Megatron, applies them, and undoes them.
 
 A set of patches is applied completely or not at all: if one target has changed, an error names it. `patch_table.py`
-    declares which patches exist and when they are applied.
+declares which patches exist and when they are applied.
 """
 
 from __future__ import annotations
@@ -109,18 +109,14 @@ def signature_of(value: Any) -> str:
 
 
 def present_version() -> str:
-    """Return the version of megatron-core that Python imports, even an unsupported one. Raises UserError if
-    megatron-core is not installed.
-    """
+    """Return the version of megatron-core that Python imports, supported or not. Raises UserError if there is none."""
     _distribution()
     # megatron-core appends "+<commit>" if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
 def installed_version() -> str:
-    """Return the version of megatron-core that Python imports. Raises UserError if megatron-core is not installed or
-    its release series is not supported.
-    """
+    """Return the version of megatron-core that Python imports. Raises UserError if it is missing or not supported."""
     require_supported(_distribution().version)
     # Python may import a copy of megatron-core that the metadata does not describe, such as a checkout on PYTHONPATH.
     module = present_version()
@@ -144,8 +140,7 @@ def check(patches: Iterable[Patch]) -> list[Problem]:
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """Return how a symbol of Megatron differs from what we expect; None if it is as expected. If the symbol is patched,
-    the original is checked.
+    """Return how a symbol of Megatron differs from what we expect; None if it is as expected. Our patches are ignored.
 
     `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
     b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
@@ -168,9 +163,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all patches and return the ones that were not applied before. If a patch does not fit, apply none and raise
-    UserError.
-    """
+    """Apply all patches, or none and raise UserError if one does not fit. Return those that were not applied before."""
     installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"

@@ -181,8 +181,6 @@ class OwnLoop(Protocol):
 
 
 class _Process:
-    """The job, replay and training loop of this process."""
-
     def __init__(self) -> None:
         self.replay = Replay()
         self.own_loop: OwnLoop | None = None
@@ -288,10 +286,7 @@ def schedule_file(name: str) -> ScheduleFile | None:
 
 
 def family_of(name: str) -> Family:
-    """Return the schedule family for a value of --pipeline-schedule.
-
-    Raises UserError if the value names neither a family nor a file.
-    """
+    """Return the schedule family for a value of --pipeline-schedule. Raises UserError for an unknown value."""
     file = schedule_file(name)
     return file.family if file else family(name)
 

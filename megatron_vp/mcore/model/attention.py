@@ -31,8 +31,7 @@ from megatron_vp.mcore.settled import replay
 class ScaledDotProductAttention(MegatronModule):
     """Replaces Megatron's `DotProductAttention`, with the same tensor shapes.
 
-    The constructor accepts `k_channels` and `v_channels` from latent attention, but the tensors already have these
-    sizes.
+    The constructor ignores `k_channels` and `v_channels`, because the tensors already have these sizes.
 
     A causal layer ignores its mask argument, because the mask only encodes causality. Megatron's query-key layer
     scaling, which keeps fp16 scores in range, is not needed, because fused kernels compute scores in fp32.
@@ -197,4 +196,3 @@ PATCHES = (
         "(self)",
     ),
 )
-"""Patches that are applied with --core-attention sdpa."""

@@ -96,4 +96,3 @@ PATCHES = (
         "dp_cp_group=None)",
     ),
 )
-"""Patches that are applied with a --pipeline-schedule that places chunks differently from Megatron."""

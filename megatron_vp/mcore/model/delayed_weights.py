@@ -5,9 +5,6 @@ layer's queue. Megatron empties these queues within the same microbatch, through
 wrapper. Under our schedules, pass W may run several microbatches later. Pass B therefore takes the operands out of the
 queues and keeps them for W. In pass W, our code accumulates the gradients and reports them to Megatron, as for local
 layers.
-
-This code was tested on a CPU with the layers of Transformer Engine 2.8 to 2.20, whose compiled extension was replaced.
-There has been no test on a GPU yet.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ MINIMUM_VERSION = "2.8"
 
 @dataclass(frozen=True)
 class DelayedWeightGradient:
-    """The data of pass W for one layer and microbatch: the queued operands, and the layer's function that multiplies
-    them.
+    """The data of pass W for one layer and microbatch: the queued operands and the function that multiplies them.
 
     product: returns the gradients of weight and bias. The bias gradient is None or empty if autograd computes it; with
         fused accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts, both
@@ -114,8 +110,8 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
     if the product writes to `main_grad` itself. For grouped experts, it is an uninitialised buffer as large as the
     weight. The buffer is freed here, because pass W allocates another one.
 
-    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If `w_is_late`,
-    only this rank's part is kept of an input that was gathered over the tensor ranks, and W gathers the input again.
+    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If `w_is_late`, an
+    input that was gathered over the tensor ranks is reduced to this rank's part, and W gathers it again.
     """
     taken = []
     for layer in layers:
@@ -140,9 +136,7 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
 
 
 def _without_graph(operand: Any) -> Any:
-    """Detach an input or a list of inputs; otherwise, the autograd graph would keep the chunk's input and its gradient
-    in memory until W.
-    """
+    """Detach inputs, because the autograd graph would keep the chunk's input and its gradient in memory until W."""
     if isinstance(operand, list):
         return [_without_graph(each) for each in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
@@ -199,9 +193,9 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def delaying(config: Any) -> Iterator[None]:
-    """Set `delay_wgrad_compute` in a configuration while layers or DDP wrappers are built from it. The old value is
-    restored afterwards, because Megatron-Bridge saves the configuration in checkpoints and could not load a checkpoint
-    with this setting.
+    """Set `delay_wgrad_compute` in a configuration, only inside this context.
+
+    Megatron-Bridge saves the configuration in checkpoints, and could not load a checkpoint with this setting.
     """
     before, config.delay_wgrad_compute = config.delay_wgrad_compute, True
     try:
@@ -233,4 +227,3 @@ PATCHES = (
         "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )
-"""Patches for jobs with --transformer-impl transformer_engine and a --pipeline-schedule whose backward is split."""

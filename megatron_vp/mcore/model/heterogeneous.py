@@ -37,4 +37,3 @@ PATCHES = (
         "(config, vp_stage)",
     ),
 )
-"""Patches for all jobs with heterogeneous layers, even without a --pipeline-schedule."""

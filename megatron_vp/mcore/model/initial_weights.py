@@ -1,8 +1,8 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron initialises the weights rank by rank: every pipeline rank seeds its generators with the job's seed + 100 x its
-    rank, then builds its stage. If a schedule moves layers to other ranks, as V-shaped schedules do, these layers would
-    get different initial weights.
+rank, then builds its stage. If a schedule moves layers to other ranks, as V-shaped schedules do, these layers would get
+different initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
 generators. Our chunks are built afterwards and copy these weights by global name. Values that another rank holds are
@@ -203,9 +203,7 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context for building one of our chunks. On exit, the random generators are as plain Megatron would have left
-    them.
-    """
+    """A context for building one of our chunks. Given `start`, it restores the random generators on exit."""
     if start is None:
         yield
     else:

@@ -74,8 +74,7 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yield the rows [b, s, h] of the following tokens, with `beyond_b1h` where a following token is in another
-    document.
+    """Yield the rows [b, s, h] of the following tokens, with `beyond_b1h` past the end of each document.
 
     Megatron does the same. The replaced rows do not affect any loss, but the block's experts process them.
 

@@ -176,9 +176,7 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Split the vocabulary layers of a provider's model when Megatron-Bridge prints the model's size, after all hooks
-    and before wrapping.
-    """
+    """Split the vocabulary layers when Megatron-Bridge prints a model's size, after all hooks and before wrapping."""
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
@@ -247,7 +245,6 @@ PATCHES = (
         for module in ("gpt", "hybrid")
     ),
 )
-"""Patches that `megatron_vp.enable` applies."""
 
 BRIDGE_PATCHES = (
     Patch(
@@ -263,4 +260,3 @@ BRIDGE_PATCHES = (
         "(pp_group)",
     ),
 )
-"""Patches that are applied when a model is built in a process that has imported Megatron-Bridge's models."""

@@ -170,4 +170,3 @@ PATCHES = (
         },
     ),
 )
-"""Patches that are applied with a --pipeline-schedule whose backward is split."""

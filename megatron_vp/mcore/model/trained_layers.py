@@ -1,5 +1,4 @@
-"""Lets all ranks of a model agree on which vocabulary layers are trained, and on the trained share of the other
-weights.
+"""Lets all ranks of a model agree on what is trained: which vocabulary layers, and which share of the other weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
@@ -164,9 +163,7 @@ def _trained_part(chunk: nn.Module) -> float:
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
-    """Whether the ranks of a model train a vocabulary layer. Raises UserError if the ranks differ, or if a layer has an
-    adapter.
-    """
+    """Whether the ranks train a vocabulary layer. Raises UserError if the ranks differ or a layer has an adapter."""
     adapters = [held.adapter for held in ranks if held.adapter is not None]
     if adapters:
         raise UserError(adapters[0])

@@ -38,8 +38,7 @@ _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
 
 class WholeLayers:
-    """A chunk's vocabulary layers as Megatron built them, without their rows, and the chunk's attributes that describe
-    them.
+    """A chunk's vocabulary layers as Megatron built them, without their rows.
 
     Create an instance before the layers are split, and call `release` after the split.
     """
@@ -270,4 +269,3 @@ BRIDGE_PATCHES = (
         "(self, megatron_model)",
     ),
 )
-"""Patches that are applied when a model is built in a process that has imported Megatron-Bridge's models."""

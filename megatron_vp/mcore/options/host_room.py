@@ -1,6 +1,4 @@
-"""Chooses the number of chunks for `--offload-chunks auto`, and checks that a node has enough host memory for the
-offloaded activations.
-"""
+"""Chooses the number of chunks for `--offload-chunks auto`, and checks that nodes have enough host memory."""
 
 from __future__ import annotations
 

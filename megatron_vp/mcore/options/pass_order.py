@@ -1,6 +1,4 @@
-"""Chooses the costs by which this job's passes are ordered. The costs are the predicted pass times, so training runs
-passes in the order that `megatron-vp plan` simulates.
-"""
+"""Chooses the costs by which this job's passes are ordered: the predicted pass times, as in `megatron-vp plan`."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """Search for a schedule within --activation-limit, store its shape in `args`, and return the settings with this
-    schedule.
+    """Search for a schedule within --activation-limit, store its shape in `args`, and return the settings with it.
 
     Only this function searches; all schedules that are generated later use the shape that it found. Raises UserError
     for a limit that no schedule meets, and for a job whose sizes are unknown.

@@ -172,9 +172,7 @@ def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -
 
 
 def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """If the user has not given a layout, divide the layers evenly among the schedule's chunks. The result is a layout
-    string or, for a hybrid model, a layer pattern with `|` separators.
-    """
+    """Divide the layers evenly among the schedule's chunks, unless the user has given a layout."""
     from megatron_vp.mcore.model.chunk_layout import even_layout
 
     pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size

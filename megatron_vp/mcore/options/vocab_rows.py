@@ -85,9 +85,7 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if the earlier run belongs to
-    a different job.
-    """
+    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if it was a different job."""
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:

@@ -1,3 +1,1 @@
-"""Adapts Megatron to the machine: sets the flags that Megatron needs on this machine, and replaces packages that are
-missing.
-"""
+"""Adapts Megatron to the machine: sets the flags that Megatron needs, and replaces missing packages."""

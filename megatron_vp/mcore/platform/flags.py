@@ -1,6 +1,4 @@
-"""Decides whether this process runs on GPUs or CPUs, and sets the environment variables and flags that Megatron needs
-for this platform.
-"""
+"""Decides whether this process runs on GPUs or CPUs, and sets the variables and flags that Megatron then needs."""
 
 from __future__ import annotations
 
@@ -67,10 +65,9 @@ def uses_cpu(arguments: list[str]) -> bool:
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing: this package logs once
-    what is missing.
+    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing, also in child processes.
 
-    Child processes inherit these filters; otherwise, the writers of an asynchronous save would repeat the warnings.
+    This package logs once what is missing.
     """
     # PyTorch's logger for extensions warns if a CUDA toolkit is installed but the machine has no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -82,7 +79,7 @@ def quiet_fallback_warnings() -> None:
 
 
 def prepare_environment(cpu: bool) -> None:
-    """Set environment variables and a logger's level before Megatron is imported, but keep the user's variables."""
+    """Set the environment variables and a logger's level for a run without a device, before Megatron is imported."""
     if cpu:
         # Megatron requires a single connection for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -1,8 +1,8 @@
 """Finds the installed packages and compiled extensions that decide which code Megatron runs.
 
-Like Megatron, we try to import `transformer_engine.pytorch` and individual extension modules of NVIDIA's Apex. The name
-and version of a package are not enough: PyPI's `transformer-engine` without an extra raises an error on import, PyPI's
-`apex` is an unrelated project, and Apex built without its extensions contains only Python code.
+We try to import `transformer_engine.pytorch`, as Megatron does, and look for individual extension modules of NVIDIA's
+Apex. The name and version of a package are not enough: PyPI's `transformer-engine` without an extra raises an error on
+import, PyPI's `apex` is an unrelated project, and Apex built without its extensions contains only Python code.
 """
 
 from __future__ import annotations
