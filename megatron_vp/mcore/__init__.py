@@ -1,2 +1,1 @@
-"""All modules of megatron_vp that import Megatron. `patches.py` applies our patches, and `patch_table.py` lists them.
-"""
+"""All modules of megatron_vp that import Megatron. `patches.py` applies our patches; `patch_table.py` lists them."""
