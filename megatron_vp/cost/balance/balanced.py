@@ -35,31 +35,26 @@ EVEN_BAND = 0.01
 """Even shards are kept if they are predicted to be at most this fraction slower than the best shards."""
 
 UNITS = (128, 64, 8)
-"""Candidate sizes, in vocabulary rows, of the unit in which rows are assigned. `unit_of_rows` picks the largest unit
-for which an even shard contains at least FINE_ENOUGH units. GEMMs are fastest if shards are multiples of 128 rows. With
-multiples of 64 rows, the 16-bit logits of every token start at a 128-byte boundary; with multiples of 8 rows, at a
-16-byte boundary.
+"""Units in which rows may be assigned; `unit_of_rows` picks the largest that divides an even shard into at least
+FINE_ENOUGH units. GEMMs are fastest with multiples of 128 rows. With multiples of 64 (8) rows, the 16-bit logits of
+every token start at a 128-byte (16-byte) boundary.
 """
 
 FINE_ENOUGH = 16
 
 SMALLEST_SHARE = 1 / 16
-"""Smallest non-empty shard, as a fraction of an even shard. A smaller shard would not be worth the fixed overhead of
-its passes.
-"""
+"""Smallest non-empty shard, as a fraction of an even shard; a smaller one is not worth the overhead of its passes."""
 
 TIE = 0.002
-"""Candidates tie if they are slower than the fastest by at most this fraction. Among candidates that tie, the one that
-needs the least memory is chosen.
-"""
+"""Candidates at most this fraction slower than the fastest tie; the one that needs the least memory is chosen."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The layers of every virtual stage and the vocabulary rows of every pipeline rank.
+    """Layers of every virtual stage and vocabulary rows of every pipeline rank.
 
-    layers: the number of layers of every virtual stage; None if all stages have equally many.
-    rows: the number of rows of every pipeline rank, summed over its tensor ranks; None: even shards.
+    layers: None if all stages have equally many.
+    rows: summed over the tensor ranks; None: even shards.
     gain: predicted speed-up over even shards with the user's layout or, if the user gave none, with the layout that
         training chooses.
     """
@@ -85,14 +80,15 @@ def balanced(
     """Choose layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
 
     Args:
-        plan: its `vocab_rows` are ignored; its `layers` are used only if `layout_given` is true.
+        plan: its `vocab_rows` are ignored.
         memory_limit: bytes per rank; None: unlimited. The limit is ignored if no plan fits, and on CPU hardware.
         layout_given: whether the user gave the plan's layers, so that only rows are assigned.
 
     The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are kept if they fit
-    and are predicted to be at most EVEN_BAND slower than the best shards, or if the method or the vocabulary size rules
-    out uneven shards. On CPU hardware, whose times are known only to an order of magnitude, even shards are also kept
-    if all stages have equally many layers. Raises UserError if the layers cannot be distributed over the stages.
+    and are predicted to be at most EVEN_BAND slower than the best shards, or if the method, the schedule or the
+    vocabulary size rules out uneven shards. On CPU hardware, whose times are known only to an order of magnitude, even
+    shards are also kept if all stages have equally many layers. Raises UserError if the layers cannot be distributed
+    over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
@@ -110,8 +106,7 @@ def balanced(
     least = {each: search.least(each) for each in search.candidates}
     simulated: dict[Plan, _Outcome] = {}
     for each in sorted(least, key=least.__getitem__):
-        # Skip a plan whose lower bound exceeds `longest`. Such a plan could not replace even shards that fit, or could
-        # not tie with the fastest plan so far that fits.
+        # A slower plan could not replace even shards that fit, or could not tie with the fastest plan that fits.
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
             if found.fits:
@@ -131,8 +126,7 @@ def most_rows(
     """Find how many rows fit on each pipeline rank, summed over its tensor ranks, with `memory_limit` bytes per GPU.
 
     Returns None on CPU hardware, if only even shards are possible, or if no distribution of the rows fits into memory.
-    A caller that gets None ignores the limit, as `balanced` does. Raises UserError if the layers cannot be distributed
-    over the stages.
+    Raises UserError if the layers cannot be distributed over the stages.
     """
     if not hardware.is_gpu:
         return None
@@ -188,7 +182,6 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def outcome(self, plan: Plan) -> _Outcome:
-        """Predict the iteration time, the memory, and whether the plan fits."""
         simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
         found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
         seconds = iteration_seconds(found, self.job)
@@ -200,10 +193,8 @@ class _Search:
         return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
-        """Lower bound in seconds on the iteration time, for any layout and any rows.
-
-        The bound divides all work equally among the ranks, and assumes shards of the size that takes the least time per
-        row.
+        """Lower bound in seconds on the iteration time for any layers and rows: all work is divided equally among the
+        ranks, and shards have the size that takes the least time per row.
         """
         layers = layers_of(self.job, self.even, self.placement)
         stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
@@ -307,8 +298,7 @@ def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memo
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the time of 1F1B's passes on equally fast ranks, with the best possible layers and
-    rows.
+    """Lower bound in seconds on the time of 1F1B's passes with the best layers and rows, on equally fast ranks.
 
     The model has L layers, and its vocabulary passes would take as long as k layers if one rank held all rows. Per
     microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers. Filling and draining
@@ -338,7 +328,6 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
 
 @lru_cache(maxsize=16)
 def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
-    """Seconds that a microbatch's vocabulary passes take with 0, 1, ..., `units` units of `each` rows."""
     return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 

@@ -44,8 +44,7 @@ def with_shards(
 ) -> Plan:
     """Return a configuration's `plan` with the layers and rows that training would use.
 
-    If the user gave a layout, only rows are assigned; otherwise, layers and rows are assigned together. Raises
-    UserError if the given `--vocab-shards` cannot be used for this job.
+    Raises UserError if the given `--vocab-shards` cannot be used for this job.
     """
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
@@ -77,7 +76,7 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the rows of `partition`, and also with the layers of `partition` if it has any."""
+    """Return `plan` with the rows of `partition` and, if it has any, with its layers."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 

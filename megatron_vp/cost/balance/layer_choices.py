@@ -23,9 +23,9 @@ class LayerChoice:
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
-    In the first groups, the layers are spread as evenly as possible, and any rank may hold rows. The ranks that have
-    one more layer are spread out, come first, or come last, depending on the group. The last two groups have k holders
-    of rows, for k = 1 .. p-1: in one group the holders come first, in the other they come last.
+    In the first groups, the layers are spread as evenly as possible, and any rank may hold rows. The ranks with one
+    more layer are spread out, come first, or come last. The last two groups have one layout for each number of holders
+    from 1 to p - 1; the holders come first in one group and last in the other.
 
     Args:
         layer: seconds of one layer in all passes of a microbatch.
@@ -55,8 +55,7 @@ def _layers_of_others(
 ) -> int | None:
     """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    The remaining layers are spread over the holders as evenly as possible. The rows are spread so that all holders take
-    equally long.
+    Holders share the other layers as evenly as possible, and share the rows so that all take equally long.
     """
     units = len(cost) - 1
     best = None

@@ -1,9 +1,8 @@
 """Assigns vocabulary rows for a job's next start, based on the GPU speeds that were measured in an earlier run.
 
-GPUs of the same model differ in speed by a few percent. Moving whole layers is too coarse to compensate for these
-differences, but moving rows is not. The earlier run's rank reports or traces say how long each rank computes per
-microbatch, and how many rows it has. Rows are then assigned so that all ranks take about the same time
-(`water_filling`).
+GPUs of the same model differ in speed by a few percent. Moving rows can compensate for this; moving whole layers is too
+coarse. The earlier run's rank reports or traces say how long each rank computes per microbatch, and how many rows it
+has. Rows are then assigned so that all ranks take about the same time (`water_filling`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ CERTAIN = 2.0
 class MeasuredJob:
     """The properties of a job that must match the measured run.
 
-    ranks, tensor: pipeline and tensor ranks.
+    ranks, tensor: numbers of pipeline and tensor ranks.
     vocab: size of the padded vocabulary; None: not known yet.
-    schedule, method: names of the schedule and of the vocabulary method.
     arguments: the job's arguments by long name; sizes that are None or missing are not known yet.
     layers: layers of every virtual stage, if the user set the layout with the option `layout_option`.
     """
@@ -46,7 +44,7 @@ class MeasuredJob:
     layout_option: str = ""
 
     def check(self, folder: Path, run: MeasuredRun) -> None:
-        """Raise UserError if `run`, read from `folder`, does not match the properties of this job."""
+        """Raise UserError if `run`, read from `folder`, does not match this job."""
         partition, there = run.partition, dict(run.partition.sizes)
         compared: list[tuple[str, object, object]] = [
             ("pipeline ranks", len(run.rows), self.ranks),
@@ -77,8 +75,8 @@ class MeasuredJob:
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
     """Compute the shards of `job` with `--vocab-shards measured:FOLDER`, keeping the layers of the measured run.
 
-    `room`, called with the run's partition, returns how many rows fit into the memory of each pipeline rank, or None if
-    the memory is not known. Raises UserError if the run does not match `job`, or if `read_run` or `refilled` raises it.
+    `room` returns how many rows fit into each pipeline rank's memory, given the run's partition; None: not known.
+    Raises UserError if the run does not match `job`, or if `read_run` or `refilled` raises it.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -89,13 +87,13 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
     """Compute the next run's rows from the pass times of a run with `partition`, whose layers are kept.
 
     Args:
-        pass_seconds: pass times of every pipeline rank; see `Seconds`.
+        pass_seconds: pass times of every pipeline rank.
         most: rows for which each rank has memory (see `balanced.most_rows`); None: any number.
 
-    The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by the busiest rank's time
-    with the new rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, the
-    time per row is estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises
-    UserError if the run's vocabulary passes took no time, or if the rows do not fit into memory.
+    The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by this time with the new
+    rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, this time is
+    estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises UserError if the
+    run's vocabulary passes took no time, or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None
@@ -129,8 +127,7 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
     """Describe in one line what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    If the measured gain is significant, the line states it. `predicted` is the cost model's speed-up for the same
-    change; the line warns if it contradicts the measured gain.
+    `predicted` is the cost model's speed-up for the same change; the line warns if it contradicts the measured gain.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None

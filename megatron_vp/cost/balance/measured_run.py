@@ -27,9 +27,7 @@ ENOUGH = 5
 """The fewest iterations that a measurement needs, not counting the first iteration of a report, which is warm-up."""
 
 OF_MEDIAN = 1.25 * 1.4826
-"""The standard deviation of the median of n normal samples is this factor times their median absolute deviation,
-divided by sqrt(n).
-"""
+"""Standard deviation of the median of n normal samples, in units of their median absolute deviation / sqrt(n)."""
 
 IMPLAUSIBLE = 4.0
 """A measurement is refused if any rank's time per layer is more than this many times the median of all ranks."""
@@ -60,9 +58,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The content of one rank's file: the run's properties, and each iteration's times in ms per microbatch, by kind of
-    pass.
-    """
+    """One rank's file: the run's properties, and each iteration's ms per microbatch by kind of pass."""
 
     path: Path
     rank: int
@@ -206,7 +202,6 @@ def _check_partition(folder: Path, partition: Partition) -> None:
 
 
 def _check_times(each: _Rank, has_rows: bool) -> None:
-    """Refuse invalid durations, and iterations that lack a required kind of pass."""
     needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *([(PassKind.S,), (PassKind.T,)] if has_rows else [])]
     for one in each.times:
         for kind, took in one.items():
@@ -238,10 +233,9 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The number by which a rank's time is divided to compare ranks: the number of the rank's layers.
+    """The number of a rank's layers, by which its time is divided to compare it with other ranks.
 
-    The number is 1 if the layout is unknown or the same for all stages, if ranks have several chunks, or if the rank
-    has no layers.
+    Returns 1 if the layout is unknown or even, if ranks have several chunks, or if the rank has no layers.
     """
     if partition.layers is None or len(partition.layers) != ranks:
         return 1.0

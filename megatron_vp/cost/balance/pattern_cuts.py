@@ -1,7 +1,6 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut is the number of letters on every virtual stage, in the order of the stages. Letters take different amounts of
-work, and cuts between letters are finer than cuts between transformer layers.
+A cut is the number of letters on every virtual stage. Letters take different amounts of work.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
 _HALVINGS = 50
-"""Number of bisection steps in the search for the least possible work of the busiest rank."""
+"""Bisection steps in the search for the least possible work of the busiest rank."""
 
 _LONGEST_MOVE = 8
 """Largest number of neighbouring stage boundaries that are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A new cut is accepted only if its objective is below this fraction of the old cut's objective, so that rounding
-errors do not count.
-"""
+"""A cut is accepted only if its objective is below this fraction of the old one; rounding errors do not count."""
 
 
 def letter_seconds(times: PassTimes) -> list[float]:
@@ -52,9 +49,8 @@ def even_cut(
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letters.
 
-    With one chunk per rank, the busiest rank has the least work that is possible. With several chunks, the result may
-    be only a local optimum, at which no further move of stage boundaries helps. A move also helps if the busiest rank's
-    work stays the same but the ranks' work becomes more even. The result depends only on the arguments.
+    With one chunk per rank, the result is optimal. With several, it may be a local optimum: no move of stage boundaries
+    lowers the busiest rank's work, or keeps it and makes the ranks' work more even.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -88,7 +84,6 @@ class _Cuts:
         self.needed_after = [*list(accumulate(least[::-1]))[::-1][1:], 0]
 
     def loads(self, ends: Sequence[int]) -> list[float]:
-        """Work of every rank."""
         loads = list(self.extra)
         for stage, (start, end) in enumerate(pairwise(ends)):
             loads[self.rank_of[stage]] += self.sums[end] - self.sums[start]
@@ -162,7 +157,7 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Move one or several neighbouring stage boundaries by one letter of the layer pattern while that helps."""
+        """Move one or several neighbouring stage boundaries by one letter while that helps."""
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends
@@ -208,10 +203,7 @@ def _level(extra: Sequence[float], work: float) -> float:
 
 
 def unit_length(pattern: str) -> int:
-    """The period of the pattern in letters; 0 without a pattern.
-
-    The period is 2 for alternating attention and MLP, and the full length for a pattern that never repeats.
-    """
+    """The period of the pattern in letters, such as 2 for alternating attention and MLP; 0 without a pattern."""
     if not pattern:
         return 0
     return next(
@@ -224,10 +216,9 @@ def unit_length(pattern: str) -> int:
 def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """List candidate cuts for uneven shards, as `layer_choices` does for models without a pattern.
 
-    The first group contains only the most even cut, and any rank may hold rows. The next two groups have k holders of
-    rows, for k = 1 .. p - 1: in one group the holders come first, in the other they come last. If the pattern repeats,
-    the groups of `layer_choices` are added, with each repetition as one layer, so that finer cuts never make the result
-    worse.
+    The first group contains only the most even cut, in which any rank may hold rows. In the next two groups, as in the
+    last two of `layer_choices`, only some ranks hold rows. If the pattern repeats, the groups of `layer_choices` are
+    added, with each repetition as one layer, so that finer cuts never make the result worse.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

@@ -22,8 +22,7 @@ def fill(
         slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.
 
     First, each rank gets as many units as it can hold without exceeding a common load, which is found by bisection.
-    Each remaining unit goes to the rank whose load with that unit is lowest; if several ranks tie, the first one gets
-    the unit.
+    Each remaining unit goes to the rank whose load with that unit is lowest, or to the first of several such ranks.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]
@@ -31,7 +30,6 @@ def fill(
         return None
 
     def below(level: float) -> list[int]:
-        """The units that each rank can take without exceeding `level`."""
         return [
             min(cap, max(0, bisect_right(cost, (level - own) / slow) - 1))
             for own, cap, slow in zip(work, most, slowness, strict=True)

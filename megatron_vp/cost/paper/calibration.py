@@ -1,8 +1,8 @@
 """Fits the constants to published values, and tests them on setups that the fit has not seen.
 
-The fit minimises the squares of three kinds of errors: relative errors of the cells' MFU, relative errors of the pass
-times on 8 GPUs, and errors of Table 3's factors in points. A cell's iteration time is the sum of the durations along
-its critical path, so each round of the fit has to simulate every schedule only once.
+The fit minimises the squares of the relative errors of the cells' MFU and of the pass times on 8 GPUs, and of the
+errors of Table 3's factors. A cell's iteration time is the sum of the durations along its critical path, so each round
+of the fit has to simulate every schedule only once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EXPECTED = Constants(
     idle_boost=0.06,
     network=0.8,
 )
-"""Prior values for A100s and eager PyTorch code, before any fit. `score_bytes` is 52 bytes per logit, as in an output
-layer that is not split, plus 8 bytes for rescaling.
+"""Prior values for A100s and eager PyTorch code. `score_bytes` is 52 bytes per logit, as in an output layer that is not
+split, plus 8 bytes for rescaling.
 """
 
 SPREAD = Constants(
@@ -55,9 +55,7 @@ SPREAD = Constants(
     idle_boost=0.01,
     network=0.1,
 )
-"""Uncertainty of each prior value: a constant that is fitted this far from its prior value counts like an error of 1
-percent in one cell.
-"""
+"""Uncertainty of each prior value: a fitted constant this far from it counts like an error of 1 percent in one cell."""
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
 """Weights of errors in pass times and in Table 3's factors, relative to errors in cells."""
@@ -66,7 +64,7 @@ WORST = 0.1
 """Weighted errors are clipped at this value, so that a cell with an unexpected layout does not distort the fit."""
 
 ROUNDS = 3
-"""Number of rounds. Each round simulates the schedules again, because other paths may have become critical."""
+"""Each round simulates the schedules again, because other paths may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 
@@ -178,11 +176,7 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Prediction errors for the cells that a fit left out.
-
-    cells: number of cells.
-    mfu, memory: mean and largest absolute error in percent.
-    """
+    """Prediction errors for the cells that a fit left out: mean and largest absolute value, in percent."""
 
     part: Part
     cells: int
@@ -195,8 +189,7 @@ def leave_out(
 ) -> list[LeftOut]:
     """For each of the `parts`, predict its cells with constants that are fitted to all other cells.
 
-    Pass times and Table 3 are always part of the fit. Cells with `redis` on more than 8 GPUs do not count in the
-    errors, because their layout is unknown and may itself cause an error.
+    Pass times and Table 3 are always part of the fit. The errors exclude cells whose layout is unknown.
     """
     found = []
     for part in parts:

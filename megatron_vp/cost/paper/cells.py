@@ -68,6 +68,5 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
 
 
 def _layout(plan: Plan) -> str:
-    """Megatron's layout string for a plan with one chunk per rank."""
     assert plan.layers is not None
     return layout_of(plan.layers)

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB.
+    """A run: seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB.
 
     `seconds` and `memory` are None if the run ran out of memory; `memory` is also None if no log reports it.
     """

@@ -30,14 +30,11 @@ METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
 """
 
 VOCABULARY = 50_304
-"""Assumed vocabulary size, because the paper does not publish it. The first and the last rank hold the vocabulary
-layers and have one transformer layer fewer than the other ranks.
-"""
+"""Assumed vocabulary size, because the paper does not publish it."""
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Of the usual 34 bytes, 16
-remain without keys and values, without dropout, and with norms and GELU recomputed; 0.7 bytes are added for all small
-tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: of the usual 34 bytes, the 16
+that remain without keys and values, without dropout, and with norms and GELU recomputed, plus 0.7 for small tensors.
 """
 
 COMPUTED_AGAIN = 12
@@ -88,9 +85,10 @@ class Cell(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The run's plan: one layer per stage, and none on the first and the last stage.
+        """The run's plan: one layer per stage, but none on the first and the last stage, which hold the vocabulary
+        layers.
 
-        With 1F1B, each rank has one chunk, which contains all layers that the rank has in the other plans.
+        With 1F1B, each rank has all its layers in one chunk.
         """
         sizes = MODELS[self.model]
         chunks = sizes.chunks

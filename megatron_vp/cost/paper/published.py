@@ -23,9 +23,7 @@ LARGEST = 10_000
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One run of the paper: a pipeline of `gpus` ranks, sequences of `sequence` tokens, and a vocabulary of `vocab_k`
-    thousand tokens.
-    """
+    """One run of the paper, on `gpus` pipeline ranks, with a vocabulary of `vocab_k` thousand tokens."""
 
     table: int
     gpus: int
@@ -38,7 +36,7 @@ class Cell:
 
     @property
     def setup(self) -> tuple[int, int, int]:
-        """Table, GPUs and sequence length; validation leaves out all cells of one setup together."""
+        """Table, GPUs and sequence length."""
         return self.table, self.gpus, self.sequence
 
 

@@ -25,8 +25,7 @@ A100 = replace(HARDWARE["a100"], rates=None)
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """Peak FLOP/s in the definition of each table's MFU. For table 5, 320 TFLOP/s reproduces the MFU of all runs on 8 GPUs.
-The peak FLOP/s of table 6 are not published. With the A100's nominal 312 TFLOP/s, which the authors' scripts use, the
-output layer takes as long in table 6 as in table 5.
+For table 6, with the nominal 312 TFLOP/s of the authors' scripts, the output layer takes as long as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
@@ -36,9 +35,9 @@ same model and method. This order is at most 0.3 percent slower than an order fo
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""Equal costs of F, B and W, as in the published building block of V-Half. The passes of V-Half's baseline are ordered
-for equal costs, because the real costs include an output layer that is not split. An order for the real costs would
-delay W while rank 0 holds the most activations, and would need up to 16 percent more memory than published.
+"""Costs by which the passes of V-Half's baseline are ordered, as in the published building block. The real costs
+include an output layer that is not split. With an order for these costs, W would be delayed while rank 0 holds the most
+activations, and memory would be up to 16 percent higher than published.
 """
 
 
@@ -64,10 +63,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layout.
-
-    layers: as in `Plan`.
-    """
+    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layout."""
 
     cell: Cell
     mfu: float
@@ -143,9 +139,7 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions of `cells`, as the authors ran them or in `setting`. Cells that share a pass order are
-    predicted together.
-    """
+    """Yield the predictions of `cells`, as the authors ran them or in `setting`, in groups that share a pass order."""
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)

@@ -27,10 +27,7 @@ COLUMNS = (
 
 
 def layout_unknown(cell: Cell) -> bool:
-    """Whether a cell may have been run with a different layout from the one that `redistributed_layers` returns.
-
-    The paper publishes the layouts of `redis` only for 8 GPUs.
-    """
+    """Whether the layout of `cell` is unknown: the paper publishes the layouts of `redis` only for 8 GPUs."""
     return cell.method == "redis" and cell.gpus > 8
 
 
@@ -95,8 +92,9 @@ def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | N
 
 
 def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """For each `redis` cell with an unknown layout and an MFU error above `worse_than` percent, predict the cell with
-    the layout that matches the published MFU best.
+    """Predict `redis` cells of unknown layout with the layout that matches the published MFU best.
+
+    Only cells with an MFU error above `worse_than` percent are predicted.
     """
     found = []
     for row in rows:

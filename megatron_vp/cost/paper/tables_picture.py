@@ -16,9 +16,7 @@ COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "in
 
 
 def picture(rows: Sequence[Row], memory: float = 80) -> bytes:
-    """Draw a PNG in which lines are predictions and crosses are published values. The dotted line is the device's
-    `memory` in GiB.
-    """
+    """Draw a PNG: lines are predictions, crosses published values, dotted lines the device's `memory` in GiB."""
     import matplotlib
 
     matplotlib.use("Agg")

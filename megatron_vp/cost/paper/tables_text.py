@@ -14,10 +14,10 @@ _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 
 
 def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
-    """Format all tables as text.
+    """Format all tables as text, with errors in percent and a summary if there are published values.
 
-    If there are published values, an error in percent follows each figure, and a summary follows the tables. With a
-    `setting`, the rows are predictions for this project, and Table 3, which describes the authors' code, is left out.
+    With a `setting`, the rows are predictions for this project, and Table 3, which describes the authors' code, is left
+    out.
     """
     lines = ["predicted MFU in percent and peak memory in GiB; !: does not fit into the device's memory"]
     if setting is not None:

@@ -17,19 +17,13 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
-"""Methods without vocabulary parallelism. `plain` spreads the transformer layers evenly over the stages;
-`redistributed` moves some away from the ranks with vocabulary layers.
-"""
+"""Methods without vocabulary parallelism: layers spread evenly, or fewer layers on ranks with vocabulary layers."""
 
 MOST_BALANCED = 16
-"""`plan` balances shards for up to this many pipeline ranks, because balancing takes a few simulations per candidate.
-`simulate` always balances shards.
-"""
+"""With more pipeline ranks, `plan` does not balance shards, because each candidate would take a few simulations."""
 
 LARGEST = 128
-"""Largest number of pipeline ranks for which `plan` predicts candidates. With this number, `plan` takes half a minute
-on two cores; with twice as many, it would take over four times as long.
-"""
+"""Largest number of pipeline ranks for which `plan` predicts candidates; it then takes half a minute on two cores."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ def candidates(
     chunks: int = 2,
     names: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """List every schedule of `names` with each of its vocabulary methods, with layers spread as evenly as possible.
+    """List every schedule of `names` with even layers and each vocabulary method, and with redistributed layers.
 
     By default, `names` has all schedules that `plan` considers. `chunks` applies to `interleaved` and to other families
     that allow any number of chunks. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
@@ -119,8 +113,8 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts to try with the method `redistributed`. One comes from `balanced_layers`. If the model's pattern
-    repeats, another is the best cut between repetitions, which is sometimes slightly faster.
+    """The layouts to try with the method `redistributed`: that of `balanced_layers` and, if the model's pattern
+    repeats, the best cut between repetitions, which is sometimes slightly faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]
     size = unit_length(job.model.pattern)

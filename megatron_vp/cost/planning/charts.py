@@ -36,11 +36,7 @@ PARTS = {
 
 
 def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """Draw a PNG with one row per candidate, fastest first: the parts of its iteration time, and the memory of each
-    rank.
-
-    The row of `chosen` is marked, as are candidates that do not fit.
-    """
+    """Draw a PNG with one row per candidate: the parts of its iteration time, and the memory of each rank."""
     figure, (times, memory) = _figure(0.26 * len(evaluations) + 1.6, title)
     rows = range(len(evaluations))
     left = [0.0] * len(evaluations)
@@ -110,11 +106,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """Draw a PNG that plots iteration time against memory for every run.
-
-    Colours show the schedule; filled markers show runs with offloaded chunks. A line joins the runs that no other run
-    beats in both time and memory.
-    """
+    """Draw a PNG of iteration time against memory: all runs, coloured by schedule, and the frontier."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
@@ -166,9 +158,7 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG that plots iteration time against memory. It shows the frontier, and every simulated run in a colour
-    for its pipeline size.
-    """
+    """Draw a PNG of iteration time against memory: all runs, coloured by pipeline size, and the frontier."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")

@@ -63,7 +63,7 @@ class Evaluation:
     vocab_rows: tuple[int, ...] | None = None
     """Vocabulary rows of every pipeline rank, summed over its tensor ranks; None if the vocabulary is not split."""
     copies: tuple[RankCopies, ...] = ()
-    """copies of offloaded activations, by pipeline rank"""
+    """Copies of offloaded activations, by pipeline rank."""
 
     @property
     def peak_memory(self) -> float:
@@ -88,7 +88,7 @@ class Evaluation:
         return largest
 
     def document(self, limit: float) -> dict[str, Any]:
-        """The evaluation as a JSON document, with times in seconds, and memory in bytes by rank."""
+        """The evaluation as a JSON document."""
         plan = self.candidate.plan
         return {
             "schedule": plan.schedule,

@@ -1,5 +1,6 @@
-"""Fits flexible schedules to the available memory if their largest base, the base schedule that needs the most memory,
-does not fit.
+"""Fits flexible schedules to the available memory.
+
+A flexible schedule is fitted only if its largest base, which needs the most memory of its base schedules, does not fit.
 """
 
 from __future__ import annotations
@@ -25,14 +26,10 @@ from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 
 STEPS = 3
-"""Number of memory limits to try, in steps of one chunk's activations. The first limit is an estimate; a prediction
-shows whether a schedule with this limit fits.
-"""
+"""Number of memory limits to try, in steps of one chunk's activations, because the first limit is only an estimate."""
 
 FITTED_PER_RANK = 3
-"""Number of microbatches per rank for which `plan` searches the shape of a flexible schedule. Training searches with
-all microbatches, and may find another shape within the limit.
-"""
+"""Microbatches per rank with which `plan` searches for a shape. Training uses all microbatches and may find another."""
 
 
 def flexible_candidates(
@@ -41,8 +38,8 @@ def flexible_candidates(
     """Candidates for `fitted_evaluation`: each flexible schedule with each method, in the layout of its largest base.
 
     With `offload`, each candidate is also tried with one chunk in host memory, if passes can hide its copies. (With all
-    chunks in host memory, shapes differ little.) The method `plain` is left out if `redistributed` is possible. The
-    list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    chunks in host memory, shapes differ little.) The list is empty for more than MOST_BALANCED ranks, because the
+    search for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
@@ -111,9 +108,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try. The unit is a microbatch's activations on all chunks of a rank. Memory is assumed to grow linearly
-    with the limit from the smallest to the largest base.
-    """
+    """Limits to try, in microbatches per rank, if memory grows linearly from the smallest to the largest base."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:

@@ -18,9 +18,7 @@ from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
-"""Largest ratio of a rank's copy time to its pass time that `plan` allows. With a higher ratio, passes would have to
-wait for copies.
-"""
+"""Largest ratio of a rank's copy time to its pass time that `plan` allows; above it, passes would wait for copies."""
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
 """Schedule families with which `plan` tries offloading: all except flexible ones."""
@@ -31,9 +29,8 @@ def offloaded_evaluations(
 ) -> list[Evaluation]:
     """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
 
-    First, half of the chunks are offloaded, then all of them, then one chunk more and one chunk fewer than the best
-    number. Plans are left out if their copies would take more than MOST_LOAD of a rank's time, if they need more host
-    memory than a node has, or if they offload no chunk.
+    Half of the chunks and as many as MOST_LOAD allows are tried first, then one chunk more and one fewer than the best
+    number. Plans that offload no chunk or need more host memory than `host_room` are left out.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
@@ -75,7 +72,7 @@ def with_chosen_offload(
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
     The chosen number makes the plan fastest within `limit` bytes per rank (None: the device's memory), or is 0 if the
-    plan fits without offloading. Other values of the option leave `plan` unchanged. Raises UserError if nothing fits.
+    plan fits without offloading. Raises UserError if nothing fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -96,9 +93,7 @@ def with_chosen_offload(
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """The largest ratio of copy time to pass time of any rank, if each rank offloads the `chunks` chunks that take
-    longest to copy.
-    """
+    """Largest ratio of copy time to pass time of a rank that offloads the `chunks` chunks that take longest to copy."""
     single = single_microbatch(plan, job)
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
@@ -110,7 +105,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
 
 
 def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the fastest run of every schedule and method; `plan` then tries offloading with these runs."""
+    """Return the fastest run of every schedule and method."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
         candidate: Candidate = each.candidate

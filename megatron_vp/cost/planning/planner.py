@@ -1,6 +1,4 @@
-"""Finds the best schedule and vocabulary method for a job: predicts all candidates, ranks them and names their
-bottlenecks.
-"""
+"""Finds the best schedule and vocabulary method for a job by predicting all candidates."""
 
 from __future__ import annotations
 
@@ -42,12 +40,15 @@ def plan(
 ) -> tuple[list[Evaluation], list[Infeasible]]:
     """Evaluate all candidates; return those that the job can run, fastest first, and those that it cannot run.
 
-    If `balance.balanced` finds faster shards than even ones within `limit` bytes per rank, a candidate is also
-    evaluated with these shards. Flexible schedules are fitted to `limit` bytes per rank (see `flexible`). With
-    `offload`, all schedules of WITH_OFFLOAD are candidates, and each is also tried with chunks in host memory. One
-    worker process per core makes the predictions. `chunks` is the number of chunks per rank in schedules that allow any
-    number, such as `interleaved`. `progress` is called with the number of finished candidates and the total; a
-    candidate and its balanced version count as one. Raises UserError if `candidates` does, or if the job cannot run any
+    Args:
+        chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
+        progress: called with the number of finished candidates and the total; a candidate and its balanced version
+            count as one.
+        limit: bytes per rank within which shards are balanced and flexible schedules are fitted (see `flexible`).
+        offload: whether to consider all schedules of WITH_OFFLOAD, also with chunks in host memory.
+
+    A candidate is also evaluated with the shards that `balance.balanced` finds, if they are faster than even ones. One
+    worker process per core makes the predictions. Raises UserError if `candidates` does, or if the job cannot run any
     candidate.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
@@ -115,7 +116,6 @@ def _evaluate_all(
 
 
 WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
-"""Methods without vocabulary parallelism: the vocabulary layers are Megatron's own."""
 
 _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
 
@@ -128,7 +128,7 @@ class Choice:
     tied: tuple[Evaluation, ...]
     """The runs that tie with the fastest one, which comes first."""
     without_split: Evaluation | None
-    """The fastest run without vocabulary parallelism that fits, with layers spread evenly or redistributed."""
+    """The fastest run without vocabulary parallelism that fits."""
 
     @property
     def gain(self) -> float | None:
@@ -141,10 +141,9 @@ class Choice:
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
     """Choose what to run from evaluations sorted fastest first.
 
-    Candidates that fit tie if they are at most the fraction `band` slower than the fastest; see `ties.tie_of`. Among
-    candidates that tie, those whose free memory exceeds the stated error of predicted memory are preferred, and then
-    the simplest one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if
-    nothing fits.
+    Runs tie if they fit and are at most the fraction `band` slower than the fastest of them; see `ties.tie_of`. Among
+    tied runs, those whose free memory exceeds the stated error of predicted memory are preferred, and then the simplest
+    one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]

@@ -3,13 +3,12 @@ slower but need less memory.
 
 Every combination gets a lower bound on its time, and one on its memory as a function of its time (`bounds`). The first
 round simulates combinations that are expected to improve the frontier of time and memory, the second round those that
-may improve it. Each round starts with the job's own sizes; `_by_turns` sets the order. A combination is skipped if its
-bounds show that a simulated combination beats it in both time and memory. Next, the search may try to offload
-activations to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the job's own
-sizes and for the sizes of the fastest run.
+may improve it. A combination is skipped if its bounds show that a simulated combination beats it in both time and
+memory. Next, the search may try to offload activations to host memory (`searched_offload`). Finally, flexible schedules
+are fitted to the memory for the job's own sizes and for the sizes of the fastest run.
 
-The simulations and the result do not depend on the machine, its cores or its load: the budget is a number of
-simulations, and each decision to simulate uses the results of all earlier simulations except the last WINDOW.
+The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
+decision to simulate uses the results of all earlier simulations except the last WINDOW.
 """
 
 from __future__ import annotations
@@ -100,11 +99,9 @@ class Search:
         return len(self.found) + self.too_large + self.dominated + self.untried
 
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
-        """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`), in order of preference.
+        """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`).
 
-        Runs whose free memory exceeds the error of predicted memory come first. Other things being equal, a simpler run
-        comes first: one with fewer context ranks, without recomputation, with fewer tensor ranks, with fewer expert
-        ranks, and finally one that `planner.simplicity` prefers.
+        Runs whose free memory exceeds the error of predicted memory come first, and then simpler runs.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
@@ -128,9 +125,7 @@ class Search:
         return [each for each in self.found if each.memory <= limit]
 
     def frontier(self, limit: float) -> list[Found]:
-        """Runs that fit in memory and that no other run beats in both time and memory, fastest first. Runs that take
-        more than SLOWEST times the fastest time are left out.
-        """
+        """Runs within `limit` and SLOWEST that no other run beats in both time and memory, fastest first."""
         kept: list[Found] = []
         for each in self.fitting(limit):
             if not kept or (each.memory < kept[-1].memory and each.seconds <= SLOWEST * kept[0].seconds):
@@ -150,10 +145,13 @@ def search(
 ) -> Search:
     """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
 
-    At most `budget` simulations are run, not counting those with the job's own sizes. `chunks` is the number of chunks
-    per rank in schedules that allow any number, such as `interleaved`. There is at most one worker process per core.
-    `progress` is called with the current step, the number done and the total. With `offload`, the job's own sizes and a
-    few other sizes are also tried with chunks in host memory. Raises UserError if nothing fits.
+    Args:
+        budget: the largest number of simulations, not counting those with the job's own sizes.
+        chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
+        progress: called with the current step, the number done and the total.
+        offload: whether to try the job's own sizes and a few other sizes with chunks in host memory.
+
+    There is at most one worker process per core. Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []
@@ -216,7 +214,7 @@ def _offloaded(
     chunks: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Found]:
-    """Evaluate the chosen variants with chunks in host memory, also with schedules that are designed for offloading."""
+    """Evaluate the variants `sizes` with chunks in host memory."""
     bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
     running = [
         (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
@@ -266,9 +264,7 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
 
 
 class _Simulations:
-    """Runs at most WINDOW simulations at once. Results go to `front` and `found` in the order in which simulations
-    started.
-    """
+    """Runs at most WINDOW simulations at once; adds results to `front` and `found` in the order of starting."""
 
     def __init__(
         self,
@@ -305,7 +301,6 @@ class _Simulations:
             self._left -= simulations
 
     def finish(self) -> None:
-        """Wait for the results of all simulations in progress."""
         while self._running:
             self._take()
 
@@ -320,9 +315,7 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """The order in which options are tried: first all options with the job's own sizes, then the best option of each
-    neighbouring variant (`is_neighbour`), then the others.
-    """
+    """Order options: all with the job's own sizes, then the best of each neighbouring variant, then the others."""
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
         return list(options)
@@ -336,8 +329,7 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
 
 
 class _Option(NamedTuple):
-    """A combination of parallel sizes, schedule and vocabulary method that has not been simulated. Options are ordered
-    by their lower bound on iteration time.
+    """A combination of parallel sizes, schedule and vocabulary method, ordered by its lower bound on iteration time.
 
     balanced: whether layers and rows are chosen later, by `balance.balanced`.
     """
@@ -350,9 +342,7 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; return None if the job cannot run it, if it cannot improve the front, or if even shards are
-    as fast as balanced ones.
-    """
+    """Evaluate an option; None if it cannot run or improve the front, or if even shards are as fast as balanced."""
     candidate = option.candidate
     try:
         if option.balanced:
@@ -370,8 +360,7 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
     """The options of one variant: all schedules except `interlaced`, which exists only for comparison.
 
-    Balanced shards are included if the layers do not divide equally among the ranks, and always for the job's own
-    sizes.
+    Balanced shards are included for the job's own sizes, and if the layers do not divide equally among the stages.
     """
     job = what.job
     if job.pipeline == 1:

@@ -15,14 +15,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 SIZES = 4
-"""The largest number of size combinations, in addition to the job's own, for which a search tries offloading. Each
-combination takes up to about 50 simulations.
-"""
+"""A search tries offloading with at most this many sizes besides the job's own, at up to about 50 simulations each."""
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """Choose variants, fastest first, that could be on the frontier of time and memory if activations took no device
-    memory. If there are more than SIZES such variants, evenly spaced ones are kept.
+    """Choose at most SIZES variants, fastest first, that could be on the frontier of time and memory if activations
+    took no device memory.
 
     least: for each run, the lower bounds without the memory of activations, and the index of the run's variant.
     """
@@ -36,9 +34,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 
 
 def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
-    """For each schedule whose passes can hide the copies to and from the host, return the candidate with the lowest
-    bound on time.
-    """
+    """For each schedule whose passes can hide the copies, return the candidate with the lowest bound on time."""
     best: dict[str, tuple[Bound, int, Candidate]] = {}
     for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
         try:
@@ -54,9 +50,7 @@ def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks:
 def offloaded_runs(
     base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """Evaluate `base` without offloading, and with each number of offloaded chunks that `offloaded_evaluations` tries.
-    Return an empty list if the job cannot run `base`.
-    """
+    """Evaluate `base` without offloading and as `offloaded_evaluations` does; [] if the job cannot run `base`."""
     try:
         found = evaluate(base, job, hardware, constants)
         return [found, *offloaded_evaluations(found, job, hardware, limit, constants)]

@@ -11,9 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 @dataclass(frozen=True)
 class Tie:
-    """Runs that take at most the fraction `share` longer than the fastest run tie with it; `basis` says where `share`
-    comes from.
-    """
+    """Runs at most the fraction `share` slower than the fastest tie with it; `basis` says where `share` comes from."""
 
     share: float
     basis: str
@@ -28,10 +26,9 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     """The tie for `job`: the mean prediction error on published runs of its kind, but at least the error on the paper's
     setups.
 
-    The predicted times of two runs of one job share most of their error, so the ratio of the two times is more accurate
-    than either time. In the paper's tables, the predicted ratio is off by 0.7 percent on average and 2.8 percent at
-    worst. For the few other jobs that were published in two layouts, the predicted ratio is off by as much as the mean
-    error of their kind (docs/evidence/public_runs.md), so the tie is this mean error.
+    Predicted times of two runs of one job share most of their error, so their ratio is more accurate. In the paper's
+    tables, the ratio is off by at most 2.8 percent. But for other jobs that were published in two layouts, it can be
+    off by as much as the mean error of their kind (docs/evidence/public_runs.md).
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid

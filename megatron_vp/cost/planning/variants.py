@@ -18,9 +18,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of sequences per microbatch that a search tries."""
 
 CONTEXT_TOKENS = 4096
-"""The fewest tokens of a sequence per context-parallel rank; with fewer tokens, attention cannot hide the exchange of
-keys and values.
-"""
+"""Fewest tokens per context-parallel rank; with fewer, attention cannot hide the exchange of keys and values."""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -38,8 +36,10 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class Variant:
-    """A job distributed over all GPUs, and the arguments to change in its configuration (`settings`). `own`: whether
-    this is the job as configured.
+    """A job distributed over all GPUs.
+
+    settings: the arguments to change in the job's configuration.
+    own: whether this is the job as configured.
     """
 
     job: Job
@@ -50,10 +50,10 @@ class Variant:
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
     """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names the dimensions that do not vary.
 
-    The first variant has the job's own sizes, if the job can run on `gpus` GPUs with them. In all other variants, each
-    tensor-parallel group lies within one node and uses sequence parallelism. Combinations of sizes that the model or
-    the global batch size does not allow are left out. Raises UserError if the arguments have no global batch size, or
-    if no combination is left.
+    The first variant has the job's own sizes, if they suit `gpus` GPUs. In all other variants, each tensor-parallel
+    group lies within one node and uses sequence parallelism. Combinations of sizes that the model or the global batch
+    size does not allow are left out. Raises UserError if the arguments have no global batch size, or if no combination
+    is left.
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
@@ -118,9 +118,7 @@ def _powers(most: int) -> list[int]:
 
 
 def is_neighbour(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in exactly one searched dimension: in one size by at most a factor of 2, or in
-    recomputation.
-    """
+    """Whether two jobs differ in one searched size only, by at most a factor of 2, or in recomputation only."""
     sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
     ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
     steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)

@@ -19,9 +19,7 @@ from megatron_vp.errors import UserError
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A process pool whose workers are terminated at once if an exception, such as KeyboardInterrupt, leaves the `with`
-    block. The workers also exit if the parent is killed.
-    """
+    """A process pool whose workers end at once if an exception leaves the `with` block or if the parent is killed."""
     with ProcessPoolExecutor(processes, _context(), initializer=_end_with_parent) as pool:
         _start(pool, processes)
         try:
@@ -34,10 +32,10 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls `answer` in another process. The other process first calls `prepare`, while this
-    process continues. When the `with` block ends, the other process is terminated. `prepare` and `answer` must be
-    module-level functions. Unlike a pool, the other process needs no thread in this process, so a pool that is started
-    inside the block can still fork its workers.
+    """Yield a function that calls `answer` in another process, which first calls `prepare`, and ends with the block.
+
+    `prepare` and `answer` must be module-level functions. Unlike a pool, the other process needs no thread in this
+    process, so a pool that is started inside the block can still fork its workers.
     """
     context = _context()
     ours, theirs = Pipe()
@@ -99,7 +97,7 @@ def _deaf_to_interruptions() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Exit this worker when its parent process ends; otherwise the worker would wait forever for work."""
+    """Exit this worker when its parent process ends; otherwise it would wait forever for work."""
     threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 

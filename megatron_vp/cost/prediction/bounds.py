@@ -27,9 +27,7 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""The largest number of vocabulary passes of each kind that a rank may run before its first forward or after its last
-backward.
-"""
+"""Most vocabulary passes of each kind that a rank may run before its first forward or after its last backward."""
 
 ROUNDING = 1e-9
 """Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
@@ -37,9 +35,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """The memory of a rank that holds `always` bytes throughout an iteration, plus activations. `byte_seconds` is the
-    integral of the activations' bytes over time. The rank may hold no activations for up to `idle` seconds of the
-    iteration.
+    """A rank's memory during an iteration: `always` bytes throughout, plus activations. `byte_seconds` is the integral
+    of the activations' bytes over time. For up to `idle` seconds, the rank may hold no activations.
     """
 
     always: float
@@ -49,13 +46,12 @@ class HeldBytes:
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """Lower bounds: an iteration takes at least `seconds`, and an iteration of t seconds needs at least
-    `memory_within(t)` bytes.
+    """Lower bounds: an iteration takes at least `seconds`; one of t seconds needs at least `memory_within(t)` bytes.
 
     memory: bytes that an iteration needs, however long it takes.
     ranks: the memory that every rank holds, from which `memory_within` is computed.
-    expected: bytes on the fullest rank if it holds as many activations as the schedule family allows, as most orders
-        do. `expected` is not a bound.
+    expected: not a bound: bytes on the fullest rank if it holds as many activations as its family allows, as most
+        orders do.
     """
 
     seconds: float
@@ -80,11 +76,10 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    If chunks are offloaded to host memory, `memory` and `ranks` are not bounds.
-
-    A rank must do its own work for all microbatches. The rank's first forward waits for one forward of every earlier
-    stage. After the rank's last backward, one backward of every earlier stage follows. A rank may run a few vocabulary
-    passes before its first forward and after its last backward; OUTSIDE limits their number.
+    If chunks are offloaded to host memory, `memory` and `ranks` are not bounds. A rank must do its own work for all
+    microbatches. The rank's first forward waits for one forward of every earlier stage. After the rank's last backward,
+    one backward of every earlier stage follows. A rank may run a few vocabulary passes before its first forward and
+    after its last backward; OUTSIDE limits their number.
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
@@ -133,9 +128,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """The shortest time between F and B of a microbatch on the last stage, in which every rank computes its shard of
-    the output layer.
-    """
+    """Shortest time from F to B of a microbatch on the last stage, while ranks compute their output layer shards."""
     if not vocab.is_sharded:
         return 0.0
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)

@@ -12,8 +12,7 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 
 HOST_SHARE = 0.8
-"""Share of a node's host memory that activations may use; the remainder is for processes, data and checkpoint writing.
-"""
+"""Share of a node's host memory for activations; the remainder is for processes, data and checkpoint writing."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def predict(
 
     Args:
         measured: pass times in seconds from the trace of a run, which replace the modelled times.
-        simulator: a simulator of the schedule; by default, a simulator of the order that training runs.
+        simulator: a simulator of the schedule; by default, that of `make_simulator`.
 
     Raises UserError if the schedule is unknown or cannot run the job, or if the layers do not fit the schedule.
     """
@@ -96,10 +96,7 @@ def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
 
 
 def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
-    """Seconds from the last pass to the end of the iteration, on the rank with the most parameters.
-
-    After the last pass, gradients are reduced over the replicas and the optimizer runs.
-    """
+    """Seconds after the last pass, on the rank with the most parameters: gradient synchronisation and the optimizer."""
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
@@ -121,8 +118,7 @@ def make_simulator(
     constants: Constants = CALIBRATED,
     further_orders: bool = True,
 ) -> Simulator:
-    """The simulator of `plan`'s schedule in the order that training runs (`order_costs`); jobs with nearly equal costs
-    share one simulator.
+    """The simulator of `plan`'s schedule in the order that training runs; jobs with nearly equal costs share it.
 
     `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """

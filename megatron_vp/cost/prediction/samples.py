@@ -25,9 +25,7 @@ STEADY = (0.4, 0.75)
 
 
 def sampled(job: Job) -> Job:
-    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the remaining
-    microbatches.
-    """
+    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the others."""
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 

@@ -96,10 +96,8 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
     """The costs by which the passes of `plan`'s schedule are ordered, in training and in simulation.
 
-    The costs are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. If the
-    number of layers or rows differs between ranks, every stage and rank has separate costs; if not, all ranks have the
-    same costs. All GPUs are assumed to be equally fast, because it is not known before a run which of them is the
-    slowest.
+    The costs are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. All GPUs
+    are assumed to be equally fast, because it is not known before a run which of them is the slowest.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = single_microbatch(plan, job)
@@ -124,8 +122,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
 def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], split_backward: bool) -> list[Split]:
     """Seconds of F, B and W of every virtual stage, at the speed of a mean rank and without vocabulary passes.
 
-    `layers`: the number of layers of every stage. If the vocabulary is not split, the vocabulary layers are included in
-    the first and the last stage.
+    If the vocabulary is not split, the first and the last stage include the vocabulary layers.
     """
     communication = CommunicationModel(times.job, times.hardware, times.constants)
     held = stage_layers(times.job, layers)
@@ -151,9 +148,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
 
 
 def _members(plan: Plan, placement: Placement) -> Sequence[int]:
-    """Ranks that take part in the vocabulary layers' collectives: ranks with rows, and the ranks of the first and the
-    last stage.
-    """
+    """Ranks in the vocabulary layers' collectives: those with rows, and those of the first and the last stage."""
     if plan.vocab_rows is None:
         return range(placement.ranks)
     return placement.vocab_members([rank for rank, rows in enumerate(plan.vocab_rows) if rows])

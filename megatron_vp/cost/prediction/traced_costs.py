@@ -16,7 +16,7 @@ def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     """Mean pass and collective times, in seconds, of the run that wrote its trace to `folder` with `--pipeline-trace`.
 
     Raises UserError if the folder holds no trace, or if the traced run and `plan` on `job` differ in schedule,
-    vocabulary method or placement, because the traced times would not apply.
+    vocabulary method or placement.
     """
     first, *_ = traces = read_traces(folder)
     ours = single_microbatch(plan, job)

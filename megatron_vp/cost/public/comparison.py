@@ -21,9 +21,7 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run with its predicted tokens/s per GPU and bytes on the fullest rank, or the reason why it is
-    refused.
-    """
+    """A published run with predicted tokens/s per GPU and bytes on the fullest rank, or the reason for its refusal."""
 
     row: PublicRow
     tokens_per_second: float | None = None

@@ -31,9 +31,7 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant of the H100 to be fitted. `value` reads the constant, and `times` returns the hardware with the
-    constant multiplied by a factor.
-    """
+    """A constant of the H100 to be fitted; `times` returns the hardware with the constant multiplied by a factor."""
 
     name: str
     value: Callable[[Hardware], float]
@@ -78,9 +76,7 @@ VARIED = (
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
 )
-"""The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling its efficiency,
-because times depend only on the product of the two.
-"""
+"""The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling its efficiency."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,6 @@ class Interval:
 class PublicFit:
     """The result of fitting the constants to published runs.
 
-    intervals: the intervals of all constants.
     present: errors by group with the current constants.
     fitted: errors by group with constants fitted to all runs.
     left_out: errors by group if each family of runs is predicted with constants fitted to all other families.
@@ -113,9 +108,7 @@ class PublicFit:
 
 
 def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None, processes: int = 1) -> PublicFit:
-    """Fit the constants to all judged runs on H100; `tick` is called with the number of predictions done and their
-    total.
-    """
+    """Fit the constants to all judged runs on H100; `tick` is called with the predictions done and their total."""
     rows = [row for row in read_rows() if row.judged and row["gpu"] == "h100"]
     hardware = find_hardware("h100")
     settings = [hardware, *(each.times(hardware, 1 + MOVED) for each in VARIED)]

@@ -29,9 +29,7 @@ _STATES = {
     # more per parameter.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options of the precision-aware optimizer for runs with optimizer states below fp32, keyed by text in the run's
-`where` column.
-"""
+"""Options for optimizer states below fp32, keyed by text in the run's `where` column."""
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch tokens with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
@@ -164,7 +162,6 @@ class PublicRow:
         return flags + _SOFTWARE.get(self["source"], []) + self._states()
 
     def _states(self) -> list[str]:
-        """The optimizer's precision options, according to the run's recipe."""
         where = self.columns.get("where", "")
         states = next((found for text, found in _STATES.items() if text in where), None)
         return [] if states is None else ["--use-precision-aware-optimizer", *states]
