@@ -35,9 +35,9 @@ EVEN_BAND = 0.01
 """Even shards are kept if they are predicted to be at most this fraction slower than the best shards."""
 
 UNITS = (128, 64, 8)
-"""Units in which rows may be assigned; `unit_of_rows` picks the largest that divides an even shard into at least
-FINE_ENOUGH units. GEMMs are fastest with multiples of 128 rows. With multiples of 64 (8) rows, the 16-bit logits of
-every token start at a 128-byte (16-byte) boundary.
+"""Units in which rows may be assigned; `unit_of_rows` picks the largest that fits at least FINE_ENOUGH times into an
+even shard. GEMMs are fastest with multiples of 128 rows. With multiples of 64 (8) rows, the 16-bit logits of every
+token start at a 128-byte (16-byte) boundary.
 """
 
 FINE_ENOUGH = 16

@@ -90,10 +90,10 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
         pass_seconds: pass times of every pipeline rank.
         most: rows for which each rank has memory (see `balanced.most_rows`); None: any number.
 
-    The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by this time with the new
-    rows. Each row is assumed to take its rank's measured mean time per row. For a rank without rows, this time is
-    estimated from how fast the rank computed its layers, compared with the ranks that had rows. Raises UserError if the
-    run's vocabulary passes took no time, or if the rows do not fit into memory.
+    The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by that with the new rows.
+    Each row is assumed to take its rank's measured mean time per row. For a rank without rows, this mean is estimated
+    from how fast the rank computed its layers, compared with the ranks that had rows. Raises UserError if the run's
+    vocabulary passes took no time, or if the rows do not fit into memory.
     """
     rows = partition.vocab_rows
     assert rows is not None

@@ -124,7 +124,7 @@ class _Cuts:
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # The first letter is too much work. If earlier stages took fewer letters, another would be first.
+                # The first letter exceeds `level`. With fewer letters on earlier stages, another would be first.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None

@@ -26,8 +26,7 @@ from megatron_vp.schedule.ledger import changes
 SEQUENCES = (4096, 8192, 16384, 32768)
 
 METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
-"""Methods of the figure, in the figure's order. PO-H offloads half of the chunks, rounded up; PO-F offloads all chunks.
-"""
+"""Methods in the figure's order. PO-H offloads half of the chunks, rounded up; PO-F offloads all chunks."""
 
 VOCABULARY = 50_304
 """Assumed vocabulary size, because the paper does not publish it."""
@@ -85,8 +84,7 @@ class Cell(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The run's plan: one layer per stage, but none on the first and the last stage, which hold the vocabulary
-        layers.
+        """The run's plan: one layer per stage, but none on the first and the last stage.
 
         With 1F1B, each rank has all its layers in one chunk.
         """

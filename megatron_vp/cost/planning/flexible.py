@@ -1,6 +1,6 @@
 """Fits flexible schedules to the available memory.
 
-A flexible schedule is fitted only if its largest base, which needs the most memory of its base schedules, does not fit.
+A schedule is fitted only if its largest base does not fit: the base schedule that needs the most memory.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ def plan(
         limit: bytes per rank within which shards are balanced and flexible schedules are fitted (see `flexible`).
         offload: whether to consider all schedules of WITH_OFFLOAD, also with chunks in host memory.
 
-    A candidate is also evaluated with the shards that `balance.balanced` finds, if they are faster than even ones. One
-    worker process per core makes the predictions. Raises UserError if `candidates` does, or if the job cannot run any
-    candidate.
+    A candidate is also evaluated with the shards that `balance.balanced` finds, if they are faster than even ones.
+    Raises UserError if `candidates` does, or if the job cannot run any candidate.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
     done = 0

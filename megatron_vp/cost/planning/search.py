@@ -151,7 +151,7 @@ def search(
         progress: called with the current step, the number done and the total.
         offload: whether to try the job's own sizes and a few other sizes with chunks in host memory.
 
-    There is at most one worker process per core. Raises UserError if nothing fits.
+    Raises UserError if nothing fits.
     """
     front = Front(limit)
     found: list[Found] = []

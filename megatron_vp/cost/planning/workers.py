@@ -103,6 +103,6 @@ def _end_with_parent() -> None:
 
 def _watch_parent() -> None:
     parent = parent_process()
-    assert parent is not None  # A worker process always has a parent.
+    assert parent is not None
     parent.join()
     os._exit(1)

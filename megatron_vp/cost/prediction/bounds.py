@@ -2,9 +2,8 @@
 
 Between a stage's F and B of a microbatch, all later stages run their F and B of this microbatch, so a rank holds each
 microbatch for at least a known time. By Little's law, the average number of microbatches that a rank holds is the total
-number of microbatches times the time for which each is held, divided by the iteration's time. The peak number is at
-least as high as the average. The shorter the iteration, the more microbatches a rank must hold at once. Conversely, a
-schedule that holds few microbatches must take longer.
+number of microbatches times the time for which each is held, divided by the iteration's time. The peak is at least as
+high as the average, so a short iteration needs much memory, and a schedule that holds few microbatches takes long.
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    If chunks are offloaded to host memory, `memory` and `ranks` are not bounds. A rank must do its own work for all
-    microbatches. The rank's first forward waits for one forward of every earlier stage. After the rank's last backward,
-    one backward of every earlier stage follows. A rank may run a few vocabulary passes before its first forward and
-    after its last backward; OUTSIDE limits their number.
+    A rank must do its own work for all microbatches, after one forward and before one backward of every earlier stage.
+    It may run a few vocabulary passes (OUTSIDE) before its first forward and after its last backward. If chunks are
+    offloaded to host memory, `memory` and `ranks` are not bounds.
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
