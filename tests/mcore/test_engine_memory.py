@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_vp.jobs.layer_kind import LayerKind
 from tests.harness.ranks import ROOT, run_ranks
 from tests.harness.training import tiny_model
 from tests.mcore.engine import APART, FUSED, NEWEST, on_cpu, require
@@ -45,9 +46,11 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
         from megatron.training import training
 
         from megatron_vp.mcore.model import split_backward
-        from megatron_vp.mcore.replay.one_rank import run_alone
+        from megatron_vp.mcore.replay import one_rank
         from megatron_vp.mcore.training import forward_backward, megatron_model
 
+        # A replay without numbers would replace Transformer Engine's layers by local ones.
+        changed.enter_context(mock.patch.object(one_rank, "layer_kind", lambda _: LayerKind.LOCAL))
         # With Transformer Engine the norm stays on the device, and Megatron makes a new tensor of its number.
         no_norm = mock.patch.object(training, "reduce_max_stat_across_model_parallel_group", lambda *_, **__: 0.0)
         changed.enter_context(no_norm)
@@ -70,7 +73,7 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
             changed.enter_context(mock.patch.object(megatron_model.MegatronModel, "weight_gradient", weight_gradient))
         config = str(ROOT / "configs" / "quickstart.yaml")
         script = str(ROOT / "pretrain_gpt_vp.py")
-        return run_alone(script, [config], 0, None, 1, job, shapes_only=True).memory_bytes["peak"]
+        return one_rank.run_alone(script, [config], 0, None, 1, job, shapes_only=True).memory_bytes["peak"]
 
 
 def _saved(model: dict[str, Any], fused: bool) -> int:
