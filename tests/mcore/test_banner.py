@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vp import __version__
-from megatron_vp.mcore.start.banner import describe_run
+from megatron_vp.mcore.start.banner import describe_run, print_banner
 from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
@@ -77,3 +77,11 @@ def test_a_run_says_once_what_it_is_before_it_trains():
 def test_every_job_is_described(changes, said):
     lines = describe_run(check_job(["--cpu", *tiny_model(**TWO_STAGES | changes)], 2), 2)
     assert [line for line in said if line not in lines] == [], lines
+
+
+def test_a_loop_of_ones_own_gets_no_prediction_for_unknown_batch_sizes(capsys):
+    job = check_job(["--cpu", *tiny_model(**TWO_STAGES, vocab_parallel=True)], 2)
+    print_banner(job, knows_batch=False)
+    said = capsys.readouterr().out
+    assert "2 ranks = 2 pipeline x 1 data; 1f1b, vocab-2\n" in said
+    assert "microbatches" not in said and "predicted for" not in said and "give enable global_batch_size" in said

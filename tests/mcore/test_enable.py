@@ -52,6 +52,7 @@ def merged(ranks):
 V_HALF = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}
 CASES = [
     ({"vocab_parallel": True}, 1, True, list),
+    ({}, 1, False, list),
     ({"pipeline_schedule": "zb-h1"}, 1, False, list),
     (V_HALF, 2, False, list),
     ({"vocab_parallel": True}, 1, False, frozen.vocabulary),
@@ -112,9 +113,19 @@ def test_layers_of_transformer_engine_have_plain_megatrons_gradients(settings, c
 
 def test_a_job_on_which_it_cannot_take_effect_is_refused():
     with pytest.raises(RankError, match="v-half has 2 chunks per rank, but this script's process groups have 1"):
-        run_ranks(2, gradients, CASES[2][0], 1)
+        run_ranks(2, gradients, V_HALF, 1)
     with pytest.raises(RankError, match="pipeline-model-parallel-size"):
         run_ranks(1, gradients, {"vocab_parallel": True})
+
+
+def without_wrapper(rank, ranks):
+    own_loop.DistributedDataParallel = lambda config, ddp, part, **_: part
+    return gradients(rank, ranks, {"vocab_parallel": True})
+
+
+def test_a_model_without_gradient_buffers_is_refused():
+    with pytest.raises(RankError, match="did not wrap in Megatron's DistributedDataParallel"):
+        run_ranks(2, without_wrapper)
 
 
 def chunks_out_of_order(rank, ranks):

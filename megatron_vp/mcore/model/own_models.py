@@ -69,7 +69,11 @@ def _preparing(original: Callable[..., None]) -> Callable[..., None]:
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         model.building = True
         try:
-            _construct(original, model, self, given, loop.settle_for(given))
+            job = loop.settle_for(given)
+            if job.settings.replaces_schedule:
+                _construct(original, model, self, given, job)
+            else:
+                original(self, *args, **kwargs)
         finally:
             model.building = False
 

@@ -26,11 +26,17 @@ from megatron_vp.schedule.gc_paused import gc_paused
 
 _GIB = 2**30
 
+_NO_BATCH = "no prediction of bubble and memory: give enable global_batch_size and micro_batch_size for it"
 
-def print_banner(job: SettledJob) -> None:
-    """Print the banner of this process's job. Call this function on one rank only."""
-    described = describe_run(job, job.args.world_size)
-    lines = [", ".join(versions()), *described, *describe_prediction(job)]
+
+def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
+    """Print the banner of this process's job. Call this function on one rank only.
+
+    knows_batch: whether the job's arguments have the batch sizes that it trains with, which predictions need.
+    """
+    described = describe_run(job, job.args.world_size, knows_batch)
+    predicted = describe_prediction(job) if knows_batch else [_NO_BATCH]
+    lines = [", ".join(versions()), *described, *predicted]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
 
 
@@ -45,22 +51,23 @@ def versions() -> list[str]:
     return [*found, f"torch {torch.__version__}"]
 
 
-def describe_sizes(job: SettledJob, ranks: int) -> str:
+def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str:
     """One line that says how a job divides its `ranks` ranks, and names its schedule and its vocabulary method."""
     args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
     microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    split += f"; {microbatches} microbatch{'es' * (microbatches != 1)}" if knows_batch else ""
     method = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     schedule = args.pipeline_schedule if job.settings.replaces_schedule else "Megatron's own schedule"
-    return f"{ranks} ranks = {split}; {microbatches} microbatches; {schedule}, {method}"
+    return f"{ranks} ranks = {split}; {schedule}, {method}"
 
 
-def describe_run(job: SettledJob, ranks: int) -> list[str]:
+def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[str]:
     """Lines that describe a job on `ranks` ranks: its sizes, schedule, method, rows, layers and implementations."""
     args, file = job.args, job.settings.file
     lines = (
-        describe_sizes(job, ranks),
+        describe_sizes(job, ranks, knows_batch),
         file and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {file.digest})",
         *_partition(job),
         describe(job.parts),

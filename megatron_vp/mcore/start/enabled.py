@@ -110,6 +110,15 @@ _UNSAID = {
 """Defaults for arguments that Megatron's checks need, but neither the model nor the process groups determine."""
 
 
+_NOT_COPIED = (
+    "pipeline_model_parallel_layout",
+    "overlap_p2p_comm",
+    "microbatch_group_size_per_vp_stage",
+    "cross_entropy_fusion_impl",
+    "transformer_impl",
+)
+
+
 class _OwnLoop:
     """Implements `settled.OwnLoop` for one call of `enable`: sets up the job when the script builds its first model."""
 
@@ -157,7 +166,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     make_trace_folder(args)
     warn_of_ignored(args)
     if args.rank == 0:
-        print_banner(job)
+        print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job
 
 
@@ -196,10 +205,11 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # Four fields are not copied. The layout is refused below. Our schedules ignore `overlap_p2p_comm`. Megatron's
-    # arguments do not accept the name that Megatron-Bridge's recipes use for the cross-entropy kernel. The
-    # implementation of layers defaults to Transformer Engine even if the model has local layers.
-    for name in ("pipeline_model_parallel_layout", "overlap_p2p_comm", "cross_entropy_fusion_impl", "transformer_impl"):
+    # Some fields are not copied. The layout is refused below. Our schedules ignore how Megatron's schedules overlap and
+    # group messages. Megatron's arguments do not accept the name that Megatron-Bridge's recipes use for the
+    # cross-entropy kernel. The implementation of layers defaults to Transformer Engine even if the model has local
+    # layers.
+    for name in _NOT_COPIED:
         del said[name]
     for name, value in said.items():
         # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.

@@ -68,6 +68,8 @@ def forward_backward(
     job = _job(model, pg_collection)
     _check_communicator(job.pipeline, p2p_communicator)
     gradients = not forward_only
+    if gradients:
+        _require_gradient_buffers(job.chunks)
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
     make_programs = partial(_programs, job)
     rehearsed = job.settled.settings.family.at_most(MICROBATCHES)
@@ -144,6 +146,19 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
             f"this script's p2p_communicator connects ranks {ranks}, but the pipeline of its model has ranks {ours}: "
             f"create the communicator with the pipeline group of the model, or {_LEAVE_OUT}"
         )
+
+
+def _require_gradient_buffers(chunks: list[torch.nn.Module]) -> None:
+    """Raise UserError for chunks without `main_grad`, to which the passes T, IB and W write."""
+    for chunk in chunks:
+        if isinstance(chunk, _BaseDataParallel):
+            continue
+        if any(each.requires_grad and not hasattr(each, "main_grad") for each in chunk.parameters()):
+            raise UserError(
+                "this script trains a model that it did not wrap in Megatron's DistributedDataParallel, but our passes "
+                "write gradients to its buffers: wrap every chunk in DistributedDataParallel, even without data "
+                "parallelism"
+            )
 
 
 @dataclass(frozen=True)
