@@ -64,7 +64,7 @@ class Example:
 
 
 RUN = (
-    "--config quickstart.yaml --num-layers 4 --pipeline-model-parallel-size 2 --train-iters 6 --eval-iters 0 "
+    "--config quickstart --num-layers 4 --pipeline-model-parallel-size 2 --train-iters 6 --eval-iters 0 "
     "--tokenizer-model data/corpus_tokenizer --data-path data/corpus_text_document --split 1,0,0 --cpu"
 )
 EXAMPLES = {
@@ -111,7 +111,7 @@ def shown(example: Example, printed: str) -> str:
     parts = [line for number in kept for line in [*["..."] * (number in gaps), lines[number]]]
     cut = [line if len(line) <= WIDEST else line[: WIDEST - 4].rstrip() + " ..." for line in parts]
     ends_early = kept[-1:] != [len(lines) - 1] if example.head else len(kept) < len(lines)
-    command = "$ " + example.command.replace(" " + RUN, " --config quickstart.yaml")
+    command = "$ " + example.command.replace(" " + RUN, " --config quickstart")
     return "\n".join([command, *cut, *["..."] * ends_early]) + "\n"
 
 
@@ -197,7 +197,6 @@ def prepare(folder: Path, page: str = "") -> None:
     (folder / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, "utf-8")
     for name in ("scripts", "configs", "benchmarks", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "quickstart.yaml").write_text((ROOT / "megatron_vp/configs/quickstart.yaml").read_text("utf-8"), "utf-8")
     (folder / "pretrain_gpt_vp.py").write_text((ROOT / "pretrain_gpt_vp.py").read_text("utf-8"), "utf-8")
 
 

@@ -21,9 +21,14 @@ def names() -> list[str]:
 def configuration(path: Path) -> Path:
     """Return `path` itself, or the shipped configuration of that name if there is no such file.
 
-    Raises UserError if `path` is a single word and neither a file nor a shipped configuration.
+    Raises UserError if `path` is a single word and neither a file nor a shipped configuration. A missing file is not
+    replaced by the shipped file `NAME.yaml`, because the user may have another file of this name elsewhere.
     """
-    if path.suffix or path.exists():
+    if path.exists():
+        return path
+    if len(path.parts) == 1 and (FOLDER / path).is_file():
+        raise UserError(f"there is no file {path} here; for the configuration of megatron_vp, write {path.stem}")
+    if path.suffix:
         return path
     shipped = FOLDER / f"{path}.yaml"
     if shipped.is_file():

@@ -15,7 +15,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.refusals import REFUSALS
 from megatron_vp.mcore.start import launch
-from tests.harness.ranks import RankError, run_ranks
+from tests.harness.ranks import ROOT, RankError, run_ranks
 from tests.harness.training import tiny_model
 
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
@@ -419,6 +419,20 @@ def test_what_a_script_raises_is_not_passed_over_in_silence(monkeypatch, error):
 def test_a_script_that_is_not_there_is_named():
     ((code, text),) = run_ranks(1, missing_script)
     assert code == 2 and "no_such_script.py is not a file" in text
+
+
+def test_the_scripts_own_name_stands_for_it_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = []
+    monkeypatch.setattr(launch, "prepare", lambda: None)
+    monkeypatch.setattr(launch, "_require_launcher", lambda _: None)
+    monkeypatch.setattr(launch.runpy, "run_path", lambda script, **_: run.append(script))
+    monkeypatch.setattr(launch.sys, "argv", [])
+    monkeypatch.setattr(launch.sys, "path", [])
+    launch.run_script("pretrain_gpt_vp.py", [])
+    (tmp_path / "pretrain_gpt_vp.py").touch()
+    launch.run_script("pretrain_gpt_vp.py", [])
+    assert run == [str(ROOT / "pretrain_gpt_vp.py"), "pretrain_gpt_vp.py"]
 
 
 def missing_script(_rank, _world_size):

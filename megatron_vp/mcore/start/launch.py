@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, storage_failure
 from megatron_vp.jobs.command_line import CPU, asks_for_help
+from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 from megatron_vp.mcore.start.last_line import refuse_together
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
@@ -174,8 +175,14 @@ def prepare() -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a user's Megatron script as `__main__` under the plug-in. Raises UserError if the file does not exist."""
+    """Run a user's Megatron script as `__main__` under the plug-in.
+
+    The name of the plug-in's own script stands for that script in any folder. Raises UserError if the file does not
+    exist.
+    """
     with one_line_errors():
+        if script == TRAINING_SCRIPT.name and not Path(script).exists():
+            script = str(TRAINING_SCRIPT)
         sys.argv = [script, *arguments]
         _require_launcher(f"--no-python megatron-vp run {script}")
         if not Path(script).is_file():
