@@ -104,7 +104,22 @@ def _partition(job: SettledJob) -> list[str]:
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
-    return [*([rows] if rows else []), *([f"layers by stage: {_numbers(layers)}"] if layers else [])]
+    lines = (rows, layers and f"layers by stage: {_numbers(layers)}", layers and _warn_of_empty_ranks(job, layers))
+    return [line for line in lines if line]
+
+
+def _warn_of_empty_ranks(job: SettledJob, layers: Sequence[int]) -> str | None:
+    """A warning if there are fewer layers than stages, so that some pipeline ranks have none; None if there are enough
+    layers, or if the user gave the layout.
+    """
+    given, stages = job.given, job.placement.stage_of
+    empty = sum(not any(layers[stage] for stage in own) for own in stages)
+    if not empty or sum(layers) >= len(layers) or given.layout or (given.pattern and given.pattern.layers):
+        return None
+    return (
+        f"warning: {empty} of {len(stages)} pipeline ranks have no transformer layer and are idle most of the time: "
+        f"use --pipeline-model-parallel-size {min(sum(layers), len(stages) - 1)} or less"
+    )
 
 
 def _numbers(values: Sequence[int]) -> str:
