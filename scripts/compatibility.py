@@ -18,6 +18,7 @@ from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS  # noqa: 
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS  # noqa: E402
 from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING  # noqa: E402
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION  # noqa: E402
+from megatron_vp.mcore.options.refused_sizes import SIZE_REFUSALS  # noqa: E402
 from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
@@ -102,12 +103,13 @@ def moved() -> str:
 def refused() -> str:
     """The messages of all refusals, by topic. Values that are filled in from the arguments appear in capitals."""
     groups: dict[str, list[str]] = {title: [] for title in ("Combinations", *REFUSED_BY)}
-    for refusal in REFUSALS:
+    refusals = (*SIZE_REFUSALS, *REFUSALS)
+    for refusal in refusals:
         message = refusal.message.replace("{our_schedule}", OUR_SCHEDULE)
         named = (title for title, names in REFUSED_BY.items() if any(name in refusal.message for name in names))
         title = next((title for title, table in TABLES.items() if refusal in table), next(named, "Combinations"))
         groups[title].append("- " + re.sub(r"{(\w+)}", lambda name: name[1].upper(), message))
-    assert sum(map(len, groups.values())) == len(REFUSALS) and all(groups.values()), groups
+    assert sum(map(len, groups.values())) == len(refusals) and all(groups.values()), groups
     return typed("\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in groups.items()))
 
 
@@ -115,6 +117,7 @@ REFUSED_BY = {
     "Options with our schedules": [f"with {option.name} is" for option in REFUSED_OPTIONS],
     "Precision": [f"with {option.name} is" for option in REFUSED_PRECISION],
     "Packed sequences": [f"with {option.name} is" for option in REFUSED_PACKING],
+    "Sizes": [],
     "Length of a run": [],
     "Files": [],
     "Activations in the host's memory": [],
@@ -122,6 +125,7 @@ REFUSED_BY = {
 """Headings, and the words that place a refusal's message under each."""
 TABLES = {
     "Packed sequences": PACKING_REFUSALS,
+    "Sizes": SIZE_REFUSALS,
     "Length of a run": LENGTH_REFUSALS,
     "Files": FILE_REFUSALS,
     "Activations in the host's memory": OFFLOAD_REFUSALS,

@@ -174,7 +174,7 @@ def reason(answer: str) -> str:
     first = re.sub(r"^\d+ reasons: \(1\) |^Megatron refuses these arguments: ", "", answer)
     if first != answer and not first.startswith("--"):
         return re.split(r"\. |\.?$", first)[0]
-    about = re.split(r" (?:is|are) not supported|: | cannot ", first)[0]
+    about = re.split(r" (?:is|are) not supported|: |(?<! layers) cannot ", first)[0]
     return re.sub(r"^(--vocab-parallel|--pipeline-schedule [\w-]+) with ", "", about)
 
 

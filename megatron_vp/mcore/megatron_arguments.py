@@ -109,7 +109,7 @@ READ = {
             *("start_eval_at_iter", "start_weight_decay", "train_sync_interval"),
             "use_checkpoint_opt_param_scheduler",
             *("data_parallel_size", "fim_data", "per_dataset_sequences_path", "rampup_batch_size"),
-            "step_batch_size_schedule",
+            *("decrease_batch_size_if_needed", "step_batch_size_schedule", "tensor_parallel_num_weight_shards"),
         ),
     ),
     "platform": Reads(

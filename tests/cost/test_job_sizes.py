@@ -54,7 +54,10 @@ def test_the_papers_models_are_the_tables():
         ({"hidden_size": None}, "hidden_size is missing: set it in the configuration or as --hidden-size"),
         ({"num_layers": "two"}, "num_layers is 'two'"),
         ({"pipeline_model_parallel_size": 3}, "8 ranks cannot be divided into replicas of 3"),
-        ({"global_batch_size": 24}, "global_batch_size 24 is not a multiple of 8 replicas x micro_batch_size 2"),
+        (
+            {"global_batch_size": 24},
+            "--global-batch-size 24 is not a multiple of --micro-batch-size 2 times the data-parallel size 8",
+        ),
     ],
 )
 def test_bad_sizes_are_one_line(changes, line):

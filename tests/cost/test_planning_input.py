@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--hardware", "h10"], "h100"),
         (["--pipeline-model-parallel-size", "16"], "8 layers"),
         (["--pipeline-model-parallel-size", "3", "--nodes", "1"], "8 ranks cannot be divided into replicas of 3"),
-        (["--nodes", "1", "--global-batch-size", "7"], "global_batch_size 7 is not a multiple of"),
+        (["--nodes", "1", "--global-batch-size", "7"], "--global-batch-size 7 is not a multiple of"),
         (["--num-attention-heads", "15"], "15 attention heads"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0 is not a whole number of at least 1"),
         (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is not a whole number of at least 0"),

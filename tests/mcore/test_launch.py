@@ -14,6 +14,7 @@ import yaml
 from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.refusals import REFUSALS
+from megatron_vp.mcore.options.refused_sizes import SIZE_REFUSALS
 from megatron_vp.mcore.start import launch
 from tests.harness.ranks import ROOT, RankError, run_ranks
 from tests.harness.training import tiny_model
@@ -146,7 +147,7 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "--num-layers 5 cannot be divided evenly among 4 stages, the chunks of all pipeline ranks: use a multiple of 4",
+        "5 layers cannot be split equally over 4 stages: use a number of stages that divides the layers",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
@@ -199,7 +200,26 @@ REFUSED = [
     ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option; the nearest"),
     ({**TWO_STAGES, "tp": 2}, "the nearest known option is --tensor-model-parallel-size"),
     ({**TWO_STAGES, "hidden_size": "many"}, "invalid int value: 'many'"),
-    ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible"),
+    (
+        {"pipeline_model_parallel_size": 3},
+        "4 ranks cannot be divided into replicas of 3 ranks (3 pipeline x 1 tensor x 1 context): use a multiple of 3",
+    ),
+    (
+        {**TWO_STAGES, "global_batch_size": 7, "save": "there"},
+        "2 reasons: (1) --global-batch-size 7 is not a multiple of --micro-batch-size 2 times the data-parallel "
+        "size 2: use a multiple of 4; (2) --save there needs --save-interval: set it to the number",
+    ),
+    (
+        {**TWO_STAGES, "global_batch_size": 7, "eval_global_batch_size": 8},
+        "--global-batch-size 7 is not a multiple of --micro-batch-size 2 times",
+    ),
+    ({**TWO_STAGES, "num_layers": 5}, "5 layers cannot be split equally over 2 stages: use a number of stages that"),
+    (
+        {**TWO_STAGES, "num_layers": 6, "num_virtual_stages_per_pipeline_rank": 2},
+        "6 layers cannot be split equally over 4 stages",
+    ),
+    ({**TWO_STAGES, "micro_batch_size": None}, "Megatron refuses these arguments: it requires --micro-batch-size"),
+    ({**TWO_STAGES, "fp16": True, "bf16": True}, "Megatron refuses these arguments: it requires not --bf16"),
     ({**TWO_STAGES, "distributed_backend": "nccl"}, "--distributed-backend nccl cannot work without a CUDA device"),
     ({**TWO_STAGES, "yaml_cfg": "x.yaml"}, "use --config"),
     ({**TWO_STAGES, "config": "no_such.yaml"}, "no_such.yaml"),
@@ -248,7 +268,7 @@ def test_grouped_products_of_experts_are_taken_with_local_layers():
 
 
 def test_every_refusal_says_what_works_instead():
-    for refusal in REFUSALS:
+    for refusal in (*SIZE_REFUSALS, *REFUSALS):
         assert re.search(r"\b(use|leave|add|set|change|convert|reduce)\b", refusal.message), refusal.message
 
 

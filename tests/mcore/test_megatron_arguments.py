@@ -12,6 +12,7 @@ from megatron_vp.mcore.megatron_arguments import DERIVED, IN_TRAINING, LACKS, RE
 from megatron_vp.mcore.options import ranges
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.options.refusals import REFUSALS
+from megatron_vp.mcore.options.refused_sizes import SIZE_REFUSALS
 from megatron_vp.mcore.options.script_options import SCRIPT_OPTIONS
 from megatron_vp.mcore.storage import optimizer_check
 from tests.mcore.megatron_uses import arguments_of, sources
@@ -20,14 +21,14 @@ TABLES = {
     "options": {
         *(*ranges.AT_LEAST_ONE, *ranges.AT_LEAST_ZERO, *ranges.FROM_ZERO_BELOW_ONE),
         *SCRIPT_OPTIONS,
-        *(name for refusal in REFUSALS for name in re.findall(r"{(\w+)}", refusal.message)),
+        *(name for refusal in (*SIZE_REFUSALS, *REFUSALS) for name in re.findall(r"{(\w+)}", refusal.message)),
     },
     "storage": set(optimizer_check._LAYOUT),
 }
 """Names of arguments that stand in tables of our sources."""
 
 NO_ARGUMENTS = {
-    *("our_schedule", "own_chunks", "stages", "transformer_engine_version"),
+    *("our_schedule", "own_chunks", "replica_ranks", "replicas", "samples", "stages", "transformer_engine_version"),
     *("file_holders", "file_method", "file_microbatches", "file_ranks", "microbatches", "row_holders"),
 }
 """Names in the messages of refusals that no argument has."""
@@ -158,6 +159,7 @@ def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["script.py"])
     args = parser().parse_args([])
+    args.world_size = 1
     # A Megatron whose validation derives nothing.
     with pytest.raises(UserError, match="has no argument 'rank'"):
         settle.settled_job(lambda args, defaults: args, args, {})

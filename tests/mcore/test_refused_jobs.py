@@ -18,7 +18,7 @@ EVERYWHERE = [
         r"2 reasons: \(1\) .*; \(2\) ",
     ),
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "--vocab-parallel with one pipeline stage"),
-    ({"pipeline_model_parallel_size": 3}, r"Megatron refuses these arguments: world size \(4\) is not divisible"),
+    ({"pipeline_model_parallel_size": 3, "num_layers": 3}, "4 ranks cannot be divided into replicas of 3 ranks"),
     ({**VP, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
     ({**VP, "hidden_size": "many"}, "argument --hidden-size: invalid int value"),
     ({**VP, "pipeline_schedule": "no_such.json"}, "--pipeline-schedule: "),
@@ -29,7 +29,7 @@ EVERYWHERE = [
     ({**VP, "load": "nowhere", "tensorboard_dir": "/dev/null"}, r"2 reasons: \(1\) --load nowhere .*--tensorboard-dir"),
     ({**VP, "log_straggler": True}, "--vocab-parallel with --log-straggler"),
     ({**VP, "save": "x" * 300, "save_interval": 1}, "File name too long: "),
-    ({**VP, "global_batch_size": 7}, "Megatron refuses these arguments: "),
+    ({**VP, "global_batch_size": 7}, "--global-batch-size 7 is not a multiple of --micro-batch-size 2 "),
 ]
 """Jobs that all ranks refuse, with the beginning of the line."""
 

@@ -108,13 +108,13 @@ def test_a_job_that_the_cost_model_does_not_count_keeps_equal_shards_and_says_so
     checked = settled_job(vocab_shards="balanced", num_layers=8, mtp_num_layers=1, position_embedding_type="rope")
     assert checked.shards.rows is None and checked.args.pipeline_model_parallel_layout is None
     assert "this job: the cost model does not account for --mtp-num-layers (" in vocab_rows.describe_rows(checked)
-    with pytest.raises(UserError, match="Number of layers should be divisible"):
+    with pytest.raises(UserError, match="layers cannot be split equally over 4 stages"):
         resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
 
 
 @pytest.mark.parametrize("shards", ["even", "4096,4096,4096,4096"])
 def test_layers_that_do_not_divide_need_a_layout_with_given_shards(shards):
-    with pytest.raises(UserError, match="Number of layers should be divisible"):
+    with pytest.raises(UserError, match="layers cannot be split equally over 4 stages"):
         resolved(vocab_shards=shards)
 
 

@@ -140,9 +140,12 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
         (("sbatch", *LLAMA, "--container-mounts", "/a:/a"), "--container-mounts /a:/a has no effect without"),
         (("sbatch", "--script", "nowhere.py", "--dry-run"), "--script nowhere.py is not a file"),
         (("sbatch", "--vocab-parallel"), "the job has no configuration file: give CONFIG first"),
-        (("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"), "world size (15) is not divisible"),
+        (
+            ("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"),
+            "15 ranks cannot be divided into replicas of 8 ranks",
+        ),
         (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),
-        (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
+        (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "1 ranks cannot be divided into replicas"),
         (("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--load", "configs"), "no checkpoint"),
         (
             ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "setup.py"),

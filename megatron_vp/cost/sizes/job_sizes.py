@@ -20,6 +20,7 @@ from megatron_vp.cost.sizes.shapes import (
     Recompute,
 )
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.division import UNEVEN_BATCH, UNEVEN_RANKS
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.pattern_text import pattern_in
 
@@ -104,16 +105,13 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     holders = given("expert_model_parallel_size", 1) * given("expert_tensor_parallel_size", tensor)
     data = max(1, holders // (tensor * context)) if ranks is None else ranks // replica
     if not data or (ranks or replica) % replica:
-        raise UserError(
-            f"{ranks} ranks cannot be divided into replicas of {replica} ranks ({pipeline} pipeline x {tensor} tensor "
-            f"x {context} context): use a multiple of {replica}"
-        )
+        sizes = {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
+        sizes |= {"context_parallel_size": context}
+        raise UserError(UNEVEN_RANKS.format(world_size=ranks, replica_ranks=replica, **sizes))
     batch = given("global_batch_size", micro_batch * data)
     if batch % (micro_batch * data):
-        raise UserError(
-            f"global_batch_size {batch} is not a multiple of {data} replicas x micro_batch_size {micro_batch}: give a "
-            f"multiple of {micro_batch * data}"
-        )
+        batches = {"global_batch_size": batch, "micro_batch_size": micro_batch}
+        raise UserError(UNEVEN_BATCH.format(replicas=data, samples=micro_batch * data, **batches))
     return Job(
         model,
         sequence=size("seq_length"),

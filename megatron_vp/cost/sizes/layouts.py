@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron_vp.cost.sizes.flops import layer_flops, output_flops
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.division import UNEVEN_LAYERS
 from megatron_vp.schedule import Placement
 
 
@@ -16,10 +17,7 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     """Give every stage the same number of layers. Raises UserError if the layers cannot be divided equally."""
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
-        raise UserError(
-            f"{job.model.layers} layers cannot be split equally over {stages} stages; use a number of stages that "
-            "divides the layers, or give a layout"
-        )
+        raise UserError(UNEVEN_LAYERS.format(num_layers=job.model.layers, stages=stages))
     return (each,) * stages
 
 

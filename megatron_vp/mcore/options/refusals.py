@@ -1,4 +1,4 @@
-"""The table of refusals: every combination of arguments that cannot work or that no test covers."""
+"""The table of refusals: every combination of validated arguments that cannot work or that no test covers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
+from megatron_vp.mcore.options.refused_sizes import shifts_layers
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings, words
@@ -33,18 +34,6 @@ def _keeps_layers(a: argparse.Namespace) -> bool:
 def _delays_weights(a: argparse.Namespace) -> bool:
     """Whether pass W computes the weight gradients of Transformer Engine's layers."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
-
-
-def _shifts_layers(a: argparse.Namespace) -> bool:
-    """Whether options give the first or last stage a different number of layers than the other stages."""
-    ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
-    accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
-    return accounted or any(count is not None for count in ends)
-
-
-def _evenly_cut(a: argparse.Namespace) -> bool:
-    """Whether Megatron gives every chunk the same number of layers."""
-    return a.pipeline_model_parallel_layout is None and a.hybrid_layer_pattern is None and not _shifts_layers(a)
 
 
 def _dense_ranks(a: argparse.Namespace) -> int:
@@ -230,17 +219,7 @@ REFUSALS = (
         "more segments per rank",
     ),
     Refusal(
-        lambda a: (
-            run_settings(a).replaces_schedule
-            and _evenly_cut(a)
-            and a.num_layers % (a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1))
-        ),
-        "--num-layers {num_layers} cannot be divided evenly among {stages} stages, the chunks of all "
-        "pipeline ranks: use a multiple of {stages}, or assign the layers to stages with "
-        "--pipeline-model-parallel-layout",
-    ),
-    Refusal(
-        lambda a: run_settings(a).places_chunks and _shifts_layers(a),
+        lambda a: run_settings(a).places_chunks and shifts_layers(a),
         "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
         "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
         "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
@@ -491,7 +470,6 @@ def refuse(args: argparse.Namespace) -> None:
                 found = {
                     "transformer_engine_version": get_te_version(),
                     "our_schedule": asked,
-                    "stages": args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1),
                     "own_chunks": "two" if run_settings(args).family.chunks == 2 else run_settings(args).family.chunks,
                     **file_words(args),
                     **vars(args),

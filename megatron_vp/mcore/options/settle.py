@@ -7,6 +7,7 @@ This module runs on every rank, before any process group exists.
 from __future__ import annotations
 
 import argparse
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from megatron_vp.errors import Reasons, UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
@@ -22,6 +24,7 @@ from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
+from megatron_vp.mcore.options.refused_sizes import refuse_sizes
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.index_helpers import check_index_helpers
@@ -63,9 +66,10 @@ def settled_job(
     order = choose_order(args, settings, prediction)
     settings = fit_schedule(args, settings, prediction, order)
 
-    # 3. Let Megatron validate the arguments.
+    # 3. Check the sizes that Megatron would refuse without naming the options, then let Megatron validate.
     validated = False
     with reasons.collected():
+        refuse_sizes(args)
         _validate(megatron, args, defaults)
         validated = True
     if not validated:  # The code below needs the arguments that Megatron derives.
@@ -157,7 +161,11 @@ def refused_by_megatron() -> Iterator[None]:
 
 
 def _condition(error: Exception) -> str:
-    return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+    """The condition of the assertion that failed, with options instead of names of arguments."""
+    condition = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+    condition = re.sub(r"\bargs\.(\w+)", lambda name: option_of(name[1]), condition)
+    condition = re.sub(r"(--[\w-]+) is not None", r"\1", condition)
+    return re.sub(r"(--[\w-]+) is None", r"not \1", condition)
 
 
 def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:

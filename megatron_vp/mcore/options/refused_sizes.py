@@ -1,0 +1,81 @@
+"""Refusals of jobs whose ranks, batch or layers cannot be divided, and of saving without an interval.
+
+Megatron refuses most of these jobs too, but does not name the options, so they are checked before Megatron validates
+the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_vp.errors import Reasons, UserError
+from megatron_vp.jobs.division import UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
+from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.mcore.options.refusal import Refusal
+
+
+def shifts_layers(a: argparse.Namespace) -> bool:
+    """Whether options give the first or last stage a different number of layers than the other stages."""
+    ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
+    accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
+    return accounted or any(count is not None for count in ends)
+
+
+def _evenly_cut(a: argparse.Namespace) -> bool:
+    """Whether Megatron gives every chunk the same number of layers."""
+    return a.pipeline_model_parallel_layout is None and pattern_in(vars(a)) is None and not shifts_layers(a)
+
+
+def _replica(a: argparse.Namespace) -> int:
+    """The number of ranks in one replica of the model."""
+    # Ranks that shard weights further than tensor parallelism count too.
+    tensor = a.tensor_parallel_num_weight_shards or a.tensor_model_parallel_size
+    return tensor * a.pipeline_model_parallel_size * a.context_parallel_size
+
+
+def _samples(a: argparse.Namespace) -> int:
+    """The number of samples in one microbatch of every replica."""
+    return a.micro_batch_size * (a.world_size // _replica(a))
+
+
+def _stages(a: argparse.Namespace) -> int:
+    return a.pipeline_model_parallel_size * (a.num_virtual_stages_per_pipeline_rank or 1)
+
+
+SIZE_REFUSALS = (
+    Refusal(lambda a: a.world_size % _replica(a), UNEVEN_RANKS),
+    Refusal(
+        lambda a: (
+            a.world_size % _replica(a) == 0
+            and a.global_batch_size
+            and a.micro_batch_size
+            and a.global_batch_size % _samples(a)
+            # Megatron can reduce the batch of training, but not that of evaluation.
+            and not (a.decrease_batch_size_if_needed and a.eval_global_batch_size)
+        ),
+        UNEVEN_BATCH,
+    ),
+    Refusal(lambda a: a.num_layers and _evenly_cut(a) and a.num_layers % _stages(a), UNEVEN_LAYERS),
+    Refusal(
+        lambda a: a.save and a.save_interval is None,
+        "--save {save} needs --save-interval: set it to the number of iterations between two checkpoints, or leave "
+        "--save out",
+    ),
+)
+
+
+def refuse_sizes(args: argparse.Namespace) -> None:
+    """Raise one UserError that lists every refusal in SIZE_REFUSALS that applies to parsed arguments."""
+    reasons, replicas = Reasons(), args.world_size // _replica(args)
+    found = {
+        "replica_ranks": _replica(args),
+        "replicas": replicas,
+        "samples": replicas * (args.micro_batch_size or 1),
+        "stages": _stages(args),
+        **vars(args),
+    }
+    for refusal in SIZE_REFUSALS:
+        with reasons.collected():
+            if refusal.applies(args):
+                raise UserError(refusal.message.format_map(found))
+    reasons.refuse()
