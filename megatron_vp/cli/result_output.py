@@ -101,6 +101,7 @@ def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
 
     class Shown(Progress):
         shown_at = time.monotonic()
+        said = ""
 
         def update(self, task_id: TaskID, **changes: Any) -> None:
             super().update(task_id, **changes)
@@ -112,8 +113,10 @@ def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
                 self.refresh()
                 return
             task = next(each for each in self.tasks if each.id == task_id)
-            if task.total:
-                say(f"{task.description}: {task.percentage:.0f} %")
+            line = f"{task.description}: {task.percentage:.0f} %"
+            if task.total and line != self.said:
+                self.said = line
+                say(line)
 
     console = Console(stderr=True)
     return Shown(*columns, console=console, transient=transient, auto_refresh=False, disable=not console.is_terminal)

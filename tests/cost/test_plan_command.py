@@ -357,7 +357,7 @@ def test_progress_goes_into_a_pipe_too(small, monkeypatch):
     said = run("plan", small)
     assert said.stdout == silent.stdout and "predicting" not in silent.stderr
     shares = [int(line.split()[1]) for line in said.stderr.splitlines() if line.startswith("predicting: ")]
-    assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100
+    assert len(shares) > 3 and shares == sorted(set(shares)) and shares[-1] == 100
 
 
 @pytest.mark.slow
