@@ -51,7 +51,7 @@ def tables(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Predict this project's code in bf16 on this hardware, instead of the authors' code on A100s."
+            help="Predict this project's MFU and memory in bf16 on this hardware, instead of the authors' on A100s."
         ),
     ] = None,
     fp8_recipe: Annotated[

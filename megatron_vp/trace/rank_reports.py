@@ -94,7 +94,8 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
             found[int(document["pipeline_rank"])] = RankReport.of(document)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
-                f"{path} is not a rank report of this version: give a folder that contains only rank reports"
+                f"{path} is not a rank report that this version of megatron_vp can read: give a folder that contains "
+                "only rank reports of this version"
             ) from None
     if sorted(found) != list(range(len(paths))):
         raise UserError(

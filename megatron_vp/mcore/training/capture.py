@@ -98,7 +98,7 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
         output, loss_func = forward_step(data_iterator, probe)
     except StopIteration as end:
         raise UserError(
-            "the data iterator that forward_step reads ended in the middle of an iteration: provide more data, lower "
+            "forward_step ran out of data in the middle of an iteration: provide more data, lower "
             "--train-iters (or --train-samples), or make the data loader start over"
         ) from end
     except TypeError as error:
