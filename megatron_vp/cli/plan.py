@@ -21,6 +21,7 @@ from megatron_vp.cli.planning import (
     NodesOption,
     OutputOption,
     Request,
+    gains,
     how_to_run,
     read_cluster,
     read_request,
@@ -76,7 +77,8 @@ def plan(
         typer.Option(
             min=1,
             help="With --search: run at most this many simulations (default 250), besides the simulations for the "
-            "sizes in the job's configuration. The result does not depend on how fast the machine is.",
+            "sizes in the job's configuration and for the comparison with runs without vocabulary parallelism. The "
+            "result does not depend on how fast the machine is.",
         ),
     ] = None,
     offload: Annotated[
@@ -248,19 +250,9 @@ def _shards(plan: Plan) -> str:
 
 
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines that state the gain over the best run without vocabulary parallelism, and which runs tie for fastest."""
-    from megatron_vp.cost.planning.planner import WITHOUT_SPLIT
-
-    chosen, whole = choice.chosen, choice.without_split
-    if whole is None:
-        lines = ["no run without vocabulary parallelism fits in memory"]
-    elif chosen.candidate.method in WITHOUT_SPLIT:
-        lines = []
-    else:
-        lines = [
-            f"{choice.gain:.2f} times as fast as the best run without vocabulary parallelism that fits in memory "
-            f"({whole.candidate.name})"
-        ]
+    """Lines that compare the recommended run with others, and state which runs tie for fastest."""
+    chosen = choice.chosen
+    lines = gains(chosen, choice.without_split, choice.in_megatron)
     if len(choice.tied) > 1:
         fastest = choice.tied[0]
         avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
@@ -291,6 +283,8 @@ def _document(
         "tied": [evaluations.index(each) for each in choice.tied],
         "without_split": None if choice.without_split is None else evaluations.index(choice.without_split),
         "gain": choice.gain,
+        "in_megatron": None if choice.in_megatron is None else evaluations.index(choice.in_megatron),
+        "gain_over_megatron": choice.gain_over_megatron,
         "check": checked.note,
         "plans": [entry(each) for each in evaluations],
         "impossible": [

@@ -85,7 +85,7 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
     while True:
         choice = choose(left, request.limit, band)
         note = None
-        for each in filter(None, (choice.chosen, choice.without_split)):
+        for each in filter(None, (choice.chosen, choice.without_split, choice.in_megatron)):
             reason = check(each.candidate.plan)
             if reason is None:
                 continue

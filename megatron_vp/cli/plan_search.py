@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.plan_check import UNCHECKED, Ask, can_check, megatrons_check, refusal
-from megatron_vp.cli.planning import GIB, Format, Request, how_to_run, rendered, seconds, what_to_set
+from megatron_vp.cli.planning import GIB, Format, Request, gains, how_to_run, rendered, seconds, what_to_set
 from megatron_vp.cli.result_output import progress_bar, write
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.evaluation import Evaluation
     from megatron_vp.cost.planning.search import Found, Search
+    from megatron_vp.cost.sizes.shapes import Job
     from megatron_vp.jobs.job_config import JobConfig
 
 SHOWN = 12
@@ -40,6 +42,10 @@ class Answer:
     """Faster or simpler runs that training would refuse, with the reasons."""
     note: str | None
     """A note that is printed with the recommendation."""
+    without_split: Found | None = None
+    """The fastest run without vocabulary parallelism that fits and that training accepts."""
+    in_megatron: Found | None = None
+    """The fastest run that Megatron itself supports, that fits and that training accepts."""
 
     def request(self, found: Found) -> Request:
         """The planning request for the job with this run's parallel sizes."""
@@ -55,6 +61,15 @@ class Answer:
         sizes = self.search.variants[found.variant].settings
         changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
         return changed | settings_of(request.config, found.evaluation.candidate.plan, request.job)
+
+    @property
+    def others(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The evaluations of `without_split` and `in_megatron`."""
+        without_split, in_megatron = self.without_split, self.in_megatron
+        return (
+            None if without_split is None else without_split.evaluation,
+            None if in_megatron is None else in_megatron.evaluation,
+        )
 
     @property
     def title(self) -> str:
@@ -138,14 +153,27 @@ def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, foun
     tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
     answer = Answer(config, hardware, gpus, limit, found, tied[0], (), None)
     if not can_check():
-        return replace(answer, note=UNCHECKED)
+        return _compared(replace(answer, note=UNCHECKED), lambda each: True)
+
+    def why_not(each: Found) -> str | None:
+        return refusal(answer.request(each), each.evaluation.candidate.plan, ask)
+
     refused: list[tuple[Found, str]] = []
     for each in tied[:MOST_REFUSED]:
-        reason = refusal(answer.request(each), each.evaluation.candidate.plan, ask)
+        reason = why_not(each)
         if reason is None:
-            return replace(answer, chosen=each, refused=refused)
+            return _compared(replace(answer, chosen=each, refused=refused), lambda each: why_not(each) is None)
         refused.append((each, reason))
-    return replace(answer, note=f"training would refuse this job for all parallel sizes tried: {refused[0][1]}")
+    note = f"training would refuse this job for all parallel sizes tried: {refused[0][1]}"
+    return _compared(replace(answer, note=note), lambda each: True)
+
+
+def _compared(answer: Answer, accepts: Callable[[Found], bool]) -> Answer:
+    """Add the runs with which the recommended run is compared."""
+    found = answer.search.without_split(answer.limit)
+    without_split = next(filter(accepts, found), None)
+    own = (each for each in found if each.evaluation.candidate.in_megatron)
+    return replace(answer, without_split=without_split, in_megatron=next(filter(accepts, own), None))
 
 
 def _row(answer: Answer, found: Found) -> list[str]:
@@ -182,6 +210,7 @@ def _table(answer: Answer) -> str:
     settings = answer.settings(answer.chosen)
     lines = [answer.title, answer.heading, rendered(table)]
     lines += _counts(answer)
+    lines += _gains(answer)
     lines += memory_room(answer.request(answer.chosen), answer.chosen.evaluation, searched=True)
     lines += answer.request(answer.chosen).notes
     lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
@@ -220,8 +249,30 @@ def _counts(answer: Answer) -> list[str]:
     return lines
 
 
+def _gains(answer: Answer) -> list[str]:
+    """Lines that compare the recommended run with runs of any parallel sizes; see `planning.gains`."""
+    runs = [each for each in (answer.without_split, answer.in_megatron) if each is not None]
+
+    def name(evaluation: Evaluation) -> str:
+        found = next(each for each in runs if each.evaluation is evaluation)
+        sizes, chosen = (_sizes(answer.search.variants[each.variant].job) for each in (found, answer.chosen))
+        changed = [f"{size} {value}" for size, value in sizes.items() if value != chosen[size]]
+        return f"{evaluation.candidate.name}, " + (f"with {', '.join(changed)}" if changed else "at the same sizes")
+
+    return gains(answer.chosen.evaluation, *answer.others, name)
+
+
+def _sizes(job: Job) -> dict[str, int | str]:
+    """What a search varies, by its name in the table."""
+    names = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
+    return {name.replace("_", " "): getattr(job, name) for name in names}
+
+
 def _document(answer: Answer) -> dict[str, object]:
+    from megatron_vp.cost.planning.planner import gain_over
+
     frontier = answer.search.frontier(answer.limit)
+    without_split, in_megatron = answer.others
 
     def entry(found: Found) -> dict[str, object]:
         job, settings = answer.search.variants[found.variant].job, answer.settings(found)
@@ -244,6 +295,10 @@ def _document(answer: Answer) -> dict[str, object]:
         "limit_bytes": answer.limit,
         "best": entry(answer.chosen),
         "frontier": [entry(each) for each in frontier],
+        "without_split": answer.without_split and entry(answer.without_split),
+        "gain": gain_over(without_split, answer.chosen.evaluation),
+        "in_megatron": answer.in_megatron and entry(answer.in_megatron),
+        "gain_over_megatron": gain_over(in_megatron, answer.chosen.evaluation),
         "combinations": found.count,
         "simulated": len(found.found),
         "too_large": found.too_large,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.evaluation import Evaluation
     from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
@@ -271,6 +272,34 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
         if memory > most and 1 <= gib <= most:
             meant = f"; if you meant {unit}, use --memory {gib:.4g}"
     raise UserError(f"--memory must be {LEAST_MEMORY} to {most} GiB per rank; got {memory:.15g}{meant}")
+
+
+def gains(
+    chosen: Evaluation,
+    without_split: Evaluation | None,
+    in_megatron: Evaluation | None,
+    name: Callable[[Evaluation], str] = lambda each: each.candidate.name,
+) -> list[str]:
+    """Lines that state the gain over the best run without vocabulary parallelism, and over Megatron's own best run."""
+    from megatron_vp.cost.planning.planner import gain_over
+
+    def gain(other: Evaluation, what: str) -> str:
+        return f"{gain_over(other, chosen):.2f} times as fast as the best run {what} ({name(other)})"
+
+    if without_split is None:
+        return ["no run without vocabulary parallelism fits in memory"]
+    if chosen.candidate.in_megatron:
+        return []
+    lines = (
+        []
+        if chosen.candidate.without_split
+        else [gain(without_split, "without vocabulary parallelism that fits in memory")]
+    )
+    if in_megatron is None:
+        return [*lines, "no run that Megatron itself supports fits in memory"]
+    if lines and in_megatron is without_split:
+        return [f"{lines[0]}, which Megatron itself supports"]
+    return [*lines, gain(in_megatron, "that Megatron itself supports and that fits in memory")]
 
 
 def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_vp.cli.planning import gains
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.planning import evaluation
@@ -209,6 +210,67 @@ def test_the_gain_is_over_the_best_run_without_a_split_that_fits():
     choice = choose(made, H100.memory)
     assert choice.without_split is made[2] and choice.gain == 1.5
     assert choose(made[:2], H100.memory).gain is None
+
+
+def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
+    made = [
+        _made("zb-v", "vocab-2", 1.0),
+        _made("dualpipe-v", "redistributed", 1.2),
+        _made("interleaved", "redistributed", 1.5),
+        _made("1f1b", "plain", 2.0),
+    ]
+    choice = choose(made, H100.memory)
+    assert choice.in_megatron is made[2] and (choice.gain, choice.gain_over_megatron) == (1.2, 1.5)
+    assert choose(made[:2], H100.memory).gain_over_megatron is None
+    offloaded = replace(made[2], candidate=Candidate("plain", Plan("interleaved", chunks=2, offload_chunks=1)))
+    assert choose([made[0], offloaded], H100.memory).in_megatron is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "without_split", "in_megatron", "lines"),
+    [
+        (
+            ("zb-v", "vocab-2"),
+            ("zb-v", "plain"),
+            ("1f1b", "redistributed"),
+            [
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
+                "2.00 times as fast as the best run that Megatron itself supports and that fits in memory (1f1b, "
+                "redistributed)",
+            ],
+        ),
+        (
+            ("zb-v", "vocab-2"),
+            ("1f1b", "plain"),
+            "the same",
+            [
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (1f1b, plain), "
+                "which Megatron itself supports"
+            ],
+        ),
+        (
+            ("zb-v", "plain"),
+            ("zb-v", "plain"),
+            ("1f1b", "plain"),
+            ["2.00 times as fast as the best run that Megatron itself supports and that fits in memory (1f1b, plain)"],
+        ),
+        (
+            ("zb-v", "vocab-2"),
+            ("zb-v", "plain"),
+            None,
+            [
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
+                "no run that Megatron itself supports fits in memory",
+            ],
+        ),
+        (("zb-v", "vocab-2"), None, None, ["no run without vocabulary parallelism fits in memory"]),
+        (("1f1b", "plain"), ("1f1b", "plain"), "the same", []),
+    ],
+)
+def test_the_gains_are_said(chosen, without_split, in_megatron, lines):
+    other = without_split and _made(*without_split, 1.5)
+    own = other if in_megatron == "the same" else in_megatron and _made(*in_megatron, 2.0)
+    assert gains(_made(*chosen, 1.0), other, own) == lines
 
 
 def test_interlaced_is_never_chosen():

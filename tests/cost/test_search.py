@@ -115,6 +115,13 @@ def frontier(points, limit: float) -> list[tuple[float, float]]:
     return [one for one in fitting if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in fitting)]
 
 
+KINDS = ("in_megatron", "without_split")
+
+
+def fastest(runs: list[search.Found], kind: str) -> float:
+    return min(each.seconds for each in runs if getattr(each.evaluation.candidate, kind))
+
+
 def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
     simulated = list(everything(arguments, gpus, keep, limit))
     for job, option, evaluation in simulated:
@@ -133,6 +140,9 @@ def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
     simulated_ones = replace(result, found=[each for each in result.found if not each.evaluation.candidate.plan.shape])
     assert [(each.seconds, each.memory) for each in simulated_ones.frontier(limit)] == expected
     assert not result.partial and result.dominated > 0
+    for kind in KINDS:
+        fitting = [search.Found(0, each) for _, _, each in simulated if each.fits(limit)]
+        assert fastest(simulated_ones.without_split(limit), kind) == fastest(fitting, kind)
     return result, simulated
 
 
@@ -293,7 +303,15 @@ def test_layers_that_the_ranks_cannot_share_equally_come_with_balanced_shards():
     assert fastest.seconds < 0.95 * even
 
 
-def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be():
+def test_a_spent_budget_leaves_the_fastest_runs_without_vocabulary_parallelism():
+    whole, result = found(MODEL, 8, SOME), found(MODEL, 8, SOME, budget=1)
+    assert [fastest(result.without_split(H100.memory), kind) for kind in KINDS] == [
+        fastest(whole.without_split(H100.memory), kind) for kind in KINDS
+    ]
+
+
+def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be(monkeypatch):
+    monkeypatch.setattr(search, "COMPARED", 0)
     whole = found(MODEL, 8, SOME)
     result = found(MODEL, 8, SOME, budget=3)
     assert not whole.partial and whole.untried_seconds == math.inf
@@ -395,6 +413,12 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     done = command(tmp_path, "--search", *keep)
     assert "The frontier: runs that no other run beats in both time and memory." in done.output
     assert "use: --" in done.output
+    other, own = document["without_split"], document["in_megatron"]
+    assert document["gain_over_megatron"] == own["iteration_seconds"] / best["iteration_seconds"] >= document["gain"]
+    assert {other["method"], own["method"]} <= {"plain", "redistributed"} and own["schedule"] in ("1f1b", "interleaved")
+    said = [line for line in done.output.splitlines() if " times as fast as the best run " in line]
+    assert [line[:4] for line in said] == [f"{document['gain']:.2f}", f"{document['gain_over_megatron']:.2f}"]
+    assert f"({own['schedule']}, {own['method']}, with " in said[-1]
 
 
 def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monkeypatch):

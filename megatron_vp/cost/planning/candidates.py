@@ -14,10 +14,12 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
+from megatron_vp.schedule import FAMILIES, Placement, VocabMethod, family
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
 """Methods without vocabulary parallelism: layers spread evenly, or fewer layers on ranks with vocabulary layers."""
+
+WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
 
 MOST_BALANCED = 16
 """With more pipeline ranks, `plan` does not balance shards, because each candidate would take a few simulations."""
@@ -37,6 +39,16 @@ class Candidate:
     def name(self) -> str:
         """The name in tables and pictures, unique within a plan."""
         return f"{self.plan.label}, {self.method}" + (", balanced shards" if self.plan.vocab_rows else "")
+
+    @property
+    def without_split(self) -> bool:
+        """Whether the run has no vocabulary parallelism."""
+        return self.method in WITHOUT_SPLIT
+
+    @property
+    def in_megatron(self) -> bool:
+        """Whether Megatron itself supports the run."""
+        return self.without_split and family(self.plan.schedule).in_megatron and not self.plan.offload_chunks
 
 
 def method_of(plan: Plan) -> str:

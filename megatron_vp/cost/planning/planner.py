@@ -114,27 +114,35 @@ def _evaluate_all(
     return found
 
 
-WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
-
 _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommended run (`chosen`, one of `tied`), and the run with which it is compared."""
+    """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared."""
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
     """The runs that tie with the fastest one, which comes first."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits."""
+    in_megatron: Evaluation | None
+    """The fastest run that Megatron itself supports and that fits."""
 
     @property
     def gain(self) -> float | None:
         """Speed-up of the chosen run over `without_split`."""
-        if self.without_split is None:
-            return None
-        return self.without_split.iteration_seconds / self.chosen.iteration_seconds
+        return gain_over(self.without_split, self.chosen)
+
+    @property
+    def gain_over_megatron(self) -> float | None:
+        """Speed-up of the chosen run over `in_megatron`."""
+        return gain_over(self.in_megatron, self.chosen)
+
+
+def gain_over(other: Evaluation | None, chosen: Evaluation) -> float | None:
+    """Speed-up of `chosen` over another run; None if there is no other run."""
+    return None if other is None else other.iteration_seconds / chosen.iteration_seconds
 
 
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
@@ -148,8 +156,10 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     fitting = [each for each in offered if each.fits(limit)]
     if fitting:
         tied = tuple(each for each in fitting if each.iteration_seconds <= (1 + band) * fitting[0].iteration_seconds)
-        without_split = next((each for each in fitting if each.candidate.method in WITHOUT_SPLIT), None)
-        return Choice(min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each))), tied, without_split)
+        chosen = min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each)))
+        without_split = next((each for each in fitting if each.candidate.without_split), None)
+        in_megatron = next((each for each in fitting if each.candidate.in_megatron), None)
+        return Choice(chosen, tied, without_split, in_megatron)
     if not offered:
         raise UserError(
             "none of the schedules that a plan may choose can run this job (interlaced is only for comparison)"

@@ -4,8 +4,9 @@ slower but need less memory.
 Every combination gets a lower bound on its time, and one on its memory as a function of its time (`bounds`). The first
 round simulates combinations that are expected to improve the frontier of time and memory, the second round those that
 may improve it. A combination is skipped if its bounds show that a simulated combination beats it in both time and
-memory. Next, the search may try to offload activations to host memory (`searched_offload`). Finally, flexible schedules
-are fitted to the memory for the job's own sizes and for the sizes of the fastest run.
+memory. The third round finds the fastest runs without vocabulary parallelism, for comparison. Next, the search may try
+to offload activations to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the
+job's own sizes and for the sizes of the fastest run.
 
 The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
 decision to simulate uses the results of all earlier simulations except the last WINDOW.
@@ -39,10 +40,16 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 BUDGET = 250
-"""Default limit on the number of simulations, not counting those with the job's own sizes."""
+"""Default limit on the number of simulations, not counting those with the job's own sizes and those of `_compare`."""
 
 BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
+
+COMPARED = 48
+"""The largest number of further simulations for each of the runs with which the recommended run is compared."""
+
+TOGETHER = 4
+"""The number of these simulations that start together."""
 
 WINDOW = 16
 """The largest number of simulations in progress at once, and therefore of cores in use."""
@@ -76,6 +83,8 @@ class Search:
         least `untried_seconds`.
     offload_sizes: number of parallel sizes for which offloading was tried; None: offloading was not requested.
     likely: number of untried combinations that are expected to be on the frontier.
+    compared: runs without vocabulary parallelism that `found` lacks, because a run in `found` beats them or because
+        they do not fit; `dominated` counts them.
     """
 
     variants: Sequence[Variant]
@@ -87,6 +96,7 @@ class Search:
     untried_seconds: float = math.inf
     offload_sizes: int | None = None
     likely: int = 0
+    compared: Sequence[Found] = ()
 
     @property
     def partial(self) -> bool:
@@ -124,6 +134,11 @@ class Search:
         """Runs that need at most `limit` bytes per rank, fastest first."""
         return [each for each in self.found if each.memory <= limit]
 
+    def without_split(self, limit: float) -> list[Found]:
+        """Runs of `found` and `compared` without vocabulary parallelism and within `limit`, fastest first."""
+        runs = [each for each in [*self.found, *self.compared] if each.evaluation.candidate.without_split]
+        return sorted((each for each in runs if each.memory <= limit), key=lambda each: each.seconds)
+
     def frontier(self, limit: float) -> list[Found]:
         """Runs within `limit` and SLOWEST that no other run beats in both time and memory, fastest first."""
         kept: list[Found] = []
@@ -146,7 +161,7 @@ def search(
     """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
 
     Args:
-        budget: the largest number of simulations, not counting those with the job's own sizes.
+        budget: the largest number of simulations, not counting those with the job's own sizes and those of `_compare`.
         chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
         progress: called with the current step, the number done and the total.
         offload: whether to try the job's own sizes and a few other sizes with chunks in host memory.
@@ -172,6 +187,7 @@ def search(
                 else:
                     waiting.append(option)
             simulations.finish()
+        waiting, compared = _compare(pool, tried, waiting, found, hardware, constants, front, progress)
         simulated, sizes = len(found), None
         if offload:
             sizes = _sizes_to_offload(tried, options, front)
@@ -189,6 +205,7 @@ def search(
         min((option.bound.seconds for option in untried), default=math.inf),
         None if sizes is None else len(sizes),
         sum(front.expects(option.bound) for option in untried),
+        compared,
     )
     if not result.fitting(limit):
         raise UserError(_nothing_fits(limit, found, options, result))
@@ -245,6 +262,59 @@ def _fitted(
     progress("fitting", 0, len(chosen))
     evaluations = fitted_evaluations(pool, [tried[index].job for index in chosen], hardware, limit, constants, offload)
     return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
+
+
+def _compare(
+    pool: ProcessPoolExecutor,
+    tried: Sequence[Variant],
+    waiting: Sequence[_Option],
+    found: list[Found],
+    hardware: Hardware,
+    constants: Constants,
+    front: Front,
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[_Option], list[Found]]:
+    """Simulate options until no other can be the fastest run that Megatron itself supports and that fits, and then
+    until no other can be the fastest run without vocabulary parallelism that fits.
+
+    The most promising options come first, and at most COMPARED of each kind are simulated. Runs that improve the front
+    are added to `front` and `found`. Returns the options that still wait, and the other runs.
+    """
+    left, others = list(waiting), list[Found]()
+    kinds: tuple[Callable[[Candidate], bool], ...] = (lambda each: each.in_megatron, lambda each: each.without_split)
+    for is_of_kind in kinds:
+        fitting = [
+            each for each in [*found, *others] if each.memory <= front.limit and is_of_kind(each.evaluation.candidate)
+        ]
+        best = min((each.seconds for each in fitting), default=math.inf)
+        turns = sorted(
+            (option for option in left if is_of_kind(option.candidate)),
+            key=lambda option: (option.bound.expected > front.limit, option),
+        )
+        for done in range(0, COMPARED, TOGETHER):
+            progress("comparing", done, COMPARED)
+            turns = [
+                option
+                for option in turns
+                if option.bound.seconds < best and option.bound.memory_within(best) <= front.limit
+            ]
+            batch, turns = turns[:TOGETHER], turns[TOGETHER:]
+            running = [
+                pool.submit(_evaluation, option, tried[option.variant].job, hardware, constants, front)
+                for option in batch
+            ]
+            for option, future in zip(batch, running, strict=True):
+                left.remove(option)
+                evaluation = future.result()
+                if evaluation is None:
+                    continue
+                run = Found(option.variant, evaluation)
+                front.add(run.seconds, run.memory)
+                (found if (run.seconds, run.memory) in front.points else others).append(run)
+                if run.memory <= front.limit:
+                    best = min(best, run.seconds)
+        progress("comparing", COMPARED, COMPARED)
+    return left, others
 
 
 def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:
