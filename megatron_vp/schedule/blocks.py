@@ -1,4 +1,4 @@
-"""Defines building blocks: when the passes of one microbatch run on each rank, and how often the block repeats."""
+"""Defines building blocks: when the passes of one microbatch run on each rank, and the interval of repetition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BuildingBlock:
 
     Microbatches are processed in groups of `group`. Each group starts `group` intervals after the previous one, because
     a microbatch occupies a rank for one interval in total. If `group` is above 1, the microbatches of a group start
-    `interval` / chunks apart, because the group passes through one chunk before the next.
+    `interval` / chunks apart, because the whole group passes through one chunk before the next.
 
     If `overlaps` is given, the backwards of its pairs are whole, and all other backwards are split.
     """
@@ -39,7 +39,7 @@ class BuildingBlock:
 
     @property
     def step(self) -> float:
-        """Time between two microbatches of a group."""
+        """Time between successive microbatches of a group."""
         return self.interval if self.group == 1 else self.interval / self.placement.chunks
 
     def arrival(self, microbatch: int) -> float:
@@ -51,7 +51,7 @@ class BuildingBlock:
 def weights_in_free_slots(
     placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[int]:
-    """Slot of each stage's W: the first free slot after its B. An interval has `slots` slots; a pass takes one slot."""
+    """Slot of each stage's W: the first after its B that is free on the rank. The block repeats every `slots` slots."""
     weight = [0] * placement.stages
     for stages in placement.stage_of:
         taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}

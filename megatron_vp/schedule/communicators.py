@@ -1,8 +1,8 @@
 """Lists the communicators that a schedule needs on each rank, without creating them.
 
 Each directed edge between two pipeline ranks has one communicator per kind of message. All vocabulary collectives share
-one communicator, whose members are `Placement.vocab_members`. With tensor parallelism, the t ranks of a stage share one
-more.
+one communicator, whose members are `Placement.vocab_members`. With tensor parallelism, the tensor-parallel ranks of a
+stage share one more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
     """All directed edges that schedules with this `placement` use.
 
     If the vocabulary layers are not `sharded`, three more edges connect the last stage to the loss function on rank
-    p-1, unless this rank holds the last stage.
+    p-1, unless rank p-1 holds the last stage.
     """
     seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
     edges = {
@@ -79,7 +79,7 @@ def communicators(
     embeds_on_last_stage: bool = False,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
-    """The communicators of every pipeline rank; the default of `vocab_ranks` stands for all ranks."""
+    """The communicators of every pipeline rank. `vocab_ranks` hold the vocabulary rows; None means all ranks."""
     every = range(placement.ranks)
     members = every if vocab_ranks is None else placement.vocab_members(vocab_ranks)
     sizes = [(len(members), tensor) if rank in members else (1, 1) for rank in every]

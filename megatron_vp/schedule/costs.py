@@ -92,7 +92,7 @@ class PassCosts:
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """These costs with F, B and W of at least a thousandth of their sum: nominal times need durations above 0."""
+        """These costs with F, B and W of at least 1/1000 of their sum, because nominal times need durations above 0."""
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -171,7 +171,7 @@ class StageCosts:
         )
 
     def evened(self) -> StageCosts:
-        """These costs with each stage's F, B and W replaced by their mean, and without messages and collectives."""
+        """These costs with each stage's F, B and W replaced by their mean; messages and collectives take no time."""
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
         return replace(self, F=share, B=share, W=share, messages={}, collectives={})
 
@@ -209,7 +209,7 @@ class StageCosts:
                 return self.B[stage] + self.W[stage]
         times = getattr(self, step.kind) if step.kind in PASSES else self.other.get(step.kind)
         if not times and step.kind is PassKind.S and not self.T:
-            # In an expanded interlaced schedule, S takes as long as the whole V.
+            # In an expanded interlaced schedule, S takes as long as the whole V, and T, IF and IB take no time.
             times = self.V
         return times[stage if step.kind.per_chunk else rank] if times else 0.0
 

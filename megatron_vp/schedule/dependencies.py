@@ -1,8 +1,8 @@
 """Builds the dependency graph of a schedule: its passes and the communication between them.
 
 The rules follow arXiv 2411.05288, section 4. F waits for the previous stage's F. S waits for the last stage's output
-(C0). T waits for the statistics of all shards (C1). The last stage's B waits for the last barrier of the vocabulary
-method. W waits for its B. Only ranks with vocabulary rows run IF, S, T and IB.
+(collective C0). T waits for the softmax statistics of all shards (collective C1). The last stage's B waits for the last
+barrier of the vocabulary method. W waits for its B. Only ranks with vocabulary rows run IF, S, T and IB.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once, and no other passes.
 
-    A rank must list all vocabulary passes or none, and at least one rank must list them. A BW counts as a B and its W.
-    Passes that the method does not require (see `PassKind`) may be listed once.
+    With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
+    counts as a B and its W. Passes that the method does not require (see `PassKind`) may be listed once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -122,7 +122,7 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
     """Build the dependency graph of the passes of `schedule`, without the order in which ranks run them.
 
     `with_loss` adds the loss function on rank p-1 and the communication of its input and its gradient. Without the
-    loss, T waits only for the softmax statistics, as in the paper. With `embeds_on_last_stage` (multi-token
+    loss, T waits only for the softmax statistics, as in arXiv 2411.05288. With `embeds_on_last_stage` (multi-token
     prediction), the last stage also waits for the embedded rows.
     """
     variants, which = _variants(schedule)
@@ -135,7 +135,7 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""The optional passes and BWs of one microbatch, as (rank, pass) pairs in which the microbatch number is set to 0."""
+"""A microbatch's BWs and passes that its method does not require, as (rank, pass) pairs with microbatch number 0."""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
@@ -153,7 +153,7 @@ def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:
-    """Make all V passes of a microbatch start together, by delaying their broadcast until every rank reaches its V."""
+    """Make a microbatch's V passes start together: delay the broadcast before them until every rank reaches its V."""
     for order in orders:
         for before, after in pairwise(order):
             if graph.kinds[after] is PassKind.V:
@@ -205,7 +205,7 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Add the optional passes that this schedule lists, with the waits that their `PassKind` entries describe."""
+        """Add the listed passes that the method does not require, with the waits that their `PassKind` entries name."""
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
         places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}

@@ -31,7 +31,7 @@ WIDEST = 16.0
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Format metrics, a table with a line per rank, and a chart of `width` columns. `window` is its time range."""
+    """Format metrics, a table with a line per rank, and a chart of the times in `window` with `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   in host memory" if schedule.offloaded else ""
@@ -159,7 +159,7 @@ def _typical_duration(timeline: Timeline) -> float:
 
 
 def shade(kind: PassKind, chunk: int) -> str:
-    """The colour of a kind's passes as #RRGGBB, paler for higher chunks."""
+    """The colour of a kind's passes as #RRGGBB, paler for chunks with higher numbers."""
     channels = bytes.fromhex(kind.colour.removeprefix("#"))
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
@@ -242,8 +242,8 @@ def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    The trace has the lanes of a recorded run: `compute` for passes, `second stream` for collectives on every member,
-    and one lane per link on the sending rank. Held activations are a counter.
+    As in a recorded run, passes are in the lane `compute`, and collectives in the lane `second stream` of every member.
+    Each link has a lane on the sending rank, and each rank's copies have a lane. Held activations are a counter.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

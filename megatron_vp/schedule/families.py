@@ -39,7 +39,7 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
-    """Add v-flex, whose memory can be set to values between those of the V-shaped families."""
+    """Add v-flex, which can be fitted to memory limits between the peaks of the V-shaped families."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
     summary = "V shape, shortest schedule within --activation-limit (default: zb-v)"
@@ -248,7 +248,7 @@ def generate(
     offload_chunks: int = 0,
     activation_limit: float | None = None,
 ) -> Schedule:
-    """Generate the schedule of a `ScheduleRequest` for the family or file of this name.
+    """Generate a schedule of the family or file called `name`; see `ScheduleRequest` for the other arguments.
 
     `activation_limit` is the memory limit of a flexible family, in units of one microbatch's activations on a rank.
     Raises UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and

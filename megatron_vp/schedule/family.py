@@ -17,14 +17,16 @@ Block = Callable[[int, int, PassCosts], BuildingBlock]
 Order = Callable[[int, int], Schedule]
 """Makes the schedule for a pipeline size and a number of microbatches."""
 Peak = Callable[[int, int, int, int], int]
-"""Returns the chunk activations on a rank, given pipeline size p, rank r, chunks per rank v, and microbatches m."""
+"""Returns how many chunk activations a rank holds (each of one chunk for one microbatch), given pipeline size p, rank
+r, chunks per rank v, and microbatches m.
+"""
 
 
 class OrderPolicy(StrEnum):
     """Whether a building block's order of passes may be changed."""
 
     TIGHTEN = "tighten"
-    """a search changes the block's order to reduce the makespan for the real costs, within the promised memory peaks"""
+    """a search changes the block's order to reduce the makespan for the real costs, within `Family.promised_peak`"""
     KEEP = "keep"
     """the block's order is used, whatever the costs are"""
 
@@ -42,7 +44,7 @@ class Family:
     placement: Callable[[int, int], Placement]
     """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
     peak: Peak
-    """upper bound on the chunk activations of a rank in a schedule without vocabulary passes"""
+    """upper bound on a rank's chunk activations, without the additional microbatches of vocab-1 and vocab-2"""
     peak_formula: str
     """the peak as a formula in p, r and v, in units of one microbatch's activations on a rank"""
     block: Block | None = None
@@ -61,13 +63,13 @@ class Family:
     in_megatron: bool = False
     """whether Megatron itself runs this order if the vocabulary layers are not split"""
     bases: tuple[Family, ...] = ()
-    """for a flexible family, which can be fitted to a memory limit: the families whose blocks the fit also tries"""
+    """families whose blocks are also tried when this family is fitted to a memory limit; empty unless it is flexible"""
     shape: str = ""
-    """shape of the building block, if the family was fitted to a memory limit"""
+    """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
     limit: int | None = None
-    """largest number of chunk activations, if the family was fitted with its own block instead of one from `bases`"""
+    """largest number of chunk activations on a rank, if the family was fitted with a block that is not from `bases`"""
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
-    """the schedule of a file, whose numbers of ranks and microbatches are fixed"""
+    """the schedule of a file; training needs exactly its number of ranks, and at most its number of microbatches"""
 
     def chunks_of(self, chunks: int | None) -> int:
         """Chunks per rank; None asks for the default. Raises UserError if the family does not support the number."""
@@ -116,7 +118,7 @@ class Family:
         """The largest number of chunk activations that `rank` may hold, at most `microbatches * chunks`.
 
         This is the family's `limit` if it has one. Otherwise it is the family's peak, plus one microbatch per barrier
-        if the schedule is generated.
+        unless the schedule comes from a file.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

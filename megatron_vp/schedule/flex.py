@@ -30,8 +30,8 @@ LEVELS = 3
 peak does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Size (ranks x microbatches) of the schedules with which blocks of the same peak are compared. They have at least
-5/4 p microbatches, or all microbatches of the request if these are fewer.
+"""Blocks of the same peak are compared in schedules of this size (ranks x microbatches), but with at least 5/4 p
+microbatches, and never with more than the request has.
 """
 SMALL = 1_000
 """Up to this value of ranks x microbatches, `fitted` compares the best three blocks of each peak and all base families
@@ -59,7 +59,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     found = found if is_small else found[:1]
-    # Check the peak again, because all microbatches may need more memory than the sample.
+    # Check the peak again, because the whole schedule may need more memory than the sample.
     blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
     found += [each for each in blocks if each.peak <= most]
     if not found:
@@ -86,7 +86,8 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
 
-    `most` limits chunk activations; None allows as many as the shape needs. Raises UserError for any other `shape`.
+    `most` limits the chunk activations on every rank; None allows as many as the shape needs. Raises UserError for any
+    other `shape`.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -143,7 +144,7 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the highest peaks within the limit, highest first, the `count` blocks with the best samples."""
+        """The `count` blocks with the shortest samples for each of the `LEVELS` highest peaks, highest peak first."""
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():
             by_level.setdefault(self.peak(shape), []).append(shape)
@@ -151,7 +152,7 @@ class _Search:
         return [str(shape) for level in levels for shape in sorted(by_level[level], key=self.makespan)[:count]]
 
     def _near_the_limit(self) -> list[Shape]:
-        """Shapes whose peak is among the highest within the limit, sorted by slack and gap."""
+        """For each gap, the shapes with the `LEVELS` highest peaks within the limit; sorted by slack and gap."""
         slacks = range(2 * self.sample.pipeline_size + 1)
         found = []
         for gap in GAPS:

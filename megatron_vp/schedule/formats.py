@@ -136,7 +136,8 @@ def _all_whole(schedule: Schedule) -> Schedule:
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The schedule as CSV: a comment line with name and method, then one line per pass in each rank's execution order.
+    """The schedule as CSV: a comment line with name, method and microbatches, then each rank's passes in execution
+    order, one per line.
 
     Start and end are empty without a timeline.
     """

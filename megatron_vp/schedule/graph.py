@@ -1,7 +1,7 @@
 """Numbers the steps and operations of all microbatches, and records their dependencies.
 
-All microbatches follow one pattern or a few, for example if only some backwards are split. The nodes of a pattern are
-stored only once; the nodes of a microbatch have consecutive numbers.
+Usually all microbatches follow one pattern; if, for example, only some backwards are split, there are a few patterns.
+The nodes of a pattern are stored only once; the nodes of a microbatch have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Graph:
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """Maps a step to the single-rank operation that is posted after it."""
+        """Maps a step to the operation of only its own rank, such as a copy, that is posted after it."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each rank, its single-rank operations in the order of posting; `orders` are the ranks' steps."""
+        """The operations in `posted_behind` by rank, in the order of posting; `orders` are the ranks' steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 
@@ -135,8 +135,8 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """In each microbatch, make the first node of `either` that exists wait for `before` of the microbatch that is
-        `distance` earlier. The arguments are nodes of microbatch 0.
+        """In each microbatch, make one node wait for `before` of the microbatch `distance` earlier: the first node of
+        `either` that the microbatch has. The arguments are nodes of microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

@@ -77,6 +77,6 @@ class Program:
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """The largest amount of each kind of memory that the program's passes hold, in chunks or shards."""
+        """The largest amount of each kind of memory that the passes hold, in the pieces of `schedule.ledger`."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

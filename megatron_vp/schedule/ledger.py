@@ -1,10 +1,10 @@
-"""Counts memory: what every pass allocates, and which pass frees it.
+"""Counts memory in pieces, such as one chunk's activations: which pass allocates each piece, and which frees it.
 
 A pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
 and chunk. If several passes release the same memory, the last of them frees it; with a split backward, this is W.
 
-If an operation fills the memory of a pass, the memory is allocated at the pass whose data the operation moves. For
-example, host memory is allocated at the F that computes the activations, not at the O that waits for the copy.
+If an operation fills the memory of a pass, the memory counts as allocated by the pass whose data the operation moves.
+For example, host memory counts from the F that computes the activations, not from the O that waits for the copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vp.schedule.passes import Pass, Schedule
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """The allocating and the freeing pass of each piece of this memory, as positions in a rank's order.
+    """For each piece of this memory, the passes that allocate and free it, as positions in a rank's order.
 
     If no pass frees the memory, as in an evaluation, both are the allocating pass.
     """
@@ -43,7 +43,7 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each pass, how many chunks or shards of this memory it allocates at its start and frees at its end."""
+    """For each pass, how many pieces of this memory it allocates at its start and frees at its end."""
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
@@ -52,7 +52,7 @@ def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """The amount of this memory, in chunks or shards, during and after each pass of a rank's order."""
+    """The number of pieces of this memory that are held during and after each pass of a rank's order."""
     found, level = [], 0
     for taken, given in changes(order, held):
         during = level + taken
@@ -62,7 +62,7 @@ def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def peak(order: Sequence[Pass], held: Held) -> int:
-    """The largest amount of this memory that the rank holds, in chunks or shards."""
+    """The largest number of pieces of this memory that the rank holds."""
     return max((during for during, _ in levels(order, held)), default=0)
 
 

@@ -7,8 +7,8 @@ free memory.
 A pass may run before earlier passes of the given order if these can still follow, in that order, within the memory
 limits. The given order respects the limits, so some rank can always continue, whatever the costs are.
 
-A forward and a backward may form a pair. A pair waits for the inputs of both passes, and then runs one pass right after
-the other. The first pass starts before the second is ready only if the rank has nothing else to run.
+A forward and a backward may form a pair. A pair normally waits for the inputs of both passes, and then runs one pass
+right after the other. If the rank has nothing else to run, the first pass does not wait for the second's inputs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class MemoryLimits:
     """The memory limits of a schedule."""
 
     activations: tuple[int, ...]
-    """limit of each rank's chunk activations on the device"""
+    """largest number of chunk activations on each rank's device"""
     logits: int = 2
-    """limit of the microbatches between S and T on every rank"""
+    """largest number of microbatches between S and T on every rank"""
     host: tuple[int, ...] | None = None
-    """limit of each rank's chunk activations in host memory, if chunks are offloaded"""
+    """largest number of chunk activations in each rank's host memory, if chunks are offloaded"""
 
     def of(self, rank: int) -> dict[Held, int]:
         """The limits of a rank, by kind of memory."""
@@ -122,8 +122,9 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank. All lists end with the pass that runs first; `takes` and `gives` tell which passes
-    allocate and free the memory, and `levels` has the amount held during each remaining pass.
+    """One kind of memory of a rank. The lists are in reverse order: their last entry is for the pass that runs first.
+    `takes` and `gives` tell which passes allocate and free the memory, and `levels` has the amount held during each
+    remaining pass.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -134,11 +135,11 @@ class _MemoryPool:
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
-        """Whether a pass that allocates this memory may run before all passes that precede it in the order."""
+        """Whether the remaining pass `index`, which allocates this memory, may run before all that precede it."""
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Account for the pass `place`, which runs out of order and has index `index` among the remaining passes."""
+        """Remove the pass `place`, which runs out of order; `index` is its position among the remaining passes."""
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -158,11 +159,11 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
 
 
 Ready = list[int]
-"""A heap of negated indices of ready passes; the negation makes the heap return the passes in the given order."""
+"""A heap of negated indices of ready passes. As `order` is reversed, it returns the passes in the given order."""
 
 
 class _Rank:
-    """A rank's remaining passes, as indices into `order`, which ends with the pass that runs first."""
+    """A rank's remaining passes, as indices into `order`. `order` is reversed: its last pass runs first."""
 
     def __init__(self, order: Sequence[int], pools: Sequence[_MemoryPool]) -> None:
         self.order, self.pools = order, pools

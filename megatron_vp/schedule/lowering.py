@@ -96,8 +96,8 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
     """Insert each loss into rank p-1's steps, before the first pass that starts after the loss's input has arrived.
 
-    Times come from the schedule without losses, so no pass that starts earlier can depend on one that waits for the
-    loss.
+    The times are those of the schedule without losses. In it, a pass that starts before the input arrives cannot depend
+    on the input, so no pass that is placed before the loss waits for it.
     """
     bare = build_graph(schedule)
     bare_orders = bare.numbers(schedule.ranks)
@@ -170,7 +170,7 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The instructions that post an operation, after reading data or waiting for token ids if it needs them."""
+        """The Post of an operation, preceded by a Load or a wait for token ids if the operation needs it."""
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):
@@ -178,7 +178,7 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether `operation` brings embedding rows to this rank, and no IF of this rank waits for the token ids."""
+        """Whether to wait for token ids before `operation`: it brings embedding rows to a rank without IF passes."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED

@@ -48,8 +48,9 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
     The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not in
     `orders` waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
-    operations in the order in which they become ready, because lowered programs post them in this order. Single-rank
-    operations keep the order of the steps after which they are posted. Raises ScheduleError if the order deadlocks.
+    operations in the order in which they become ready, because lowered programs post them in this order. Operations of
+    a single rank, such as copies, keep the order of the steps after which they are posted. Raises ScheduleError if the
+    order deadlocks.
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))

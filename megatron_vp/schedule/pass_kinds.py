@@ -1,7 +1,8 @@
 """The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-A schedule may also list passes that its vocabulary method does not require, at most once per microbatch (and chunk).
-Such a pass waits for the passes that its entry names, and takes no time unless the costs include its kind.
+A schedule may also list passes that its vocabulary method does not require, at most once per microbatch, or per
+microbatch and chunk. Such a pass waits for the passes that its entry names, and takes no time unless the costs include
+its kind.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class PassKind(str, metaclass=_Table):
     it instead, because the operation after them fills it
     """
     filled_by: Through | None
-    """makes the operation that follows the pass and fills its memory; the pass that frees the memory waits for it"""
+    """makes the operation that follows the pass and fills its memory; the pass that frees it waits for the result"""
     releases: tuple[Held, ...]
     """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 

@@ -26,7 +26,7 @@ class VocabMethod(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """How often the last stage waits for all ranks between F and B; each wait adds one microbatch in flight."""
+        """How often the last stage awaits all ranks between an F and its B; each wait adds a microbatch in flight."""
         return {"none": 0, "vocab-1": 2, "vocab-2": 1, "interlaced": 1}[self]
 
     @property
@@ -81,7 +81,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
     shape: str = ""
-    """shape of the building block, if the schedule's family was fitted to a memory limit"""
+    """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
 
     @property
     def pipeline_size(self) -> int:
@@ -134,7 +134,7 @@ class Schedule:
 
     @cached_property
     def whole_backwards(self) -> dict[tuple[int, Pass], None]:
-        """Rank and pass of every BW, in order."""
+        """Every BW with its rank; a dict without values, because a set would have no order."""
         if PassKind.BW not in self.kinds:
             return {}
         return {

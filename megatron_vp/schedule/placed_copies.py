@@ -1,4 +1,4 @@
-"""Adds to a schedule in nominal order the passes that copy activations to host memory and back (PipeOffload).
+"""Adds passes O and R, which copy activations to host memory and back (PipeOffload), to a schedule in nominal order.
 
 Ideally, activations are copied out right after their forward and copied back just before their backward. In practice,
 copies are delayed because a rank has a single copy lane, on which copy-outs and copy-backs take turns (Wan et al.,
@@ -114,7 +114,8 @@ def computed_between(
 ) -> list[tuple[Step, Step]]:
     """Dependencies that force at least one pass with computation to run between each R in `returning` and its O.
 
-    Of the passes between O and R in `placed`, the dependencies use the pass that is nearest to R in `found`.
+    `placed` is the order before the search, and `found` is the order after it. Of the passes between O and R in
+    `placed`, the dependencies use the one that is nearest to R in `found`.
     """
     links = []
     for rank, back in returning:
@@ -167,7 +168,8 @@ class _Placing:
         `durations[chunk]` are the times of a copy-out and a copy-back. The copy lane's time is divided into slots, each
         for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each copy-back
         takes the last free slot before its backward; the last backward chooses first. If a microbatch's copies take
-        longer than its passes, copy times are scaled down to fit; in a run, the passes wait for the copies.
+        longer than its passes, the copy times assumed here are scaled down to fit; in a real run, passes then wait for
+        the copies.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))

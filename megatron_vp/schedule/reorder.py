@@ -1,4 +1,4 @@
-"""Reorders the passes of a schedule for their real costs, within its memory limits, to shorten the schedule.
+"""Shortens a schedule, given its real costs, by reordering its passes within its memory limits.
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
 the opposite. A result can be improved by another run of the scheduler in the other direction or with other durations.
@@ -38,7 +38,7 @@ def reorder_for_costs(
     further_orders: bool = True,
     links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
-    """Reorder a schedule's passes for `costs` within `limits`, which the given order must respect.
+    """Reorder a schedule's passes to shorten it under `costs`, within `limits`, which the given order must respect.
 
     `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
     additional dependencies: the second node of each waits for the first. Without `further_orders`, only the given order
@@ -75,7 +75,7 @@ def reorder_for_costs(
 
 def linked_graph(schedule: Schedule) -> Graph:
     """The graph of the dependencies that a reordered `schedule` must keep."""
-    # In published schedules without vocabulary passes, the last stage's B does not wait for a loss.
+    # Without vocabulary passes, the last stage's B does not wait for a loss, as in published schedules.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
     return graph
@@ -123,13 +123,13 @@ class _Search:
         """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
         A list scheduler starts any ready pass, even if this delays a more urgent pass that is about to become ready.
-        With even durations, passes become ready exactly when they are needed, and an order found with them has only
-        short waits under the real durations. For the same reason, one more order is found as if vocabulary passes took
-        no time, and is then improved backwards with the real durations.
+        With `even` durations (F, B and W take equally long), passes become ready exactly when they are needed, and an
+        order found with them has only short waits under the real durations. For the same reason, one more order is
+        found as if vocabulary passes took no time, and is then improved by a backward run with the real durations.
 
-        All runs take equally long, so a schedule above `SMALL` gets only one more run: in the other direction if it has
-        vocabulary passes, otherwise with even durations. If it has copies to the host, both first results are improved
-        in the other direction instead; from `LARGE` on, neither is.
+        To save time, a schedule above `SMALL` gets only one more run: in the other direction if it has vocabulary
+        passes, otherwise with even durations. If it has copies to the host, both first results are improved in the
+        other direction instead; from `LARGE` on, neither is.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -198,8 +198,9 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 def link_limits(graph: Graph, schedule: Schedule) -> None:
     """Add the waits that a reordered schedule must keep in addition to the dependencies.
 
-    Embedding runs only a few microbatches ahead of its use. A chunk's W of microbatch 0 runs before all whole backwards
-    of the chunk. In a schedule for evaluation, microbatches keep their order.
+    IF runs only a few microbatches ahead of the first stage's F, and IB only a few behind the first stage's backward. A
+    chunk's W of microbatch 0 runs before all whole backwards of the chunk. In a schedule for evaluation, microbatches
+    keep their order.
     """
     if not schedule.has_backward:
         for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
@@ -214,7 +215,7 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of successive forwards of one rank, kind and chunk; numbers increase with the microbatch."""
+    """Yield node numbers of successive forwards of one rank, kind and chunk; later microbatches have higher ones."""
 
     def same(node: Node) -> tuple[PassKind, int] | None:
         action = node.action if isinstance(node, Step) else None

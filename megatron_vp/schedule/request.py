@@ -20,8 +20,8 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted product of ranks, microbatches and, if the user chooses their number, chunks. Generating such a
-schedule takes about three minutes on one core and 6 GB of memory.
+"""Largest accepted product of ranks, microbatches and, if the user chooses their number, chunks. Generating a schedule
+of this size takes about three minutes on one core, and 6 GB of memory.
 """
 
 
@@ -42,7 +42,7 @@ class ScheduleRequest:
     chunks: int
     """Number of chunks per rank, v."""
     costs: Costs
-    """The durations for which passes are ordered."""
+    """The durations of passes and operations; the order of the passes is chosen for them."""
     vocab_ranks: tuple[int, ...]
     """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False
@@ -67,9 +67,9 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """Make a request; None stands for the family's default number of chunks, for `PassCosts()` or for all ranks.
+        """Make a request. None means the default number of chunks, `PassCosts()`, or all ranks that can hold rows.
 
-        If the family has only one method, the method `none` selects this method.
+        If the family has only one method, `method=none` selects it.
         """
         if method is VocabMethod.NONE:
             method = family.method(method)
@@ -138,7 +138,7 @@ class ScheduleRequest:
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
-        """Reorder the nominal order for the costs; links keep some computation between each O and its R."""
+        """Shorten the nominal order under the costs; links keep a computing pass between each O and its R."""
         links: list[tuple[Step, Step]] = []
         for _ in range(4):
             found = reorder_for_costs(
@@ -195,8 +195,8 @@ class ScheduleRequest:
         if ranks * microbatches * chunks > LARGEST:
             size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
             raise UserError(
-                f"{size} are more than {LARGEST:,} forwards, which would take minutes and gigabytes; give fewer "
-                "microbatches, which show the same steady state"
+                f"{size} are more than {LARGEST:,} forwards, whose scheduling would take minutes and gigabytes; give "
+                "fewer microbatches, which show the same steady state"
             )
 
     def _check_file(self, fixed: Schedule) -> None:

@@ -71,7 +71,7 @@ class Timeline:
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
-        """For each rank, the total times for which passes O, backwards and other passes wait only for copies.
+        """For each rank, three total times of waiting only for copies: by passes O, by backwards, and by other passes.
 
         Other passes wait for copies only if copies and passes share one hardware queue.
         """

@@ -67,8 +67,8 @@ def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
             stage, letter, microbatch = match.groups()
             if letter not in ("F", "I", "W", "B"):
                 raise UserError(
-                    f"schedule file: {each[:40]} is not a compute action; write the file with _dump_csv and format "
-                    "compute_only"
+                    f"schedule file: {each[:40]} is not a compute action; write the file with PyTorch's _dump_csv "
+                    "and format='compute_only'"
                 )
             if microbatch is None:
                 raise UserError(f"schedule file: {each[:40]} has no microbatch; write it as in 2F0")

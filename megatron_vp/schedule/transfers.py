@@ -186,7 +186,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective operation of all members; `root` is the rank that sends or receives the data."""
+    """A collective operation of all members; `root` is the one rank that sends or receives, if there is one."""
 
     kind: CollectiveKind
     microbatch: int

@@ -50,7 +50,8 @@ def validate_programs(programs: Sequence[Program]) -> None:
     """Simulate the programs on ranks that block at every post until all members have posted the operation.
 
     This worst case covers hosts that wait for their devices at any point, and streams that share one hardware queue.
-    Raises ScheduleError if a lane's members post different operations or orders, or if ranks wait for each other.
+    Raises ScheduleError if a lane's members post different operations, or in different orders, or if ranks wait for
+    each other.
     """
     ranks, vocab_members = len(programs), programs[0].vocab_members
     _check_posts(programs)

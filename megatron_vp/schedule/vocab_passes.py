@@ -1,4 +1,4 @@
-"""Inserts the vocabulary passes into any base schedule.
+"""Repeats a building block for all microbatches, and inserts the vocabulary passes.
 
 Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, at the end of its forward of chunk
 0. For each barrier of the method, the last stage waits one more `BuildingBlock.step` between a microbatch's F and B.
@@ -21,7 +21,7 @@ TimedPass = tuple[float, Pass]
 
 @dataclass(frozen=True)
 class Nominal:
-    """A valid schedule in nominal order.
+    """A valid schedule, in which each rank's passes are in the order of their nominal times.
 
     `pairs` lists, for each rank, the (forward, backward) pairs that stay next to each other. `spans` are the nominal
     start and end times of each rank's passes.

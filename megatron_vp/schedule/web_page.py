@@ -75,7 +75,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     for number in numbers:
         node = graph.nodes[number]
         needed = [place_of[each] for each in graph.predecessors[number]]
-        # The simulator has appended the lane's previous node, if any, to the predecessors.
+        # If the lane has a previous node, the simulator has appended it as the last predecessor.
         has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
         turn = needed.pop() if has_turn else None
         times = _rounded(start[number]), _rounded(end[number])

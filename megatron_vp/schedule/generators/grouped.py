@@ -20,8 +20,9 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
     # microbatch every `part` chunks.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # Forwards on consecutive ranks are two slots apart on as many ranks as fit before the next chunk, and then one slot
-    # apart. So a chunk's backward on the last rank never comes before the next chunk's backward on rank 0.
+    # A forward advances one rank every second slot for as long as it can reach the last rank before the next chunk
+    # starts, and then one rank every slot. So a chunk's backward on the last rank never comes before the next chunk's
+    # backward on rank 0, whose gradient it needs.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
     forward = [late[chunk] + rank + shift[rank] for chunk in range(v) for rank in range(p)]
@@ -43,7 +44,7 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups have p microbatches. Rank r holds the activations of at most p * v - r chunks, and Ws fill bubbles.
+    """Groups have p microbatches. Rank r holds at most p * v - r chunk activations, and Ws fill bubbles.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 

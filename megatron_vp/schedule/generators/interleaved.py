@@ -8,7 +8,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Rank r holds the activations of at most 2(p - 1 - r) + (v - 1)p + 1 chunks, as in Megatron.
+    """Rank r holds at most 2(p - 1 - r) + (v - 1)p + 1 chunk activations, as in Megatron.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 

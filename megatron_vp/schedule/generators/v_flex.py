@@ -1,6 +1,6 @@
 """V-Flex: chunks in V shape with slack on some ranks, for memory limits between V-Min's and ZB-V's peaks.
 
-Forwards of one microbatch by virtual stage, with p = 4, slack 2 and gap 1:
+The forwards of one microbatch, with p = 4 and slack 2; F5 is the forward of virtual stage 5, and a column is a slot:
 
 rank 0: F0 . . . . . . F7        rank r has chunk 0 = stage r and chunk 1 = stage 2p - 1 - r;
 rank 1: . F1 . . . . F6 .        ranks 2 and 3, the last two, take two slots on the way down, the
@@ -25,8 +25,9 @@ class Shape(NamedTuple):
 
     slack: int
     """Amount of slack, from 0 to 2p. Without slack, every rank takes one slot on the way down the V and one on the way
-    up, as in V-Min. Each unit up to p adds a slot on the way down, from the last rank to the first; a slack of p gives
-    V-Half. Each further unit raises one more rank to three slots in both directions; a slack of 2p gives ZB-V.
+    up, as in V-Min. Each unit up to p gives one more rank, starting with the last, a second slot on the way down; a
+    slack of p gives V-Half. Each further unit gives one more rank, again starting with the last, three slots each way;
+    a slack of 2p gives ZB-V.
     """
     gap: int
     """number of empty slots between a microbatch's last forward and its first backward"""
@@ -51,8 +52,8 @@ def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> 
 
     Passes may share a slot, because nominal times only order the passes.
 
-    Five microbatches on four ranks, each of which holds at most 3.5. F, B and W take one unit of time each; lowercase
-    letters are chunk 1:
+    Five microbatches on four ranks, each of which holds at most 3.5 of them. F, B and W take one unit of time each;
+    lowercase letters are chunk 1:
 
         rank 0  F0F1F2F3F4....f0b0f1b1w0w1..f2b2B0w2f3b3W0B1w3f4b4B2W1B3w4W2W3B4W4..
         rank 1  ..F0F1F2F3F4f0..f1b0w0b1w1f2..B0b2f3W0w2B1b3f4W1B2b4B3w3W2w4B4W3W4..

@@ -7,7 +7,7 @@ from megatron_vp.schedule.costs import PassCosts
 
 
 def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p/3 + 2/3 microbatches, rounded up.
+    """Every rank holds at most ceil((p + 2)/3) microbatches.
 
     Forwards and backwards advance one rank every slot, down the V and back up. If p is a multiple of three, two empty
     slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot. As there is no slack,
