@@ -36,7 +36,7 @@ def data(
         str, typer.Option("--name", help="Prefix of the results: NAME_text_document and NAME_tokenizer.")
     ] = "corpus",
     json_key: Annotated[
-        str, typer.Option("--json-key", help="Key of the text in the objects of .jsonl files.")
+        str, typer.Option("--json-key", help="Key that holds the text in each JSON object of .jsonl files.")
     ] = "text",
     split_lines: Annotated[
         bool, typer.Option("--split-lines", help="Make every line of a text file a separate document.")

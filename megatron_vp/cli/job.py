@@ -22,7 +22,9 @@ JobArgument = Annotated[
 ]
 ConfigOption = Annotated[
     list[Path] | None,
-    typer.Option("--config", metavar="FILE", help="File that overrides CONFIG and earlier files; may be repeated."),
+    typer.Option(
+        "--config", metavar="FILE", help="Overrides CONFIG and earlier files of this option; may be repeated."
+    ),
 ]
 
 

@@ -21,11 +21,11 @@ def register(app: typer.Typer) -> None:
 def calibrate() -> None:
     """Fit the cost model's constants to the values of the paper's tables, and validate them.
 
-    Prints the constants, and their errors in predicting the pass times and table 3. For cross-validation, the command
-    repeats the fit without the cells of one setup (table, number of GPUs, sequence length) at a time, and once without
-    all cells of table 5 on 16 GPUs. It prints the errors for the cells that were left out. Finally the command prints
-    intervals for the H100's constants, estimated from published runs, and the errors for runs left out of a fit. The
-    command takes two or three minutes.
+    Prints the constants, and the errors with which they predict the pass times and table 3. For cross-validation, the
+    command repeats the fit without the cells of one setup (table, number of GPUs, sequence length) at a time, and once
+    without all cells of table 5 on 16 GPUs. It prints the errors for the cells that were left out. Finally the command
+    prints 90 % intervals of the H100's constants, estimated from published runs, and the errors for runs left out of a
+    fit. The command takes two or three minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -63,7 +63,7 @@ def calibrate() -> None:
 def public_lines(found: PublicFit) -> list[str]:
     """Lines with the result of the fit to the published H100 runs."""
     lines = [f"{found.runs} published H100 runs in {found.families} families (one model, precision and layout each)"]
-    lines.append("current constants, and their 90 percent intervals from these runs")
+    lines.append("current constants, and their 90 percent confidence intervals from these runs")
     for each in found.intervals:
         lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
     lines.append(

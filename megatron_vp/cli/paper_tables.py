@@ -51,7 +51,8 @@ def tables(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Predict this project's MFU and memory in bf16 on this hardware, instead of the authors' on A100s."
+            help="Predict MFU and memory of this project's code in bf16 on this hardware, instead of those of the "
+            "authors' code on A100s."
         ),
     ] = None,
     fp8_recipe: Annotated[
@@ -70,8 +71,8 @@ def tables(
 
     MFU is the model's FLOP/s divided by 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak
     on the fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the
-    mean and largest error. --hardware predicts the same jobs with this project's own code on the given hardware.
-    --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host memory.
+    mean and largest absolute error. --hardware predicts the same jobs with this project's own code on the given
+    hardware. --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv

@@ -59,8 +59,8 @@ def plan(
     write_schedule: Annotated[
         Path | None,
         typer.Option(
-            help="Also write the best run's schedule, with its passes ordered for the predicted costs, to this JSON "
-            "file. To train with it, give --pipeline-schedule FILE."
+            help="Also write the best run's schedule to this JSON file. The order of its passes follows from their "
+            "predicted times. To train with it, give --pipeline-schedule FILE."
         ),
     ] = None,
     search: Annotated[
@@ -77,8 +77,8 @@ def plan(
         typer.Option(
             min=1,
             help="With --search: run at most this many simulations (default 250), besides the simulations for the "
-            "sizes in the job's configuration and for the comparison with runs without vocabulary parallelism. The "
-            "result does not depend on how fast the machine is.",
+            "sizes in the job's configuration and for the comparison with runs without vocabulary parallelism. "
+            "Unlike a time limit, this gives the same result on every machine.",
         ),
     ] = None,
     offload: Annotated[
@@ -87,7 +87,7 @@ def plan(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
             "under every schedule (--offload-chunks), and list slower runs that need less memory. With --search, "
-            "offloading is tried only for the job's configured parallel sizes and for up to four other choices.",
+            "offloading is tried only for the parallel sizes that the job configures and for up to four others.",
         ),
     ] = False,
     keep: Annotated[
@@ -98,7 +98,8 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank all schedules for a job by predicted time: plain, with redistributed layers, and vocabulary-parallel.
+    """Rank all schedules for a job by predicted time: plain, plain with layers redistributed to balance the stages, and
+    vocabulary-parallel.
 
     All other arguments are the job's training arguments; flags override configuration files.
 

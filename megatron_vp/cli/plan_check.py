@@ -72,8 +72,8 @@ def _load_megatron() -> None:
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
     """Choose a plan as `planner.choose` does, but leave out plans that training refuses.
 
-    If training refuses even the simplest plan for the same reason, the job itself is the cause: the refused plan is
-    kept, and the reason becomes the note. Raises UserError if training refuses all plans.
+    If training refuses a plan and, for the same reason, also the simplest plan, then the job itself is the cause: the
+    refused plan is kept, and the reason becomes the note. Raises UserError if training refuses all plans.
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 

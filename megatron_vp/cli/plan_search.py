@@ -147,7 +147,7 @@ def search_job(
 
 
 def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
-    """Choose the simplest run that training accepts from the runs that tie for fastest."""
+    """From the runs that tie for fastest, choose the simplest run that training accepts."""
     from megatron_vp.cost.planning.ties import tie_of
 
     tied = found.tied(limit, tie_of(found.variants[0].job, hardware).share)
@@ -250,7 +250,7 @@ def _counts(answer: Answer) -> list[str]:
 
 
 def _gains(answer: Answer) -> list[str]:
-    """Lines that compare the recommended run with runs of any parallel sizes; see `planning.gains`."""
+    """Lines that compare the recommended run with the best others, at any parallel sizes; see `planning.gains`."""
     runs = [each for each in (answer.without_split, answer.in_megatron) if each is not None]
 
     def name(evaluation: Evaluation) -> str:

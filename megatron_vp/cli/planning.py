@@ -175,10 +175,13 @@ class Request:
     def _vocabulary_passes(self) -> str:
         if self.hardware.rates is None:
             return (
-                "The times of S and T assume the paper's eager code, because there is no estimate of this "
-                f"project's kernels for {self.hardware.name}."
+                "The times of the vocabulary passes S and T assume the paper's eager code, because there is no "
+                f"estimate of this project's kernels for {self.hardware.name}."
             )
-        return "The times of S and T are estimated from the bytes and operations of this project's kernels."
+        return (
+            "The times of the vocabulary passes S and T are estimated from the bytes and operations of this project's "
+            "kernels."
+        )
 
     def document(self) -> dict[str, Any]:
         """The request as part of a JSON document."""
@@ -315,7 +318,7 @@ def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration without changes")]
     if unset:
-        lines.append(f"and unset these options in a configuration file: {', '.join(unset)}")
+        lines.append(f"and unset these options with a configuration file, such as the one below: {', '.join(unset)}")
     if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:
         lines.append(
             f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"
@@ -330,7 +333,7 @@ def seconds(value: float) -> str:
 
 
 def rendered(table: Table) -> str:
-    """Format a rich table as text of up to 160 columns."""
+    """Format a table of the `rich` library as text that is at most 160 characters wide."""
     from rich.console import Console
 
     console = Console(width=160, file=io.StringIO(), force_terminal=False)

@@ -50,7 +50,7 @@ def replay(
 ) -> None:
     """Run one rank of a job alone: its real model chunks under its real schedule, on random inputs.
 
-    Prints the time of each kind of pass and the rank's memory. One GPU is enough for any number of ranks. With
+    Prints the time of each kind of pass and the rank's memory. One GPU is enough, however many ranks the job has. With
     --shapes-only, the command needs no GPU and counts only memory. All other arguments are training arguments.
 
     \b

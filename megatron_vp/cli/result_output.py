@@ -93,8 +93,9 @@ def write(content: str | bytes, output: Path | None) -> None:
 def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
     """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
 
-    With `transient`, the bar is removed at the end. Without `columns`, the bar has rich's default columns. The bar is
-    drawn without a thread, only when progress is reported, because a process with threads cannot safely fork workers.
+    With `transient`, the bar is removed at the end. Without `columns`, the bar has the default columns of the `rich`
+    library. The bar is drawn without a thread, only when progress is reported, because a process with threads cannot
+    safely fork workers.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         context: typer.Context,
         script: str = typer.Argument(help="Your Megatron training script, unchanged."),
     ) -> Callable[[], None]:
-        """Run a Megatron training script with the plug-in. The launcher starts this command in every process.
+        """Run a Megatron training script with the plug-in.
 
         All arguments after SCRIPT go to the script. These arguments may include the plug-in's own flags
         (--vocab-parallel, --config FILE, --cpu). Start one process per rank with a launcher:

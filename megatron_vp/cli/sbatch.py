@@ -144,7 +144,7 @@ def sbatch(
     typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node}; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
-        # Only warn about missing input files, because the job may run on a different machine than this dry run.
+        # Only warn about missing input files, because this machine may not be the one that submits the job.
         try:
             check_files(checked.args)
         except UserError as error:

@@ -53,14 +53,16 @@ def schedule(
     vocab: Annotated[
         str,
         typer.Option(
-            help=f"Vocabulary method: none, vocab-1 or vocab-2 ({', '.join(OWN_METHODS)} has its own method)."
+            help=f"Vocabulary method: none, vocab-1 or vocab-2 (the schedule {', '.join(OWN_METHODS)} has its own)."
         ),
     ] = "none",
     vocab_ranks: Annotated[
         str | None,
         typer.Option(help="Ranks that hold vocabulary rows and run vocabulary passes, such as 0,2 (default: all)."),
     ] = None,
-    chunks: Annotated[int | None, typer.Option(help="Model chunks per rank, for interleaved (default 2).")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Model chunks per rank in the schedule interleaved (default 2).")
+    ] = None,
     offload_chunks: Annotated[
         str,
         typer.Option(
@@ -80,8 +82,9 @@ def schedule(
         typer.Option(
             help="Durations in any unit, written without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, "
             "IB=0.05, comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of "
-            "a rank together, comm is for each message or collective, and copy is for moving a rank's activations of "
-            "one microbatch to host memory, or back."
+            "a rank together, S and T are passes of the output layer, IF and IB of the embedding, "
+            "comm is for each message or collective, and copy is for moving a rank's activations of one microbatch to "
+            "host memory, or back."
         ),
     ] = "",
     asked_format: Annotated[
@@ -109,9 +112,9 @@ def schedule(
         str | None,
         typer.Option(
             metavar="SCHEDULE",
-            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, or "
-            "a schedule and a vocabulary method such as v-half:vocab-2, which is generated with the sizes of the first "
-            "schedule. --cost applies to both schedules.",
+            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, "
+            "or a schedule and a vocabulary method, such as v-half:vocab-2, to generate one with the sizes of the "
+            "first. --cost applies to both schedules.",
         ),
     ] = None,
     from_time: Annotated[

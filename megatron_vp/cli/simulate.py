@@ -63,7 +63,7 @@ def simulate(
     asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Predict the time and memory of every pipeline rank of a job under the schedule that its configuration sets.
+    """Predict the time and memory of every pipeline rank of a job under the schedule that the job sets.
 
     All other arguments are the job's training arguments; flags override configuration files.
 
@@ -100,7 +100,7 @@ def simulate(
         simulator = make_simulator(request.job, plan, request.hardware)
         if measured is not None and plan.offload_chunks:
             memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
-            # The traced costs do not include copies, so predict these.
+            # A trace does not give the times of copies to host memory, so predict these.
             measured = replace(measured, copies=copy_seconds(memory))
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         if plan.offload_chunks:

@@ -414,7 +414,10 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
 def test_plan_says_what_a_file_must_unset(small, evaluations):
     del evaluations[0][1]
     small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
-    assert "and unset these options in a configuration file: vocab_parallel" in run("plan", small).stdout
+    assert (
+        "and unset these options with a configuration file, such as the one below: vocab_parallel"
+        in run("plan", small).stdout
+    )
 
 
 def test_the_picture_marks_what_is_recommended_and_what_does_not_fit(small, tmp_path, monkeypatch, evaluations):

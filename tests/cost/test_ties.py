@@ -24,7 +24,7 @@ def asked(hardware="h100", *flags):
 @pytest.mark.parametrize(
     ("hardware", "flags", "kind", "said"),
     [
-        ("a100", [], None, "the largest error on setups like the paper's"),
+        ("a100", [], None, "the largest prediction error on setups like the paper's"),
         ("a100", ["--tensor-model-parallel-size", "2"], ("a100", False, False), "published runs: A100, dense, fp16"),
         ("h100", ["--fp8-format", "hybrid"], ("h100", True, False), "published runs: H100, dense, fp8"),
         ("h100", EXPERTS, ("h100", False, True), "published runs: H100, experts"),
@@ -40,7 +40,7 @@ def test_a_tie_is_as_wide_as_the_error_of_the_kind(hardware, flags, kind, said):
 def test_a_kind_that_is_known_better_than_the_papers_setups_is_not_trusted_more():
     assert compared("h100", False, False).mean < 100 * ERROR_BAND["time"]
     tie = asked().tie
-    assert tie.share == ERROR_BAND["time"] and "mean error of 15 published runs" in tie.text
+    assert tie.share == ERROR_BAND["time"] and "mean prediction error for 15 published runs" in tie.text
     dense = asked("b200").tie
     assert dense.share == max(compared(*kind).mean for kind in (("h100", True, False), ("a100", False, False))) / 100
 

@@ -141,6 +141,6 @@ def test_answers_say_whose_passes_they_charge(gpu, words, name):
         "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 --vocab-parallel"
     )
     arguments = ["simulate", *flags.split(" "), "--hardware", gpu]
-    assert f"The times of S and T {words}" in CliRunner().invoke(app, arguments).stdout
+    assert f"The times of the vocabulary passes S and T {words}" in CliRunner().invoke(app, arguments).stdout
     document = json.loads(CliRunner().invoke(app, [*arguments, "--format", "json"]).stdout)
     assert document["vocabulary_passes"] == name

@@ -51,7 +51,7 @@ def test_a_run_says_once_what_it_is_before_it_trains():
     assert f"megatron_vp {__version__}" in versions and f"torch {torch.__version__}" in versions
     assert described[0] == "2 ranks = 2 pipeline x 1 data; 4 microbatches; v-half, vocab-2"
     assert "vocabulary rows by pipeline rank: 256,256" in described and "layers by stage: 1,1,1,1" in described
-    assert re.fullmatch(r"predicted for .*: bubble \d+\.\d %, at most .* GiB \(on pipeline rank [01]\)", predicted)
+    assert re.fullmatch(r"predicted for .*: bubble \d+\.\d %, peak memory .* GiB \(on pipeline rank [01]\)", predicted)
     assert first.index("end of arguments") < first.index(versions) < first.index("before the start of training step")
 
 
@@ -104,4 +104,4 @@ def test_a_loop_of_ones_own_gets_no_prediction_for_unknown_batch_sizes(capsys):
     print_banner(job, knows_batch=False)
     said = capsys.readouterr().out
     assert "2 ranks = 2 pipeline x 1 data; 1f1b, vocab-2\n" in said
-    assert "microbatches" not in said and "predicted for" not in said and "give enable global_batch_size" in said
+    assert "microbatches" not in said and "predicted for" not in said and "pass global_batch_size" in said

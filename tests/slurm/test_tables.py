@@ -143,7 +143,7 @@ def test_flops_are_those_of_what_ran(said, tmp_path):
         (("paper", "collect", "nowhere"), "nowhere is not a folder"),
         (("paper", "collect", "configs"), "configs contains no finished run"),
         (("paper", "collect", "configs", "--hardware", "h10"), "h100"),
-        (("paper", "jobs", "-o", "setup.py"), "cannot write lists of cells to setup.py"),
+        (("paper", "jobs", "-o", "setup.py"), "cannot write the job lists to setup.py"),
     ],
 )
 def test_bad_input_is_one_line(said, words, line):

@@ -46,7 +46,7 @@ SMALLEST_SHARE = 1 / 16
 """Smallest non-empty shard, as a fraction of an even shard; a smaller one is not worth the overhead of its passes."""
 
 TIE = 0.002
-"""Candidates at most this fraction slower than the fastest tie; the one that needs the least memory is chosen."""
+"""Candidates at most this fraction slower than the fastest count as tied; the one that needs least memory is chosen."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Shards:
 
     layers: None if all stages have equally many.
     rows: summed over the tensor ranks; None: even shards.
-    gain: predicted speed-up over even shards with the user's layout or, if the user gave none, with the layout that
-        training chooses.
+    gain: from `balanced`, the predicted speed-up over even shards, with the user's layout or, if the user gave none,
+        with training's default layout; from `measured_rows.refilled`, the speed-up over the measured run's rows.
     """
 
     layers: tuple[int, ...] | None
@@ -82,7 +82,7 @@ def balanced(
     Args:
         plan: its `vocab_rows` are ignored.
         memory_limit: bytes per rank; None: unlimited. The limit is ignored if no plan fits, and on CPU hardware.
-        layout_given: whether the user gave the plan's layers, so that only rows are assigned.
+        layout_given: whether the user set the plan's layers; if so, only rows are assigned.
 
     The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are kept if they fit
     and are predicted to be at most EVEN_BAND slower than the best shards, or if the method, the schedule or the
@@ -106,7 +106,7 @@ def balanced(
     least = {each: search.least(each) for each in search.candidates}
     simulated: dict[Plan, _Outcome] = {}
     for each in sorted(least, key=least.__getitem__):
-        # A slower plan could not replace even shards that fit, or could not tie with the fastest plan that fits.
+        # A plan slower than `longest` is not needed: it could not replace even shards or tie with the fastest plan.
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
             if found.fits:
@@ -189,12 +189,12 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound in seconds on the iteration time, for any pass order within the family's memory limits."""
+        """Lower bound in seconds on the iteration time, for any pass order within the schedule family's memory."""
         return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
-        """Lower bound in seconds on the iteration time for any layers and rows: all work is divided equally among the
-        ranks, and shards have the size that takes the least time per row.
+        """Lower bound in seconds on the iteration time for any layers and rows, computed as if all ranks had the same
+        work and every row took the time that it takes in a shard of the most efficient size.
         """
         layers = layers_of(self.job, self.even, self.placement)
         stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
@@ -225,7 +225,7 @@ class _Search:
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
     def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """Assign rows to the holders; return the plan and its sort key, or None if the rows need too much memory.
+        """Assign rows to the holders of `choice`; return the plan and its sort key, or None if the rows do not fit.
 
         The key is a pair: the busiest rank's work, rounded to thousandths of the mean, and the total work of all ranks.
         """
@@ -252,13 +252,13 @@ class _Search:
 
     @property
     def row_seconds(self) -> Sequence[float]:
-        """Seconds that a microbatch's vocabulary passes take with 0, 1, 2, ... units of rows."""
+        """Like `cost`, but as predicted: the values may decrease, because more units sometimes take less time."""
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
         return _row_seconds(self.times, self.plan.vocab, units, each)
 
     def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Convert units to rows; the last holder also gets the rows that do not fill a unit."""
+        """Convert units to rows; the last rank that has units also gets the rows that do not fill a unit."""
         assert self.unit is not None
         rows = [self.unit * count for count in units]
         rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
@@ -300,10 +300,10 @@ def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memo
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
     """Lower bound in seconds on the time of 1F1B's passes with the best layers and rows, on equally fast ranks.
 
-    The model has L layers, and its vocabulary passes would take as long as k layers if one rank held all rows. Per
-    microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers. Filling and draining
-    the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest stage in the most
-    even cut replaces ceil(L / p).
+    The model has L layers on p pipeline ranks, and its vocabulary passes would take as long as k layers if one rank
+    held all rows. Per microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers.
+    Filling and draining the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest
+    stage in the most even cut replaces ceil(L / p).
     """
     times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap

@@ -23,9 +23,10 @@ class LayerChoice:
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
-    In the first groups, the layers are spread as evenly as possible, and any rank may hold rows. The ranks with one
-    more layer are spread out, come first, or come last. The last two groups have one layout for each number of holders
-    from 1 to p - 1; the holders come first in one group and last in the other.
+    The first groups contain one layout each, which spreads the layers as evenly as possible; any rank may hold rows. If
+    some ranks have one more layer than others, there are three such groups: these ranks are spread out, come first, or
+    come last. The last two groups have one layout for each number of holders from 1 to p - 1; the holders come first in
+    one group and last in the other.
 
     Args:
         layer: seconds of one layer in all passes of a microbatch.
@@ -55,7 +56,7 @@ def _layers_of_others(
 ) -> int | None:
     """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
 
-    Holders share the other layers as evenly as possible, and share the rows so that all take equally long.
+    Holders share the other layers as evenly as possible, and share the rows so that all holders take equally long.
     """
     units = len(cost) - 1
     best = None

@@ -128,8 +128,8 @@ def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
         raise UserError(f"{path} has an iteration without microbatches: the file is damaged; measure again") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
-            f"{path} is neither a rank report nor a trace that this version can read: measure again, into an empty "
-            "folder"
+            f"{path} is neither a rank report nor a trace that this version of megatron_vp can read: measure again, "
+            "into an empty folder"
         ) from None
     return _Rank(path, rank, **own, partition=partition, microbatches=tuple(count for _, count in pairs), times=times)
 
@@ -186,7 +186,9 @@ def _check_partition(folder: Path, partition: Partition) -> None:
         raise UserError(f"{folder} is from a run without vocabulary shards: measure a run with --vocab-parallel")
     vocab, layers = sizes.get(VOCABULARY), sizes.get("num_layers")
     if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
-        raise UserError(f"{folder} does not record valid model and batch sizes: measure again with this version")
+        raise UserError(
+            f"{folder} does not record valid model and batch sizes: measure again with this version of megatron_vp"
+        )
     if min(rows, default=-1) < 0 or sum(rows) != vocab:
         raise UserError(
             f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the vocabulary size "

@@ -1,6 +1,7 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-A cut is the number of letters on every virtual stage. Letters take different amounts of work.
+Each letter of the pattern is one layer, and different letters mean different amounts of work. A cut is the number of
+letters on every virtual stage.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LONGEST_MOVE = 8
 """Largest number of neighbouring stage boundaries that are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A cut is accepted only if its objective is below this fraction of the old one; rounding errors do not count."""
+"""A cut is an improvement only if its objective is below this fraction of the old one, to ignore rounding errors."""
 
 
 def letter_seconds(times: PassTimes) -> list[float]:
@@ -49,8 +50,9 @@ def even_cut(
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letters.
 
-    With one chunk per rank, the result is optimal. With several, it may be a local optimum: no move of stage boundaries
-    lowers the busiest rank's work, or keeps it and makes the ranks' work more even.
+    With one chunk per rank, the result is optimal. With several, it may be a local optimum: moving up to _LONGEST_MOVE
+    neighbouring stage boundaries by one letter neither lowers the busiest rank's work nor keeps it while making the
+    ranks' work more even.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -108,7 +110,7 @@ class _Cuts:
         return ends
 
     def by_level(self) -> list[int]:
-        """The cut that minimises the busiest rank's work and fills earlier ranks first, for one chunk per rank."""
+        """The cut that minimises the busiest rank's work and fills earlier ranks first. Requires one chunk per rank."""
         low, high = 0.0, max(self.extra) + self.sums[-1]
         found = self._below(high)
         assert found is not None
@@ -124,7 +126,7 @@ class _Cuts:
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # The first letter exceeds `level`. With fewer letters on earlier stages, another would be first.
+                # The stage's first letter exceeds `level`. If earlier stages ended sooner, it would be another letter.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
@@ -193,7 +195,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The common load to which `work` raises the ranks with the lowest loads; `extra`: the loads before that."""
+    """The common load of the least loaded ranks after `work` is spread over them; `extra`: all loads before that."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count

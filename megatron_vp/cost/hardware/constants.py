@@ -11,11 +11,11 @@ class Constants:
     """The constants that `megatron-vp paper calibrate` fits to published runs.
 
     matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
-    attention_forward, attention_backward: share of the peak that attention kernels reach, for the causal half.
-    newer_attention: how many times faster attention is in the newer code base of the V-Half runs.
+    attention_forward, attention_backward: share of the peak that attention kernels reach, counting the causal half.
+    newer_attention: how many times faster attention is in the newer code base of the paper's V-Half runs (table 6).
     bandwidth: share of the memory bandwidth that streaming kernels reach.
     layer_bytes: bytes per token and hidden unit that a layer's forward moves outside its matrix products.
-    score_bytes: bytes per logit that S and T of vocab-1 move together.
+    score_bytes: bytes per logit that vocab-1's S and T move in total.
     gap: fixed seconds per pass, for kernel launches and the transition to the next pass.
     speed_spread: relative standard deviation of the time that ranks take for the same work.
     idle_boost: speed-up of passes on a mostly idle rank, whose clock is not throttled.
@@ -67,7 +67,7 @@ ERROR_BAND = {"time": 0.03, "memory": 0.03}
 
 
 class Compared(NamedTuple):
-    """How well one kind of published Megatron runs is predicted: mean and largest error of tokens/s in percent."""
+    """How well one kind of published Megatron runs is predicted: mean and largest absolute error of tokens/s in %."""
 
     kind: str
     runs: int
@@ -90,6 +90,6 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison with the largest mean error for this value of `experts`, to quote if `compared` returns None."""
+    """The worst comparison of jobs with (or without) `experts`, by mean error, to quote if `compared` returns None."""
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

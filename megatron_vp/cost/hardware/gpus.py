@@ -22,7 +22,7 @@ class Rates:
         and support scale blocks of 32 elements (mxfp8).
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
         and a head size of 128, counting only the causal half; None: use the shares of the paper's code.
-    flash_attention_2: the same shares for FlashAttention 2, if it is slower.
+    flash_attention_2: the same shares for FlashAttention 2; None: as fast as `attention`.
     gap: fixed seconds per pass; 0: use the gap of the paper's code.
     """
 

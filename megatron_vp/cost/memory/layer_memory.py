@@ -18,7 +18,7 @@ WORKING_SET = 24.5
 """Temporary bytes per token and hidden unit in the backward of one layer of the paper's code."""
 
 SPLIT_BACKWARD = 34
-"""Bytes per token and hidden unit that a split backward adds in the paper's code: one more layer waits for W."""
+"""Bytes per token and hidden unit that a split backward adds in the paper's code, where one more layer waits for W."""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
@@ -185,7 +185,8 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each activation tensor that every layer implementation keeps.
 
-    The first list has the tensors outside tensor-parallel regions, which sequence parallelism divides.
+    The first list has the tensors outside tensor-parallel regions, which sequence parallelism divides; the second has
+    those inside.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
@@ -203,8 +204,8 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # The tensors in `between` are of the same three kinds as for attention. Those in `inside` are the output of the
-        # MLP's first matrix product and the input of the second one.
+        # The tensors in `between` are those of attention's list: the two inputs and the dropout mask. Those in `inside`
+        # are the output of the MLP's first matrix product and the input of the second one.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:

@@ -100,7 +100,7 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
 
 
 def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
-    """Number of an edge's buffer sets on `rank`: the receiver has one and, between nodes, the sender has another."""
+    """Number of buffer sets on `rank` for an edge between stages: the receiver's and, between nodes, the sender's."""
     source, target, _ = edge
     node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
     return int(rank == target or node[0] != node[1])

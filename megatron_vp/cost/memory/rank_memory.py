@@ -30,7 +30,9 @@ EMBEDDED = 2.7
 """Bytes per token and hidden unit of embedding rows and a dropout mask, on the first stage in the paper's code."""
 
 SHARED_BUFFERS = 11
-"""Bytes per token and hidden unit for the copies of X and of X's gradient between S, T and their collectives."""
+"""Bytes per token and hidden unit for the copies of X (the output layer's input) and of X's gradient that S, T and
+their collectives use.
+"""
 
 SCORES, OWN_SCORES = 6, 2
 """Bytes per logit of a split output layer. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
@@ -74,7 +76,7 @@ class MemoryModel:
     """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
 
     layers: layers of every virtual stage, as in `Plan`.
-    shard_rows: vocabulary rows that one tensor rank of each pipeline rank holds (`Plan.shard_rows`); None: even shards.
+    shard_rows: for each pipeline rank, the rows on each of its tensor ranks (`Plan.shard_rows`); None: even.
     """
 
     job: Job
@@ -107,7 +109,8 @@ class MemoryModel:
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count twice: without vocabulary parallelism, no rank has a tied model's first and last stage.
+        # Tied layers count twice: without vocabulary parallelism, no rank of a tied model has both the first and the
+        # last stage.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -136,7 +139,7 @@ class MemoryModel:
         return [each for stage in stages for each in self._stages[stage].counts.items()]
 
     def stepped_parameters(self, rank: int) -> float:
-        """Parameters that a rank's optimizer steps; a distributed optimizer divides them among the replicas."""
+        """Parameters that a rank's optimizer updates; a distributed optimizer divides them among the replicas."""
         job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
         if not job.distributed_optimizer:
             return parameters
@@ -298,7 +301,7 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """Change in bytes when a split backward reaches the embedding: one layer waits for W in the paper's code."""
+        """Change in bytes when a split backward reaches the embedding: in the paper's code, one layer then waits."""
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:

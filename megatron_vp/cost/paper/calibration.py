@@ -1,8 +1,8 @@
 """Fits the constants to published values, and tests them on setups that the fit has not seen.
 
-The fit minimises the squares of the relative errors of the cells' MFU and of the pass times on 8 GPUs, and of the
-errors of Table 3's factors. A cell's iteration time is the sum of the durations along its critical path, so each round
-of the fit has to simulate every schedule only once.
+A cell is one run in the paper's tables. The fit minimises the weighted sum of squared errors: relative errors of the
+cells' MFU and of pass times on 8 GPUs, and errors of Table 3's factors. A cell's iteration time is the sum of the
+durations along its critical path, so each round of the fit has to simulate every schedule only once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WORST = 0.1
 """Weighted errors are clipped at this value, so that a cell with an unexpected layout does not distort the fit."""
 
 ROUNDS = 3
-"""Each round simulates the schedules again, because other paths may have become critical."""
+"""Rounds of the fit. Each one simulates the schedules again, because other paths may have become critical."""
 
 Residuals = Callable[[Constants], list[float]]
 

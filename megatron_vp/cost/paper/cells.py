@@ -63,7 +63,7 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
                 file.write("".join("\t".join(row) + "\n" for row in rows).encode())
             written[gpus] = path, len(listed)
     except OSError as error:
-        raise UserError(f"cannot write lists of cells to {folder}: {error.strerror}") from None
+        raise UserError(f"cannot write the job lists to {folder}: {error.strerror}") from None
     return written
 
 

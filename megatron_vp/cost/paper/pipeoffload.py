@@ -26,14 +26,16 @@ from megatron_vp.schedule.ledger import changes
 SEQUENCES = (4096, 8192, 16384, 32768)
 
 METHODS = ("1f1b-i", "gis", "gis-h", "po-h", "po-f", "1f1b")
-"""Methods in the figure's order. PO-H offloads half of the chunks, rounded up; PO-F offloads all chunks."""
+"""Methods in the figure's order: 1F1B-I is interleaved 1F1B; GIS and GIS-H are the paper's own interleaved schedules,
+which split the backward. PO-H offloads half of the chunks, rounded up; PO-F offloads all chunks.
+"""
 
 VOCABULARY = 50_304
 """Assumed vocabulary size, because the paper does not publish it."""
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values: of the usual 34 bytes, the 16
-that remain without keys and values, without dropout, and with norms and GELU recomputed, plus 0.7 for small tensors.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Of the usual 34 bytes, 16
+remain without keys, values, dropout masks, and the norms and GELU, which are recomputed; small tensors add 0.7.
 """
 
 COMPUTED_AGAIN = 12
@@ -132,7 +134,9 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """The most (layer, microbatch) pairs whose activations a rank holds at once, given the `layers` of every stage."""
+    """Largest number of (layer, microbatch) pairs whose activations a rank holds at once; `layers`: those of every
+    stage.
+    """
     most = 0
     for rank, order in enumerate(schedule.ranks):
         level = 0
@@ -147,8 +151,8 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 def predict_cell(cell: Cell) -> CellPrediction:
     """Predict a cell with the cost model.
 
-    With offloading, one layer and the tensors that its backward recomputes are added, because the published figures
-    with offloading include a buffer for reloading a layer.
+    With offloading, the activations of one more layer and the tensors that its backward recomputes are counted, because
+    the published figures with offloading include a buffer for reloading a layer.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
@@ -170,7 +174,7 @@ def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPredict
 
 
 def to_csv(predictions: Iterable[CellPrediction]) -> str:
-    """Format one CSV line per cell. Published fields are empty if no value was published or the run did not fit."""
+    """Format one CSV line per cell. Published fields are empty if no value was published or memory ran out."""
     out, known = io.StringIO(), published()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -25,18 +25,19 @@ A100 = replace(HARDWARE["a100"], rates=None)
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """Peak FLOP/s in the definition of each table's MFU. For table 5, 320 TFLOP/s reproduces the MFU of all runs on 8 GPUs.
-For table 6, with the nominal 312 TFLOP/s of the authors' scripts, the output layer takes as long as in table 5.
+Table 6 is assumed to use the nominal 312 TFLOP/s of the authors' scripts, because its output layer then takes as long
+as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
 """The vocabulary size (in thousands) and the sequence length whose costs determine the pass order of all cells with the
-same model and method. This order is at most 0.3 percent slower than an order for a cell's own costs.
+same model and method. This order is at most 0.3 percent slower than one computed from the cell's own costs.
 """
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
 """Costs by which the passes of V-Half's baseline are ordered, as in the published building block. The real costs
-include an output layer that is not split. With an order for these costs, W would be delayed while rank 0 holds the most
+include an output layer that is not split; if they determined the order, W would be delayed while rank 0 holds the most
 activations, and memory would be up to 16 percent higher than published.
 """
 
@@ -103,7 +104,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
         # The authors' baseline uses the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
         return Simulator(made, EQUAL)
-    # Only the first orders are compared, as when the constants were fitted.
+    # No further orders are compared, because none were when the constants were fitted.
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 

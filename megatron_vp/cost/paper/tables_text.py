@@ -81,7 +81,8 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     apart = {row.cell for row in others}
     lines = [_line("all published cells", rows)]
     if others:
-        lines.append(_line("cells that match no other layout better", [row for row in rows if row.cell not in apart]))
+        name = "without the cells that another layer layout fits better"
+        lines.append(_line(name, [row for row in rows if row.cell not in apart]))
         for row in others:
             assert row.predicted.layers is not None
             last = row.predicted.layers[-1]

@@ -40,7 +40,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
         )
         held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
         least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
-        # A layer keeps a microbatch's activations while all later layers run its forward and backward.
+        # A layer keeps a microbatch's activations while all later layers run that microbatch's forward and backward.
         byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2
         byte_seconds += model.layers * (forward * kept.forward + backward * kept.backward)
         byte_seconds *= (1 + FRAGMENTS) * simulated / job.pipeline

@@ -22,10 +22,10 @@ PLAIN, REDISTRIBUTED = "plain", "redistributed"
 WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
 
 MOST_BALANCED = 16
-"""With more pipeline ranks, `plan` does not balance shards, because each candidate would take a few simulations."""
+"""With more pipeline ranks than this, `plan` keeps even shards: balancing takes a few simulations per candidate."""
 
 LARGEST = 128
-"""Largest number of pipeline ranks for which `plan` predicts candidates; it then takes half a minute on two cores."""
+"""Largest number of pipeline ranks for which `plan` predicts candidates; this many take half a minute on two cores."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def candidates(
     chunks: int = 2,
     names: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """List every schedule of `names` with even layers and each vocabulary method, and with redistributed layers.
+    """Combine every schedule of `names` with each method that it supports (see `Candidate`).
 
     By default, `names` has all schedules that `plan` considers. `chunks` applies to `interleaved` and to other families
     that allow any number of chunks. Raises UserError for a job without a pipeline, with more than LARGEST pipeline

@@ -75,7 +75,7 @@ class Evaluation:
         return self.peak_memory <= limit
 
     def is_tight(self, limit: float) -> bool:
-        """Whether the candidate would exceed `limit` bytes if its memory were underestimated by the stated error."""
+        """Whether the memory would exceed `limit` bytes if it were underestimated by the error in ERROR_BAND."""
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
@@ -119,7 +119,7 @@ class Evaluation:
 def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
     """Predict one candidate. Raises UserError if the job cannot run the candidate.
 
-    If there are very many microbatches, only some of them are simulated; see `extended`.
+    If there are very many microbatches, only some of them are simulated; see `samples`.
     """
     layers = candidate.plan.layers or ()
     if 0 in layers and candidate.method != REDISTRIBUTED:

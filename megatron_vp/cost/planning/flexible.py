@@ -1,6 +1,7 @@
 """Fits flexible schedules to the available memory.
 
-A schedule is fitted only if its largest base does not fit: the base schedule that needs the most memory.
+The bases of a flexible schedule are fixed schedules, each with its own memory need. Fitting a flexible schedule is
+worthwhile only if its largest base, which needs the most memory, does not fit.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def fitted_evaluations(
 def fitted_evaluation(
     candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> Evaluation | None:
-    """Find the shape of the flexible schedule that makes the candidate fastest within `limit` bytes per rank.
+    """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it.
 
-    Returns None if the largest base fits, if no shape fits, or if no shape is faster than all bases that fit.
+    Returns None if the largest base fits, if no shape fits, or if a base that fits is at least as fast.
     """
     record = family(candidate.plan.schedule)
     try:
@@ -100,7 +101,7 @@ def fitted_evaluation(
 
 
 def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
-    """Evaluate a candidate with the rows that training would assign to the ranks."""
+    """Evaluate a candidate with the layers and rows that training would use."""
     plan = candidate.plan
     if plan.vocab.is_sharded:
         plan = balanced(job, plan, hardware, constants, limit).plan(plan)
@@ -108,7 +109,7 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches per rank, if memory grows linearly from the smallest to the largest base."""
+    """Limits to try, in microbatches per rank; the first is an estimate that assumes linear memory."""
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:

@@ -30,8 +30,9 @@ class Front:
     def may_gain(self, bound: Bound) -> bool:
         """Whether a run with these lower bounds may improve the front.
 
-        Between two points of the front, a run improves it only if the run needs less memory than the faster point. The
-        lower bound on memory falls with time, so only the bound at the slower point's time is checked.
+        A run whose time lies between those of two neighbouring points improves the front only if it needs less memory
+        than the faster point. The lower bound on memory falls with time, so it is enough to check it at the slower
+        point's time.
         """
         if not self.points:
             return bound.memory <= self.limit
@@ -44,5 +45,5 @@ class Front:
         )
 
     def expects(self, bound: Bound) -> bool:
-        """Whether a run with these lower bounds may improve the front if it needs at least the expected memory."""
+        """Like `may_gain`, but treats `bound.expected` as another lower bound on memory."""
         return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

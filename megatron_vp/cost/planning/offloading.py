@@ -71,8 +71,8 @@ def with_chosen_offload(
 ) -> Plan:
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
-    The chosen number makes the plan fastest within `limit` bytes per rank (None: the device's memory), or is 0 if the
-    plan fits without offloading. Raises UserError if nothing fits.
+    The number is 0 if the plan fits into `limit` bytes per rank (None: the device's memory) without offloading;
+    otherwise, it is the number that makes the plan fastest within the limit. Raises UserError if nothing fits.
     """
     if config.values.get("offload_chunks") != AUTO:
         return plan
@@ -93,7 +93,7 @@ def with_chosen_offload(
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Largest ratio of copy time to pass time of a rank that offloads the `chunks` chunks that take longest to copy."""
+    """The largest ratio of copy time to pass time over all ranks, if each one offloads the `chunks` slowest to copy."""
     single = single_microbatch(plan, job)
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []

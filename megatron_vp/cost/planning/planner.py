@@ -45,7 +45,7 @@ def plan(
         progress: called with the number of finished candidates and the total; a candidate and its balanced version
             count as one.
         limit: bytes per rank within which shards are balanced and flexible schedules are fitted (see `flexible`).
-        offload: whether to consider all schedules of WITH_OFFLOAD, also with chunks in host memory.
+        offload: whether to try all schedules of WITH_OFFLOAD, each with and without chunks in host memory.
 
     A candidate is also evaluated with the shards that `balance.balanced` finds, if they are faster than even ones.
     Raises UserError if `candidates` does, or if the job cannot run any candidate.
@@ -123,7 +123,7 @@ class Choice:
 
     chosen: Evaluation
     tied: tuple[Evaluation, ...]
-    """The runs that tie with the fastest one, which comes first."""
+    """The fastest run that fits, followed by the runs that tie with it."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits."""
     in_megatron: Evaluation | None
@@ -149,8 +149,9 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     """Choose what to run from evaluations sorted fastest first.
 
     Runs tie if they fit and are at most the fraction `band` slower than the fastest of them; see `ties.tie_of`. Among
-    tied runs, those whose free memory exceeds the stated error of predicted memory are preferred, and then the simplest
-    one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises UserError if nothing fits.
+    tied runs, those whose free memory exceeds the error of predicted memory (see `Evaluation.is_tight`) are preferred,
+    and then the simplest one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises
+    UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]

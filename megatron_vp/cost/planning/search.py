@@ -46,10 +46,10 @@ BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
 
 COMPARED = 48
-"""The largest number of further simulations for each of the runs with which the recommended run is compared."""
+"""`_compare` simulates at most this many options to find each of the two runs to compare with the recommended run."""
 
 TOGETHER = 4
-"""The number of these simulations that start together."""
+"""The number of simulations that `_compare` starts together."""
 
 WINDOW = 16
 """The largest number of simulations in progress at once, and therefore of cores in use."""
@@ -140,7 +140,7 @@ class Search:
         return sorted((each for each in runs if each.memory <= limit), key=lambda each: each.seconds)
 
     def frontier(self, limit: float) -> list[Found]:
-        """Runs within `limit` and SLOWEST that no other run beats in both time and memory, fastest first."""
+        """The fitting runs that no other beats in both time and memory, fastest first, except those above SLOWEST."""
         kept: list[Found] = []
         for each in self.fitting(limit):
             if not kept or (each.memory < kept[-1].memory and each.seconds <= SLOWEST * kept[0].seconds):
@@ -231,7 +231,7 @@ def _offloaded(
     chunks: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Found]:
-    """Evaluate the variants `sizes` with chunks in host memory."""
+    """Evaluate the variants with the indices `sizes`, with chunks in host memory."""
     bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
     running = [
         (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
@@ -334,7 +334,7 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
 
 
 class _Simulations:
-    """Runs at most WINDOW simulations at once; adds results to `front` and `found` in the order of starting."""
+    """Runs at most WINDOW simulations at once; adds results to `front` and `found` in the order of their starts."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class _Simulations:
         self._left = budget
 
     def room(self, option: _Option) -> bool:
-        """Wait for the results that decide whether to simulate `option`, and return the decision."""
+        """Wait until another simulation may start; return whether the budget allows `option`."""
         while len(self._running) >= WINDOW:
             self._take()
         own = self._tried[option.variant].own
@@ -361,7 +361,7 @@ class _Simulations:
         return own or self._left > 0
 
     def start(self, option: _Option) -> None:
-        """Simulate `option` in a worker, unless tighter bounds show that it cannot improve the front."""
+        """Let a worker evaluate `option` (see `_evaluation`)."""
         job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
         self._running.append((option, self._pool.submit(_evaluation, option, job, *asked)))
         self._spend(option, BALANCED if option.balanced else 1)
@@ -385,7 +385,7 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """Order options: all with the job's own sizes, then the best of each neighbouring variant, then the others."""
+    """Order options: all with the job's own sizes, then each neighbouring variant's lowest bound, then the others."""
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
         return list(options)
@@ -412,7 +412,10 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; None if it cannot run or improve the front, or if even shards are as fast as balanced."""
+    """Evaluate an option; None if it cannot run.
+
+    A balanced option also returns None if it cannot improve the front, or if balancing keeps even shards.
+    """
     candidate = option.candidate
     try:
         if option.balanced:

@@ -19,10 +19,10 @@ SIZES = 4
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """Choose at most SIZES variants, fastest first, that could be on the frontier of time and memory if activations
-    took no device memory.
+    """Find the variants on the frontier of the lower bounds in `least`, fastest first; if there are more than SIZES,
+    choose SIZES that are spread over the frontier.
 
-    least: for each run, the lower bounds without the memory of activations, and the index of the run's variant.
+    least: for each run, the lower bounds as if activations took no device memory, and the index of the run's variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):
@@ -34,7 +34,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 
 
 def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
-    """For each schedule whose passes can hide the copies, return the candidate with the lowest bound on time."""
+    """For each schedule whose passes can hide one chunk's copies, return the candidate with the lowest time bound."""
     best: dict[str, tuple[Bound, int, Candidate]] = {}
     for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
         try:

@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 @dataclass(frozen=True)
 class Tie:
-    """Runs at most the fraction `share` slower than the fastest tie with it; `basis` says where `share` comes from."""
+    """Runs tie with the fastest if they are at most the fraction `share` slower; `basis` names its source."""
 
     share: float
     basis: str
@@ -34,13 +34,16 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     experts, pattern = job.model.experts > 0, job.model.is_hybrid
     single = job.tensor == job.context == 1
     if hardware.name == "a100" and single and not (experts or pattern or job.fp8):
-        return Tie(least, "the largest error on setups like the paper's")
+        return Tie(least, "the largest prediction error on setups like the paper's")
     found = None if pattern else compared(hardware.name, job.fp8 is not None, experts)
     if found is None:
         found = compared_elsewhere(experts)
-        basis = f"the mean error of published runs of another kind, as no run of this kind was compared: {found.kind}"
+        basis = (
+            "the mean prediction error for published runs of another kind, as no run of this kind was compared: "
+            f"{found.kind}"
+        )
     else:
-        basis = f"the mean error of {found.runs} published runs: {found.kind}"
+        basis = f"the mean prediction error for {found.runs} published runs: {found.kind}"
     if found.mean / 100 <= least:
-        return Tie(least, f"the largest error on setups like the paper's; {found.mean} % is {basis}")
+        return Tie(least, f"the largest prediction error on setups like the paper's; {found.mean} % is {basis}")
     return Tie(found.mean / 100, basis)

@@ -32,7 +32,7 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls `answer` in another process, which first calls `prepare`, and ends with the block.
+    """Start a process that calls `prepare`, and yield a function that calls `answer` there; it ends with the block.
 
     `prepare` and `answer` must be module-level functions. Unlike a pool, the other process needs no thread in this
     process, so a pool that is started inside the block can still fork its workers.

@@ -26,7 +26,7 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""Most vocabulary passes of each kind that a rank may run before its first forward or after its last backward."""
+"""At most this many vocabulary passes of each kind run before a rank's first forward or after its last backward."""
 
 ROUNDING = 1e-9
 """Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
@@ -49,8 +49,8 @@ class Bound:
 
     memory: bytes that an iteration needs, however long it takes.
     ranks: the memory that every rank holds, from which `memory_within` is computed.
-    expected: not a bound: bytes on the fullest rank if it holds as many activations as its family allows, as most
-        orders do.
+    expected: an estimate, not a bound: bytes on the fullest rank if it holds as many activations as the schedule
+        family allows, as it does in most pass orders.
     """
 
     seconds: float
@@ -75,9 +75,9 @@ class Bound:
 def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
-    A rank must do its own work for all microbatches, after one forward and before one backward of every earlier stage.
-    It may run a few vocabulary passes (OUTSIDE) before its first forward and after its last backward. If chunks are
-    offloaded to host memory, `memory` and `ranks` are not bounds.
+    A rank does its work for all microbatches after every earlier stage has run its first forward, and before the
+    earlier stages run their last backwards. It may run a few vocabulary passes (OUTSIDE) before its first forward and
+    after its last backward. If chunks are offloaded to host memory, `memory` and `ranks` are not bounds.
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks

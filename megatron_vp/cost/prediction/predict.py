@@ -139,6 +139,6 @@ def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
     return Simulator(_schedule(request), request.costs, one_queue)
 
 
-@lru_cache(maxsize=64)  # More than above, because a schedule takes much less memory than its simulator.
+@lru_cache(maxsize=64)  # More than simulators, because a schedule takes much less memory than its simulator.
 def _schedule(request: ScheduleRequest) -> Schedule:
     return request.schedule()

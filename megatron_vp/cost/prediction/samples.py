@@ -1,4 +1,4 @@
-"""Extrapolates a job with very many microbatches from a simulation of just enough microbatches to show all phases."""
+"""Extrapolates a job with very many microbatches from a simulation that is just long enough to have a steady state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEADY = (0.4, 0.75)
 
 
 def sampled(job: Job) -> Job:
-    """Return the job with just enough microbatches to show all phases; `extended` adds the time of the others."""
+    """Return the job with just enough microbatches for a steady state; `extended` adds the time of the others."""
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
@@ -39,7 +39,7 @@ def extended(timeline: Timeline, microbatches: int) -> float:
     simulated = timeline.schedule.microbatches
     if microbatches == simulated:
         return timeline.makespan
-    # The steady state's time does not include weight gradients that are delayed until the cool-down.
+    # The steady state's time does not include weight gradients that are delayed until the cool-down; `busy` does.
     each = max(_steady_seconds(timeline), max(timeline.busy) / simulated)
     return timeline.makespan + (microbatches - simulated) * each
 

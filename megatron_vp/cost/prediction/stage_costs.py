@@ -113,7 +113,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        # Copy times keep two decimals, because the copies of one chunk take only a few hundredths of F + B + W.
+        # Unlike the others, copy times keep two decimals, because they are only a few hundredths of F + B + W.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )

@@ -21,7 +21,7 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run with predicted tokens/s per GPU and bytes on the fullest rank, or the reason for its refusal."""
+    """A published run with predicted tokens/s per GPU and bytes on the fullest rank, or why it was refused."""
 
     row: PublicRow
     tokens_per_second: float | None = None
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GroupError:
-    """Relative errors of a group's judged runs: mean and largest absolute value, and mean with sign (`bias`)."""
+    """Relative errors of a group's `judged` runs: mean and largest absolute value, and signed mean (`bias`)."""
 
     group: str
     runs: int

@@ -1,7 +1,8 @@
 """Fits the H100's constants to published runs, and computes the errors on runs that a fit left out.
 
 Errors are almost linear in small changes of the constants' logarithms. Each constant is therefore changed slightly
-once, and all fits are computed from the resulting slopes (one Gauss-Newton step).
+once, and all fits are computed from the resulting slopes (one Gauss-Newton step). Runs of the same model, precision and
+layout are one family.
 """
 
 from __future__ import annotations

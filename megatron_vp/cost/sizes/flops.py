@@ -76,7 +76,7 @@ def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """FLOPs of one layer's forward for a microbatch on one rank, including the non-causal half of attention."""
+    """FLOPs of one layer's forward for a microbatch on one rank, including both halves of attention."""
     return sum(matrix.flops for matrix in layer_matrices(job, kind)) + attention_flops(job, kind)
 
 
@@ -90,8 +90,8 @@ def model_flops(job: Job) -> float:
 
     The count is three times the forward FLOPs of the output layer and all layers, with only the causal half of
     attention. Multi-token prediction adds the norms and the matrix product that join two embeddings; latent attention
-    adds its norms. The input embedding, routers and recomputation are not counted. Quick GeGLU counts with three
-    matrices, but Megatron's function counts only two.
+    adds its norms. The input embedding, routers and recomputation are not counted. For an MLP with quick GeGLU, this
+    count has three matrices and Megatron's only two.
     """
     # Count for a single rank, because tensor ranks beyond the number of key-value groups compute the same keys again.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)

@@ -23,7 +23,7 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element that are read, and written in rows and in columns, to quantise a tensor for two products."""
+    """Bytes per element to quantise a tensor for two products: bytes read, and bytes written in rows and in columns."""
 
     read: float
     rows: float

@@ -166,7 +166,7 @@ def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     """Arguments, by long name, that make this configuration run `plan`; None and False unset an argument."""
     chunks, split = plan.chunks, plan.vocab is not VocabMethod.NONE
-    # Megatron's own schedules, 1f1b and interleaved, need no option without vocabulary passes.
+    # Megatron's own schedules, 1f1b and interleaved, need no option if the vocabulary is not split.
     own = not split and plan.schedule == megatrons_own(chunks).name
     bars = bars_of(config, plan, job)
     if bars is None:
@@ -209,7 +209,7 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
     """A hybrid model's pattern, with bars between the stages of `plan`; None for a GPT model.
 
-    Bars are always written, because patterns without bars are deprecated in Megatron's pipelines.
+    Bars are always written, because Megatron deprecates pipeline parallelism with a pattern that has none.
     """
     pattern = pattern_in(config.values)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))

@@ -157,8 +157,8 @@ option, because recipes with experts do not use it.
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Published recipes used delayed scaling while attention on H100 moved from FlashAttention 2 to cuDNN 9, so the
-    kernels of such a job are unknown if it does not choose a backend.
+    Of the published recipes with delayed scaling, some used FlashAttention 2 on H100 and others cuDNN 9, so the kernels
+    of such a job are unknown if it does not choose a backend.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -192,7 +192,7 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
     """The states of the precision-aware optimizer; None if the job does not use it.
 
     The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
-    bf16 parameter's copy, because the parameter itself holds the others. With fp8 recipes other than delayed scaling,
+    bf16 parameter's copy, because the parameter itself holds the other 16. With fp8 recipes other than delayed scaling,
     Megatron itself keeps fp32 parameters and converts gradients to fp32.
     """
     if not given("use_precision_aware_optimizer"):
@@ -227,7 +227,7 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Fraction of windowed layers: 1, or 1 - 1/n if `--window-attn-skip-freq` is n; 0 if this option lists layers."""
+    """Fraction of windowed layers: 1, or 1 - 1/n if `--window-attn-skip-freq` is n; 0 (ignored) if it is a list."""
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0

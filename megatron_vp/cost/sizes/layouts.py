@@ -68,8 +68,9 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
     """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
-    Each stage except the model's first and last starts with one layer. Each additional layer goes to the least loaded
-    rank. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and last stage.
+    At first, each stage except the model's first and last gets one layer. Then each other layer goes to the rank with
+    the least work. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and
+    last stage.
 
     layer: seconds of one layer.
     work: seconds that each rank spends outside its layers.

@@ -304,7 +304,7 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of a microbatch that the output layer processes on one rank, counted once per prediction."""
+        """Tokens of a microbatch in a rank's output layer; each multi-token prediction head counts them again."""
         return self.tokens * (1 + len(self.model.mtp_heads))
 
     @property
@@ -410,7 +410,7 @@ class Plan:
         self.shard_rows(job)
 
     def shard_rows(self, job: Job) -> tuple[int, ...]:
-        """Vocabulary rows that one tensor rank of each pipeline rank holds, as the cost model counts them.
+        """For each pipeline rank, the vocabulary rows on each of its tensor ranks, as the cost model counts them.
 
         Even shards count as full on all ranks, even if the last ranks have fewer rows. Raises UserError if assigned
         rows do not fit the job, or if the method needs even shards.

@@ -19,7 +19,7 @@ HALF = 350
 """Keys per sequence at which fused kernels reach half of their peak rate. Published times on H100 imply 200 to 500."""
 
 NARROW = 0.4
-"""Share of the rate that kernels lose as the head width approaches 0. The loss falls linearly to 0 at width 128.
+"""Share of their rate that kernels would lose at head width 0. The loss falls linearly with the width, to 0 at 128.
 Published rates for heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
 """
 
@@ -32,7 +32,7 @@ scaling imply a weight of 0.25 to 0.8 for EITHER.
 """
 
 SCORE_BYTES = 13
-"""Bytes per score in unfused attention's forward: results of product, softmax and dropout are written and read."""
+"""Bytes moved per score in unfused attention's forward: results of product, softmax and dropout, written and read."""
 
 
 class AttentionTimes(NamedTuple):
@@ -65,7 +65,7 @@ def attention_times(
 
 
 def _seen(job: Job) -> float:
-    """Share of the causal scores that is computed if some layers see only the last `window` tokens."""
+    """Share of the causal scores that are computed, because some layers may see only the last `window` tokens."""
     model = job.model
     inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
     return 1 - model.windowed * (1 - inside)

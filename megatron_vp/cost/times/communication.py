@@ -17,8 +17,8 @@ LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Share of the communication time over tensor ranks that `--tp-comm-overlap` cannot hide, because the first and the
-last piece have no matrix product to overlap with.
+"""Share of tensor-parallel communication time that `--tp-comm-overlap` cannot hide, because the first and the last
+piece have no matrix product to overlap with.
 """
 
 BUCKET = 40e6
@@ -27,7 +27,7 @@ larger. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""Share of a hidden collective's duration by which it delays matrix products, as all use SMs and memory bandwidth."""
+"""Fraction of its duration by which a hidden collective delays matrix products: both use SMs and memory bandwidth."""
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
 """Latency per hop of a message or collective in seconds, inside a node and between nodes. NCCL's own tuning tables
@@ -37,7 +37,7 @@ assume 0.6 to 3.4 microseconds inside a node and 2.7 to 14 between nodes, depend
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """Communication times in seconds for `job`; pipeline ranks are outermost, as in Megatron.
+    """Communication times in seconds for `job`; as in Megatron, a stage's GPUs have consecutive ranks.
 
     `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a collective uses
     the network bandwidth of one GPU per node, even if several GPUs of a node are members, except in `replicas_sum`.
@@ -78,7 +78,8 @@ class CommunicationModel:
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
         """Seconds of an all-reduce of `count` bytes over `ranks`.
 
-        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring that hides the sums inside nodes.
+        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, whose transfers hide the sums
+        inside nodes.
         """
         if ranks == 1:
             return 0.0
@@ -142,7 +143,7 @@ class CommunicationModel:
         }
 
     def synchronous_vocabulary(self) -> float:
-        """Seconds that a V pass waits for all-reduces of the embedding, the input gradient and the statistics."""
+        """Seconds that a pass V (interlaced) waits for all-reduces of embedding, input gradient and statistics."""
         p, nodes = self.job.pipeline, self.pipeline_nodes
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
@@ -168,7 +169,7 @@ class CommunicationModel:
     def dispatch(self, count: float, per_token: int) -> float:
         """Seconds to send a rank's tokens to their experts or back.
 
-        `count` is the size of the tokens in bytes, where a token counts once for each of its `per_token` experts. The
+        `count` is the size of the tokens in bytes, counting each token once for each of its `per_token` experts. The
         flexible dispatcher sends a token once per node and once per rank; NVLink and the network work in parallel.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
@@ -196,7 +197,8 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """Seconds to all-gather or reduce-scatter `count` bytes over `ranks` replicas in a stage of `spread` GPUs.
+        """Seconds to all-gather or reduce-scatter `count` bytes over `ranks` replicas, which are among the `spread`
+        GPUs of a stage.
 
         Each replica in a node has its own network port, and the links inside the node can keep all ports busy.
         """

@@ -24,7 +24,9 @@ rank and back; SORTED more times to sort them by expert and back if a rank has s
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""How often the flexible dispatcher reads or writes tokens: to sort by expert and back, and to send once per rank."""
+"""How often the flexible dispatcher reads or writes tokens: FLEXIBLE times per expert of a token, to sort by expert and
+back; FLEXIBLE_DISTINCT times per rank that has some of a token's experts, to send it there.
+"""
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
 """Bytes moved per element to clamp an expert's gated activation in 16 bits: its gate and its linear input are each
@@ -51,7 +53,7 @@ def distinct(places: int, per_token: int) -> float:
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens; without a stated dispatcher, it is assumed between nodes."""
+    """Whether the flexible dispatcher moves the tokens; if the job names no dispatcher, it is assumed between nodes."""
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE

@@ -39,8 +39,9 @@ EMBED_FORWARD, EMBED_BACKWARD = 115, 55
 """Bytes that IF and IB move per hidden unit of a token, derived from their published times."""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes moved per element of an embedding's dense gradient: a shard's is filled with zeros and then added to the
-accumulated gradient (published times of IB); a whole embedding's is only filled with zeros (V-Half baselines).
+"""Bytes moved per element of an embedding's dense gradient. A shard's is filled with zeros and then added to the
+accumulated gradient, as published times of IB imply. A whole embedding's is only filled with zeros, as the published
+V-Half baselines imply.
 """
 
 FUSED_HIDDEN = 22
@@ -52,7 +53,7 @@ OWN_SHARE = 0.4
 """Share of norms, dropouts and residuals in the bytes that the paper's layers move between matrix products."""
 
 SHARED_HIDDEN = 50
-"""Bytes that S and T move per hidden unit of a token, for X and for X's gradient in fp32 and in 16 bits."""
+"""Bytes that S and T move per hidden unit of a token: the layer's input and its gradient, in fp32 and in 16 bits."""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
 """Additional bytes of vocab-2, per hidden unit of a token and per logit, to scale a gradient after computing it."""
@@ -277,12 +278,12 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage to reorder exchanged rows; the paper's IF and IB include them."""
+        """Extra seconds of F and B on the first stage to reorder exchanged rows; the paper's IF and IB include that."""
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of the embedding's forward and backward inside a V pass, without waiting for exchanges."""
+        """Seconds of the embedding's forward and backward in a pass V (interlaced), without waiting for exchanges."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),

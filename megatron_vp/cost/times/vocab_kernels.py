@@ -1,12 +1,13 @@
 """Computes the times of S, T, IF and IB from the times of their GEMMs and of this project's kernels.
 
-S computes Y = X W^T, then runs a softmax kernel that overwrites Y with E. T runs a kernel that turns E and X into E'
-and X', then computes E'^T X'. E W is computed and its rows are rescaled in S with vocab-2, and in T with vocab-1. IF
-looks up rows, and IB adds up rows.
+S computes the logits Y = X W^T, where X is the output layer's input and W its shard, then runs a softmax kernel that
+overwrites Y with exponentials E. T runs a kernel that enters the targets into E and scales X, which gives E' and X',
+then computes the weight gradient E'^T X'. E W is computed and its rows are rescaled in S with vocab-2, and in T with
+vocab-1. IF looks up rows, and IB adds up rows.
 
-A kernel that is not a GEMM takes as long as moving its bytes at the speed of a copy or issuing its instructions at the
-issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code, and instructions
-in the machine code for compute capability 9.0.
+A kernel that is not a GEMM takes as long as it takes to move its bytes at the speed of a copy, or to issue its
+instructions at the issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code,
+and instructions in the machine code for compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ from megatron_vp.schedule.gc_paused import gc_paused
 
 _GIB = 2**30
 
-_NO_BATCH = "no prediction of bubble and memory: give enable global_batch_size and micro_batch_size for it"
+_NO_BATCH = "bubble and memory are not predicted: pass global_batch_size and micro_batch_size to megatron_vp.enable"
 
 
 def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
     """Print the banner of this process's job. Call this function on one rank only.
 
-    knows_batch: whether the job's arguments have the batch sizes that it trains with, which predictions need.
+    knows_batch: whether the job's arguments contain its real batch sizes; otherwise there are no predictions.
     """
     described = describe_run(job, job.args.world_size, knows_batch)
     predicted = describe_prediction(job) if knows_batch else [_NO_BATCH]
@@ -78,7 +78,7 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with the predicted bubble and memory, or the reason why there are none; no line for a single stage."""
+    """One line with the predicted bubble and memory, or the reason for no prediction; no line for a single stage."""
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
@@ -91,7 +91,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
         return [f"bubble and memory cannot be predicted: {error}"]
     fullest = max(range(whole.pipeline), key=lambda rank: found.memory[rank].total)
     return [
-        f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, at most "
+        f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, peak memory "
         f"{found.memory[fullest].total / _GIB:.3g} GiB (on pipeline rank {fullest})"
     ]
 
