@@ -35,7 +35,7 @@ class VocabLayers(Protocol):
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return labels, int64 [b, s], if another rank sent them, else None."""
+        """Prepare the last stage's forward; return labels [b, s], int64, that another rank read, or None."""
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Receive the last stage's output, detached from the autograd graph."""
@@ -109,7 +109,7 @@ class ChunkPasses:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
     def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run the forward of a chunk; return its autograd leaf (None if the chunk embeds its tokens) and its output."""
+        """Run a chunk's forward; return its autograd leaf (None if the chunk contains the embedding) and its output."""
         if stage == 0:
             leaf, chunk_input = self._vocab_layers.first_input(microbatch)
         else:

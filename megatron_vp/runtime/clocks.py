@@ -1,9 +1,10 @@
 """Aligns the clocks of a pipeline's ranks on one time axis, with an error bound.
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
-rank 0's clock. Every all-gather then shows that `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o`
-down to an interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks on rank 0's host read the
-same clock as rank 0, so their offset is exactly 0.
+rank 0's clock. If this rank enters and leaves an all-gather at times `enter` and `leave` on its clock, and rank 0 at
+`enter_0` and `leave_0`, then `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o` down to an
+interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks on rank 0's host read the same clock
+as rank 0, so their offset is exactly 0.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 All collectives run on the second stream, in the order that the lowered program fixes. Their buffers are allocated on
 the compute stream (`megatron_vp.runtime.streams` explains why).
 
-A rank without vocabulary rows takes part in the collectives if it reads tokens or labels, receives embedding rows, or
-sends the output layer's input. Such a rank contributes neutral values: no embedding rows, the statistics of an empty
-shard, and zero gradients.
+The members of the collectives are the ranks with vocabulary rows and the ranks that read tokens or labels, receive
+embedding rows, or send the output layer's input. A member without rows contributes neutral values: no embedding rows,
+the statistics of an empty shard, and zero gradients.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class VocabularyCollectives:
         event, complete = self._posted.pop(collective)
         if collective.kind is CollectiveKind.TOKENS:
             # The host needs the sizes of the row exchange. TOKENS was posted at least one microbatch earlier, so the
-            # host waits only until the second stream has run TOKENS, never until the compute stream is empty.
+            # host waits only for the second stream to run TOKENS, not for the compute stream to drain.
             event.host_wait()
         event.wait()
         complete()
@@ -309,7 +309,8 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Return a function that reduces dX / g to the last stage, and the buffer for the sum.
+        """Return a function that reduces the input gradient without the factor g (dX / g) to the last stage, and
+        the buffer for the sum.
 
         With sequence parallelism, every stage first reduces over its tensor ranks, so that each tensor rank sends only
         the rows of its own tokens.

@@ -60,7 +60,8 @@ class NativeCommunicator:
         """See `Communicator`.
 
         A rank sends one batch of messages, only to ranks that need its rows. An all-to-all would also send empty
-        messages and thus connect all pairs of ranks, which would take 9 MiB of buffers per pair, direction and channel.
+        messages and thus connect all pairs of ranks. For each pair and direction, this would take 9 MiB of buffers per
+        NCCL channel.
         """
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
         rank = self._group.rank()
@@ -141,7 +142,7 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
 
 
 class LoneCommunicator:
-    """The communicator of a rank without peers; receive buffers keep their contents."""
+    """The communicator of a rank that runs without peers."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Do nothing: `tensor` keeps its contents."""

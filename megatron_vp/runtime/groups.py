@@ -1,4 +1,4 @@
-"""Creates a pipeline's process groups: for the vocabulary collectives, and for each directed edge and channel.
+"""Creates a pipeline's process groups: for the vocabulary collectives, and for each directed edge and kind of message.
 
 Each communicator carries one kind of traffic, in a fixed order. Therefore no send can match the wrong receive, and no
 message waits behind an unrelated message.
@@ -39,8 +39,8 @@ class PipelineGroups:
 
     `members` are the global ranks in pipeline order, and `rank` is this process's position among them. `tensor_rank` is
     the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
-    ranks `vocab_members`, in this order, and is None on all other ranks. `tensor` connects the ranks of a stage, and is
-    None if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline.
+    ranks listed in `vocab_members`, and is None on all other ranks. `tensor` connects the ranks of a stage, and is None
+    if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline.
     """
 
     members: tuple[int, ...]
@@ -63,7 +63,7 @@ class PipelineGroups:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has no peers, as in a replay."""
+        """Whether this rank has no peers, as in a replay (`megatron_vp.mcore.replay`)."""
         return isinstance(self.pipeline, LoneCommunicator)
 
     @classmethod
@@ -79,7 +79,8 @@ class PipelineGroups:
 
         PyTorch names process groups by a counter, so all ranks must create all groups in the same order. Nothing is
         communicated here: NCCL creates a communicator when its group is first used, and blocks the host until the peers
-        arrive. Programs are proven not to deadlock even if the host is blocked in this way.
+        arrive. Lowered programs cannot deadlock even if hosts are blocked in this way
+        (`megatron_vp.schedule.lowering`).
 
         Args:
             replicas: the global ranks of each model replica, ordered by pipeline rank, then by tensor rank.
@@ -123,7 +124,7 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
     """NCCL options for a high-priority stream and few thread blocks; None for other backends.
 
     Megatron's groups use PyTorch's 32 normal-priority streams in turn. If an exchange of embedding rows ran on the
-    stream of a Megatron group, it could wait for an operation of that group while the group's peers wait for the
+    stream of a Megatron group, it could wait for an operation of that group while other ranks of the group wait for the
     exchange.
     """
     if dist.get_backend() != "nccl":

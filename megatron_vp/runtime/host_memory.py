@@ -1,4 +1,5 @@
-"""Host memory for activations: one block of slots per chunk, with as many slots as a program fills at once.
+"""Host memory for activations: one block of slots per chunk, with one slot for each microbatch whose activations are on
+the host at once.
 
 The first forward of a chunk shows how large a slot must be. All slots of the chunk are then allocated as one block. On
 CUDA, the block is pinned at its exact size, whereas PyTorch would round the size up to a power of two.
@@ -53,7 +54,7 @@ class HostSlot:
 
 
 class HostMemory:
-    """One rank's blocks of host memory, which all iterations reuse; `pins` pins them for copies from and to CUDA."""
+    """One rank's blocks of host memory, which all iterations reuse; `pins`: whether to pin the blocks for CUDA."""
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
@@ -65,7 +66,7 @@ class HostMemory:
         self.odd_slots = 0
         """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """For each chunk, the saved tensors that another reference keeps on the device: module, and size in bytes."""
+        """By chunk: module and size in bytes of each saved tensor that another reference keeps on the device."""
         self.seconds = 0.0
         """Time spent on allocating the blocks, in seconds."""
 

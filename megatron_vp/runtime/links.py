@@ -12,9 +12,9 @@ from megatron_vp.schedule.transfers import Message
 class Links:
     """The messages of one iteration, as seen from one rank.
 
-    A sent tensor is kept alive until its send is known to be complete, because gloo's send is a rendezvous, and NCCL
-    reads the buffer only when the peer is ready. The schedule itself never blocks on a send. With gloo, sends are known
-    to be complete only at the end of the iteration.
+    A sent tensor is kept alive until its send is known to be complete, because the backend may read the tensor only
+    when the receiver is ready. The schedule itself never blocks on a send. With gloo, sends are known to be complete
+    only at the end of the iteration.
     """
 
     def __init__(self, groups: PipelineGroups) -> None:

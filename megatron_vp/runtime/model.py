@@ -63,7 +63,7 @@ class Shapes:
         return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split values in the order of the last stage's rows into one view [sp_size, s / sp_size, b] per prediction."""
+        """Split values, ordered like the last stage's rows, into one view [sp_size, s / sp_size, b] per prediction."""
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Shapes:
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        # If `depth` exceeds a chunk's length, skip the first positions that follow the chunk.
+        # If `depth` exceeds a chunk's length, no position in the chunk needs the first positions after it.
         skipped = max(0, depth - own.shape[2])
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
@@ -121,8 +121,8 @@ class Model(Protocol):
         """Turn word embeddings [b, s, h] into the first layer's input [s / sp_size, b, h]."""
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Receive the embedding rows [b e, h], in the order of `Shapes.token_ids`, that multi-token prediction uses in
-        the next `forward` of the last virtual stage.
+        """Receive the embedding rows [b e, h] for multi-token prediction in the next `forward` of the last virtual
+        stage. The rows are in the order of `Shapes.token_ids`.
         """
 
     def forward(
@@ -131,7 +131,7 @@ class Model(Protocol):
         """Run the forward of one chunk; `release_output` may free the output's data later.
 
         A chunk with an unsharded embedding takes no input. A chunk with an unsharded output layer returns token losses,
-        fp32 [b, s]; it receives `labels_bs` if another rank reads the labels.
+        fp32 [b, s]. Its labels are `labels_bs`, or the labels that this rank has loaded itself if `labels_bs` is None.
         """
 
     def release_output(self, output_sbh: torch.Tensor) -> None:

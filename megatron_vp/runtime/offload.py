@@ -34,7 +34,7 @@ PLAIN = (torch.Tensor, FakeTensor)
 
 
 class SavedStorage:
-    """A storage that a forward saved; `bytes` is its contents as a tensor, or None while they are on the host."""
+    """A storage that a forward saved; `bytes` holds its contents, or is None while they are on the host."""
 
     __slots__ = ("bytes", "module")
 
@@ -140,7 +140,7 @@ class SavedForward:
     def leave_to_graph(self) -> None:
         """Drop all references, so that autograd frees each storage once the backward has used it.
 
-        The graph keeps the hooks, and through them this object, until the whole backward has ended.
+        The graph keeps its saved-tensor hooks, and through them this object, until the whole backward has ended.
         """
         self.moving, self.staying = [], []
 
@@ -237,7 +237,7 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Make later passes wait for a copy; after a copy-back, only the autograd graph refers to the tensors."""
+        """Make later passes wait for a copy. After a copy-back, also free its host memory."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()

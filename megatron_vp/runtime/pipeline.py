@@ -77,7 +77,7 @@ class Report:
     peak_in_flight: float
     """Largest number of microbatches whose activations were held at once; one of a rank's v chunks counts as 1/v."""
     peak_logits_in_flight: int
-    """Largest number of microbatches whose E and X were held at once (from S to T)."""
+    """Largest number of microbatches whose E and X (`PendingOutput`) were held at once, each from S to T."""
 
 
 class Pipeline:
@@ -116,7 +116,7 @@ class Pipeline:
         self._rehearsed.add((shapes, gradients))
 
     def has_rehearsed(self, shapes: Shapes, gradients: bool) -> bool:
-        """Whether an iteration with these `shapes`, with or without `gradients`, has been rehearsed."""
+        """Whether an iteration with these `shapes` and this value of `gradients` has been rehearsed."""
         return (shapes, gradients) in self._rehearsed
 
     def run(

@@ -31,7 +31,8 @@ most failures. Other errors that mention NCCL, such as one about an unknown dtyp
 """
 _LOCAL = re.compile(r"\bNCCL\b.*\b(unhandled cuda error|invalid usage|invalid argument)\b")
 """Matches NCCL errors whose cause is on this rank, such as too little memory, two ranks on one device, or an illegal
-access. Both NCCL backends quote these texts of `ncclGetErrorString` in the first line of an error.
+access. PyTorch's older and newer NCCL backends both quote these texts of `ncclGetErrorString` in the first line of an
+error.
 """
 _CAUSE = re.compile(r"^Last error:\n(.+)|^NCCL Last Error: (.+)", re.MULTILINE)
 """Matches NCCL's last error message: the line after the heading `Last error:` (older backend), or the text after `NCCL
@@ -176,8 +177,8 @@ def lost_peer(error: Exception) -> str | None:
     """Summarise a backend's error about a lost or silent peer in a few words; return None for any other error."""
     said = str(error).strip()
     first_line = said.partition("\n")[0]
-    # Search the error text, because gloo has no exception class of its own, and NCCL's newer backend uses its class
-    # only for timeouts.
+    # Search the error text, because gloo has no exception class of its own, and the newer NCCL backend uses its own
+    # class only for timeouts.
     by_name = _GLOO.search(said) or (isinstance(error, RuntimeError) and _NCCL.search(first_line))
     if _LOCAL.search(first_line) or not (by_name or isinstance(error, dist.DistError)):
         return None

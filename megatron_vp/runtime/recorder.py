@@ -40,7 +40,7 @@ class Span:
 class Clock(Protocol):
     """Interface of a clock that takes marks immediately and reads them later.
 
-    error: largest possible offset of the readings from the host's clock, in nanoseconds; the same for all readings.
+    error: bound, in nanoseconds, on the offset from the host's clock that all readings share.
     """
 
     error: int

@@ -17,7 +17,7 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses many rows of every shard, the second of the first shard, and the third of the last."""
+"""The first microbatch uses all shards equally, the second mostly the first shard, and the third mostly the last."""
 
 
 class RehearsalModel:

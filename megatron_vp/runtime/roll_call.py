@@ -40,7 +40,7 @@ class RollCall:
         self._keys = f"megatron_vp/stalled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._called = f"{self._keys}/called/{progress.members[0]}"
         self._contact = threading.Lock()
-        """Held while `answer` reads the progress and contacts the store, and forever after `close`."""
+        """Held while `answer` reads the progress and contacts the store. `close` takes it and never releases it."""
 
     def answer(self, limit: float) -> None:
         """Record where this rank is, if another rank calls the roll while this rank is stuck.
@@ -66,12 +66,12 @@ class RollCall:
         """Record where this rank is, and return a text that names the ranks that hold up the pipeline.
 
         The text lists the ranks that do not wait for others, then the ranks without a record. If the store does not
-        respond, this method returns after at most about `3 * seconds + 1` seconds. On a slow machine, other ranks have
-        more time to answer, because the asking thread counts polling rounds, not seconds.
+        respond, this method returns after at most about `3 * seconds + 1` seconds. On a busy machine, other ranks have
+        more than `seconds` to answer, because the asking thread counts polling rounds.
 
         Args:
             seconds: time that other ranks have to answer, if the machine is idle.
-            sleep: function that sleeps for a number of seconds, and returns how many seconds this call may still take.
+            sleep: function that sleeps for a number of seconds, and returns how many more seconds `ask` may take.
             call: whether to call the roll; if not, return an empty text immediately unless another rank has called the
                 roll.
         """

@@ -12,11 +12,12 @@ from megatron_vp.schedule.pass_kinds import Held
 class Slot(Enum):
     """The kinds of value in the store, with their producers and consumers.
 
-    Names in capitals such as TOKENS or C1 are collectives (`CollectiveKind`). Sizes: s positions, b sequences, hidden
-    size h, V/p rows of a shard, e positions of `Shapes.token_ids`, `outputs` rows of the last stage's output, `sp_size`
-    sequence-parallel ranks, and r embedding rows that this rank owns and the microbatch uses. Floats have the model's
-    dtype unless another one is given. Messages carry ACTIVATION, GRADIENT, LABELS, TOKEN_LOSS and TOKEN_GRADIENT to
-    other ranks.
+    A producer or consumer such as TOKENS or C1 is a collective (`CollectiveKind`). X is the output layer's input, dX
+    its gradient, and g the loss function's gradient with respect to token losses. Sizes: s positions, b sequences,
+    hidden size h, V/p rows of a shard, e positions of `Shapes.token_ids`, `outputs` rows of the last stage's output,
+    `sp_size` sequence-parallel ranks, and r embedding rows that this rank owns and the microbatch uses. Floats have the
+    model's dtype unless another one is given. Messages carry ACTIVATION, GRADIENT, LABELS, TOKEN_LOSS and
+    TOKEN_GRADIENT to other ranks.
     """
 
     ACTIVATION = auto()

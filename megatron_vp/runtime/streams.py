@@ -152,7 +152,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread. After an error, all later functions fail, too: the ranks' collectives may no longer match.
+    """One worker thread. After an error, all later functions fail, because the ranks' collectives may no longer match.
 
     The thread is a daemon, because a process that fails must be able to exit while a collective still waits for peers.
     """
@@ -201,7 +201,7 @@ class FinishedEvent:
 
 
 class InlineStream:
-    """Runs each function immediately; used on CPU by a rank without peers, whose functions never wait for others."""
+    """Runs each function immediately; used on CPU by a rank without peers, whose functions wait for no other rank."""
 
     def submit(self, function: Callable[[], None]) -> FinishedEvent:
         """Run `function`."""

@@ -84,7 +84,7 @@ class PipelineTrace:
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Convert recorded spans to trace spans, sorted by start. The span of an operation also has the time of its post.
+    """Convert recorded spans to trace spans, sorted by start. An operation's span also records when it was posted.
 
     Posts get no spans, because they take no time. `axis` converts a recorded moment to milliseconds.
     """

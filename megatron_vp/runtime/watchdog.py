@@ -29,10 +29,12 @@ _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
 """Minimum number of seconds that other ranks have to answer a roll call: three times the longest interval at which a
-rank checks for one.
+rank checks for a roll call.
 """
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank stays alive after collecting all answers, so that its peers can collect them, too."""
+"""Seconds that a rank stays alive after collecting all answers. Its exit breaks connections, which peers that are still
+collecting answers would report instead.
+"""
 _TOLD_SECONDS = 2.0
 """Seconds that a process may spend on asking its peers for their positions after a termination signal."""
 
@@ -66,7 +68,8 @@ class Watchdog:
         atexit.register(self._stop)
 
     def _stop(self) -> None:
-        """Stop both threads before the interpreter exits; from then on, signals end the process without a message.
+        """Stop the watchdog's and the roll call's threads before the interpreter exits. From then on, signals end the
+        process without a message.
 
         Up to Python 3.13, an exiting interpreter unwinds the stack of every daemon thread that asks for the interpreter
         lock. In PyTorch's C++ code, this aborts the process: it would exit with status 134 after successful training.
@@ -146,7 +149,7 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline if a connection breaks outside a schedule; empty without a watchdog."""
+    """Name the ranks that hold up the pipeline, once a connection broke outside a schedule; empty without watchdog."""
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 

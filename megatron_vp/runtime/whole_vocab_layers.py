@@ -33,7 +33,7 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read token ids on rank 0, labels on rank p-1. If the last stage is elsewhere, store the labels to be sent."""
+        """Read token ids on rank 0, labels on rank p-1; store the labels if another rank holds the last stage."""
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:

@@ -2,18 +2,21 @@
 
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
-Here s = 1 + 2 zeta LSE, which is 1 without a z-loss, and t is the target's weight, which is 1 without label smoothing
-(`megatron_vp.vocab.loss`). S sets the target's entry of E to zero, because c E - 1 would suffer from cancellation if
-the model is confident. The target's entry e of D is computed from z in fp32 instead.
+Here z is the target's logit, and a, A and L are defined in `megatron_vp.vocab.statistics`. Without a z-loss, s = 1 +
+2 zeta LSE is 1. Without label smoothing, t, the target's weight, is 1 (`megatron_vp.vocab.loss`). S sets the target's
+entry of E to zero. The target's entry of D is e alone, computed from z in fp32, because c E - 1 would suffer from
+cancellation if the model is confident.
 
-With a softcap k on the logits, a and z are capped. The entries of E are multiplied by the slope of the softcap, 1 -
-tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.
+A softcap k turns a logit y into k tanh(y / k). Then a and z are capped logits, the entries of E are multiplied by the
+slope 1 - tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.
 
 Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs over E
-can include the term: E and X' = c g X get `SMOOTHING_ROWS` additional rows, which in E hold only `SMOOTHING_ENTRY`.
+can include the term: E and X' = c g X get `SMOOTHING_ROWS` additional rows. In E, all their entries are
+`SMOOTHING_ENTRY`.
 
-    E W        the last rows of the product are SMOOTHING_ENTRY times the sum of W's rows, which dX / g subtracts
-    E^T X'     the last rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the error of this rounding
+    E W        each added row of the product is SMOOTHING_ENTRY times the sum of W's rows; dX / g is reduced by u times
+               this sum
+    E^T X'     the added rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the rounding error
 """
 
 from __future__ import annotations
@@ -79,7 +82,6 @@ class Derivative:
 
 def smallest_scale(dtype: torch.dtype) -> float:
     """Smallest c that can be applied to X instead of E: e / c must be in the range of E's dtype, and c g X in the range
-    of X's dtype. In fp16, g includes a loss scale that uses up the range of g X, so c is always applied to E in rows
-    with a target.
+    of X's dtype. In fp16, the loss scale in g leaves no range for c, so c is always applied to E in rows with a target.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

@@ -1,8 +1,9 @@
 """Input embedding of one shard: passes IF and IB, and the exchange of embedded rows and their gradients with stage 0.
 
-Every rank has the tokens of a microbatch, so it knows which rank owns each position and how many rows each rank sends.
-A rank sends stage 0 only the rows that it owns, and receives only the gradients of these rows. The traffic of a dense
-[n, h] reduction, by contrast, would grow with the number of ranks.
+A rank owns a position of a microbatch if it holds the embedding row of the token there. Every rank has all tokens, so
+it knows the owner of each position and how many rows each rank sends. A rank sends stage 0 only the rows that it owns,
+and receives only the gradients of these rows. The traffic of a dense [n, h] reduction, by contrast, would grow with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class RowExchange:
         return tuple(counts)
 
     def owned_by(self, index: int) -> torch.Tensor:
-        """Token ids that shard `index` of this pipeline owns, in the order in which its rows are sent."""
+        """The microbatch's token ids that shard `index` of this pipeline owns, in the order in which it sends rows."""
         rank = index // self._tensor_size
         first = sum(self.counts[:rank])
         return self.tokens_n[self.order_n[first : first + self.counts[rank]]]
@@ -113,7 +114,7 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Return the starts and exclusive ends of the owners' keys in `Operations.sort_by_owner_`, int64 [2, p + 2]."""
+    """Return the start and the exclusive end of each owner's range of sort keys; see `spans` in `Operations`."""
     size = shards.vocab_size
     own = range(tensor_rank, shards.count, tensor_size)
     first = [*map(shards.start, own), size, 2 * size]

@@ -1,4 +1,4 @@
-"""The seven operations of S, T, IB, TOKENS and C1 that have separate GPU versions (`kernels`), in plain PyTorch.
+"""Seven operations that S, T, IB, TOKENS and C1 use, in plain PyTorch; `kernels` has their GPU versions.
 
 The plain versions are used on CPUs and for fp64, and define the results of the kernels. Tests compare both versions
 with fp64 results.
@@ -18,7 +18,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 from megatron_vp.vocab.statistics import LINEAR, MAX, SUM, statistics_dtype
 
 ROWS_PER_BLOCK = 1024
-"""Number of tokens whose logits are widened to fp32 at once, in at most 4 * ROWS_PER_BLOCK * V/p bytes."""
+"""Number of tokens whose logits are widened to fp32 at once, in copies of at most 4 * ROWS_PER_BLOCK * V/p bytes."""
 
 
 class Operations(Protocol):
@@ -47,14 +47,14 @@ class Operations(Protocol):
             softcap: k; 0 leaves logits as they are.
 
         Returns:
-            The packed statistics [3, n]: the row maximum a; the sum l of the exponentials, without slopes and with the
-            target's; t z plus u times the row's sum. The target's column, int64 [n], and z, the target's capped logit;
-            if the target belongs to another shard, these are -1 and 0. Floats are in fp32, or in fp64 if the logits
-            are.
+            Three tensors. The first holds the packed statistics [3, n]: the row maximum a; the sum l of the
+            exponentials, without slopes and including the target's; t z plus u times the sum of the row's logits. The
+            second is the target's column, int64 [n], and the third is z, the target's capped logit; they are -1 and 0
+            if the target belongs to another shard. Floats are in fp32, or in fp64 if the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-        """Fold the packed statistics [shards, 3, n] of several shards, in shard order, into joint statistics.
+        """Fold the packed statistics [shards, 3, n] of several shards, in shard order, into the joint `total_3n`.
 
         An empty shard (a = -inf, l = 0, t z = 0) changes nothing; several empty shards fold into an empty shard.
         """
@@ -75,7 +75,7 @@ class Operations(Protocol):
     def enter_targets_(
         self, exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
     ) -> torch.Tensor:
-        """Enter the targets into E, and apply the other factors of D to X; return X' such that E'^T X' = D^T (g X).
+        """Turn E into E' by entering the targets' entries; return X' such that E'^T X' = D^T (g X).
 
         Each row of X' is c g times the row of X, and the target's entry of E' is e / c; both are rounded once. If this
         shard owns a row's target and the row's c is less than `smallest_scale`, the row of E becomes c E, and the row

@@ -4,8 +4,9 @@
     T   D_ij = c_i E_ij - onehot_ij  with  c_i = exp(a_i - A_i) / L_i    dW += D^T (g X)
     dX  = g * sum over shards of D W     (the receiving stage applies the row factor g)
 
-vocab-1 computes D W in T, once the global statistics A and L are known. vocab-2 computes E W in S, before they are
-known, and rescales the rows of E W afterwards, so that one barrier is enough.
+D is the derivative of the loss with respect to the logits, W and dW are the shard's weight and its gradient, and A and
+L are a and l over the whole vocabulary. vocab-1 computes D W in T, once A and L are known. vocab-2 computes E W in S,
+before they are known, and rescales the rows of E W afterwards, so that one barrier is enough.
 
 `megatron_vp.vocab.derivative` adds a z-loss, label smoothing and a softcap to D. None of them needs an additional pass
 over the logits, W, X or the gradient of W.
@@ -82,12 +83,13 @@ class OutputLayer(nn.Module):
 
         Args:
             x_nh: output of the last stage, [n, h], in the model's dtype.
-            labels_n: global token ids, int64 [n]. An id outside the vocabulary has no target: its loss is the
-                log-sum-exp, as in Megatron's vocabulary-parallel cross entropy.
+            labels_n: global token ids, int64 [n]. With an id outside the vocabulary, the target's logit counts as 0, as
+                in Megatron's vocabulary-parallel cross entropy, so the cross entropy is the log-sum-exp.
         """
         vocab_size, tokens = self.shards.vocab_size, len(x_nh)
         assert not (self.softcap and loss.label_smoothing), (
-            "label smoothing is not supported with a softcap, which would raise the smoothing term's rank above one"
+            "label smoothing is not supported with a softcap, whose slope would turn the smoothing term, a rank-one "
+            "matrix, into a matrix of higher rank"
         )
         if loss.label_smoothing:
             exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
@@ -138,8 +140,8 @@ class OutputLayer(nn.Module):
 
         Args:
             pending: the state that S left; T overwrites it.
-            token_loss_grad_n: g, the derivative of the loss with respect to each token's loss, fp32 [n]; g includes the
-                loss mask, the averaging and the loss scale.
+            token_loss_grad_n: g, the derivative of the training loss with respect to each token's loss, fp32 [n]; g
+                includes the loss mask, the averaging and the loss scale.
             input_gradient: whether to return this shard's part of dX / g, [n, h] (vocab-1).
         """
         part_nh = None

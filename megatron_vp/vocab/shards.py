@@ -12,11 +12,11 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 
 @dataclass(frozen=True)
 class VocabShards:
-    """A vocabulary of `vocab_size` rows, split into `count` contiguous shards; each pipeline stage has `tensor` shards.
+    """A vocabulary of `vocab_size` rows, split into `count` contiguous shards; each pipeline rank has `tensor` shards.
 
     `stage_rows` gives the number of rows of each pipeline rank, over all its tensor ranks; zero is possible. If
-    `stage_rows` is None, the vocabulary is split evenly: every shard holds an equal number of rows, rounded up by
-    `rows_per_shard`, except the last shards, which are shorter or empty. The padded size is the same as in plain
+    `stage_rows` is None, the vocabulary is split evenly: every shard holds `rows_per_shard` rows (the equal share,
+    rounded up), except the last shards, which may be shorter or empty. The padded size is the same as in plain
     Megatron, because padding rows take part in the softmax, and different padding would change the loss.
 
     The tensor ranks of a stage always hold the same number of rows. Megatron's distributed optimizer divides one long

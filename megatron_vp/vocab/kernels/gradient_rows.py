@@ -1,6 +1,6 @@
-"""Triton kernels that apply the factors c and e of D (`megatron_vp.vocab.derivative`), each in one launch.
+"""Triton kernels that apply the factors c and the entries e (`megatron_vp.vocab.derivative`) to E and X, or to E W.
 
-One kernel serves the weight gradient in T, the other the input gradient in T (vocab-1) or C1 (vocab-2). With label
+One launch serves the weight gradient in T, and one the input gradient in T (vocab-1) or C1 (vocab-2). With label
 smoothing, T launches a third kernel, which adds up `n / 32` partial sums of g X.
 """
 
@@ -30,7 +30,8 @@ SUMS_TILE = (128, 32)
 """Number of partial sums, and of elements in each, that a program adds up at a time."""
 
 
-# Vectors with one number per token: rows of packed tensors, whose alignment depends on the number of tokens.
+# Vectors with one number per token. They are rows of packed tensors, so their alignment varies with the number of
+# tokens, and Triton must not compile for an alignment.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 

@@ -25,7 +25,7 @@ def _add_segments(
     own = tl.load(row + place)
     before = tl.load(row + place - 1, mask=place > 0, other=-1)
     first_of_segment = place % SEGMENT == 0
-    # One program adds the sources that have the same row index within a segment, in their order.
+    # One program adds, in order, all sources in a segment that have the same row index.
     if ((own != before) | first_of_segment) & (own >= 0):
         lane = part * BLOCK + tl.arange(0, BLOCK)
         inside = lane < hidden
@@ -55,7 +55,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # If a row index occurs in several segments, the program of the first of them adds all its partial sums.
+    # If a row index occurs in several segments, the program of its first segment adds all its partial sums.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -88,7 +88,8 @@ def add_rows_(
     # If the row indices are already sorted, the kernel does not read `order`.
     sorted_n, order_n = (row_n, row_n) if sorted_rows else row_n.sort(stable=True)
     segments, parts = triton.cdiv(count, SEGMENT), triton.cdiv(hidden, BLOCK)
-    # Each segment has two partial sums: one continues from the previous segment, one may continue into the next.
+    # Each segment has two partial sums: one for its first row index, which may continue from the previous segment, and
+    # one for its last row index, which may continue into the next.
     partial = torch.empty(2 * segments, hidden, dtype=torch.float32, device=source_nh.device)
     _add_segments[(count, parts)](
         matrix_vh, sorted_n, order_n, source_nh, partial, count, hidden,

@@ -1,9 +1,9 @@
 """Triton kernels for the part of S after the GEMM (statistics, targets and E) and for folding C1's statistics.
 
-A fast GPU needs about as long to move the four bytes per logit as to issue 20 instructions per logit, so both memory
-traffic and instruction counts matter. The kernels use one load, one store and one exponential per logit, and so few
-registers that a multiprocessor can run 64 warps. For some widths, up to two fifths of a row's logits are loaded again,
-from L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
+A fast GPU needs about as long to move four bytes per logit (a 16-bit load and store) as to issue 20 instructions per
+logit, so both memory traffic and instruction counts matter. The kernels use one load, one store and one exponential per
+logit, and so few registers that a multiprocessor can run 64 warps. For some widths, up to two fifths of a row's logits
+are loaded again, from L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULLY_OCCUPYING_ROW = 16384
 """Length of the longest rows whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""Number of pieces that fit in 32 registers per thread. In fp16, three pieces spill at compute capability 10.0."""
+"""Most pieces (see `Launch`) that fit in 32 registers per thread. In fp16, three spill at compute capability 10.0."""
 
 VECTOR = 8
 """Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of VECTOR are passed to
@@ -62,9 +62,8 @@ def launch_for(columns: int, dtype: torch.dtype) -> Launch:
     """Choose the launch for rows of a given width; up to 16,384 columns, a multiprocessor can then run 64 warps.
 
     In a piece, every thread handles one vector. The number of threads in a program is a power of two, so most widths
-    leave lanes of the last piece idle. In bf16, if much of two or three pieces would be idle, the launch uses half the
-    warps and four or five pieces. Four or five pieces do not fit in 32 registers, so pieces beyond the third are read
-    again.
+    leave lanes of the last piece idle. In bf16, if two or three pieces would leave many lanes idle, the launch uses
+    half the warps and up to five pieces. At most three pieces fit in 32 registers, so the other pieces are read again.
     """
     if columns > LARGEST_ROW:
         return Launch(pieces=0, piece=LONG_ROW_BLOCK, warps=8)

@@ -28,8 +28,8 @@ _LAST = tl.constexpr(2**31 - 1)
 @triton.jit
 def _key(tokens, position, count, spans, owners, steps, vocab_size):
     """Return the sort key of positions: the token id if a shard of this pipeline owns the token, and a larger number
-    otherwise. The search finds this pipeline's last shard that starts at or before the token. If another pipeline's
-    shard owns the token, the shard found is empty or ends before the token.
+    otherwise. A binary search finds this pipeline's last shard that starts at or before the token. If another
+    pipeline's shard owns the token, the shard found is empty or ends before the token.
     """
     inside, shards = position < count, owners - 2
     token = tl.load(tokens + position, mask=inside, other=0)
