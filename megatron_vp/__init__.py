@@ -15,7 +15,8 @@ def enable(**settings: Any) -> Any:
 
     Args:
         settings: one keyword argument per option, named like the option: `vocab_parallel=True,
-            pipeline_schedule="v-half"`. Megatron's own options are also accepted, unless the model determines them.
+            pipeline_schedule="v-half"`. Megatron's own options are also accepted. If the script does not let Megatron
+            parse arguments, the model's configuration overrides them.
 
     Returns:
         A handle whose method `disable()` undoes this call.

@@ -53,10 +53,10 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a new binary file that replaces `path` when the block ends; if the block raises, the new file is removed.
 
-    Until then, it has a random name in the folder of `path`, and is created exclusively, so that other users who can
-    write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces, limited by
-    `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the file cannot be
-    written.
+    Until then, the new file has a random name in the folder of `path`, and is created exclusively, so that other users
+    who can write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces,
+    limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the file cannot
+    be written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")

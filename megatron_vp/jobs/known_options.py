@@ -2,7 +2,7 @@
 
 The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
 Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
-installed Megatron. Commands therefore accept an option that training refuses because the installed Megatron lacks it.
+installed Megatron. If the installed Megatron is older than the list, commands accept options that training refuses.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def environment_without_secrets() -> Iterator[list[str]]:
     """Make OmegaConf's `oc.env` refuse variables whose name or value looks like a secret.
 
-    Yields a list to which the reason of each refusal is appended, because OmegaConf replaces the error.
+    Yields a list to which the reason for each refusal is appended, because OmegaConf replaces the error with its own.
     """
     refused: list[str] = []
 

@@ -21,18 +21,21 @@ def names() -> list[str]:
 def configuration(path: Path) -> Path:
     """Return `path` itself, or the shipped configuration of that name if there is no such file.
 
-    Raises UserError if `path` is a single word and neither a file nor a shipped configuration. A missing file is not
-    replaced by the shipped file `NAME.yaml`, because the user may have another file of this name elsewhere.
+    Raises UserError if `path` is a single word and neither a file nor a shipped configuration. A missing file
+    `NAME.yaml` is not replaced by the shipped configuration NAME, because the user may have meant a file in another
+    folder.
     """
     if path.exists():
         return path
     if len(path.parts) == 1 and (FOLDER / path).is_file():
-        raise UserError(f"there is no file {path} here; for the configuration of megatron_vp, write {path.stem}")
+        raise UserError(f"there is no file {path} here; for the one that comes with megatron_vp, write {path.stem}")
     if path.suffix:
         return path
     shipped = FOLDER / f"{path}.yaml"
     if shipped.is_file():
         return shipped
     if len(path.parts) == 1:
-        raise UserError(f"{path} is neither a file nor a configuration of megatron_vp; use one of {', '.join(names())}")
+        raise UserError(
+            f"{path} is neither a file nor a configuration that comes with megatron_vp; use one of {', '.join(names())}"
+        )
     return path

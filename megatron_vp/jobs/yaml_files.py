@@ -96,7 +96,7 @@ def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
-    """The parsed files that `path` is based on, followed by `path` itself, each with its path."""
+    """The files that `path` is based on (`base:`), then `path` itself, as pairs of path and parsed content."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
     text = read_text(path, "configuration file", MIB)

@@ -4,7 +4,7 @@
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
 Megatron's own stacks consist of Transformer Engine's layers, and their Mamba and gated delta net layers also need CUDA
-kernels. Import this module only through `--spec`: on import, the module looks up layers, which must already be patched.
+kernels. Import this module only through `--spec`: on import, it reads Megatron's layers, which must already be patched.
 """
 
 from __future__ import annotations

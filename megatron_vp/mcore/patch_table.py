@@ -82,7 +82,7 @@ class PatchGroup:
     essential: whether a run that needs the patches is refused if they do not fit Megatron. True if the run could
         otherwise compute wrong results, hang, or damage checkpoints. False if the run would only lose a convenience or
         stop with an error from Megatron; the log then says that the patches are left out.
-    package: the package that owns the patched symbols, if not Megatron; if it is not installed, nothing is checked.
+    package: the package that owns the patched symbols, if not Megatron. Nothing is checked unless it is installed.
     """
 
     name: str
@@ -426,9 +426,10 @@ def require_fit(run: Run) -> None:
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches that a run needs at one stage, or none and raise UserError if an essential patch does not fit.
+    """Apply the patches that a run needs at one stage. If an essential patch does not fit, apply none and raise
+    UserError.
 
-    A group that is not essential is left out if it does not fit, and the rank that writes the log prints a line.
+    A group that is not essential is left out if it does not fit; the rank that writes the log says so.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
@@ -442,7 +443,7 @@ def apply_early(run: Run, *names: str) -> None:
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """Return the fitting patches, and a line for each group that does not fit. Raises UserError if it is essential."""
+    """Return the patches that fit, and a line for each group that does not. Raises UserError for an essential group."""
     fitting: list[Patch] = []
     left_out, problems = [], []
     for group in groups:

@@ -42,8 +42,8 @@ class Patch:
     target: `module:attribute.path`; a class attribute is patched on the class, which affects every alias of the class.
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
-    signature: the expected `signature_of(original)`. If another package decides which of several signatures
-        Megatron has, they are joined by " or "; `nothing` stands for a Megatron without the symbol.
+    signature: the expected `signature_of(original)`. If the signature depends on another installed package, the
+        possible ones are joined by " or "; `nothing` means that Megatron may lack the symbol.
     variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
     """
 
@@ -65,7 +65,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Problem:
-    """A symbol or an argument in which the installed Megatron differs from what we expect."""
+    """A symbol or an argument of the installed Megatron that is missing or not as we expect."""
 
     target: str
     expected: str
@@ -140,7 +140,7 @@ def check(patches: Iterable[Patch]) -> list[Problem]:
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """Return how a symbol of Megatron differs from what we expect; None if it is as expected. Our patches are ignored.
+    """Return how a symbol of Megatron differs from what we expect; None if it does not. Our patches do not count.
 
     `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
     b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
@@ -163,7 +163,7 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all patches, or none and raise UserError if one does not fit. Return those that were not applied before."""
+    """Apply all patches and return those that were new. If one does not fit, apply none and raise UserError."""
     installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"

@@ -5,7 +5,8 @@ A job's startup takes these steps, in this order:
 1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
 2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
 3. `options/settle.py` validates the arguments and makes the `SettledJob`.
-4. Once process groups exist, `start/same_job.py` sends rank 0's costs to all ranks, which order their passes by them.
+4. Once process groups exist, `start/same_job.py` sends rank 0's pass costs to all ranks, so that all derive the same
+   order of passes from them.
 
 Functions that Megatron calls get the job from `current()` and pass it to the functions that they call. This module does
 not import Megatron.
@@ -47,7 +48,7 @@ class Words:
     all: tuple[str, ...] = ()
     """All parsed words: first the platform's flags, then configuration files, then the command line."""
     platform_flags: tuple[str, ...] = ()
-    """Megatron's flags that the plug-in added for the platform."""
+    """The flags of Megatron that the plug-in added because of the machine; see `platform.flags`."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The options in `all`, by argument name."""
 
@@ -86,7 +87,7 @@ class RunSettings:
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """The number of each rank's `chunks` that are offloaded, unless a schedule file lists the offloaded chunks."""
+        """How many of a rank's `chunks` are offloaded. Not used for a schedule file that lists the offloaded chunks."""
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -146,7 +147,7 @@ class SettledJob:
     given: GivenLayout
     shards: ChosenRows
     order: Costs | None
-    """The costs by which passes are ordered; None means `PassCosts()`. All ranks of a run use the costs of rank 0."""
+    """The pass costs that determine the order of passes; None means `PassCosts()`. All ranks use rank 0's costs."""
     parts: Mapping[str, str]
     """The implementation used for layers, norms and other operations; see `platform.parts`."""
     words: Words
@@ -174,10 +175,10 @@ class OwnLoop(Protocol):
     """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether Megatron has parsed the job's arguments; if so, Megatron's builders prepare the model."""
+        """Whether Megatron has parsed the job's arguments; if so, our subclasses of its builders prepare the model."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Make the job from the arguments of a model's constructor, given by name. Later models use the same job."""
+        """Make the job from a model's constructor arguments, by name. Later models use the same job."""
 
 
 class _Process:

@@ -22,9 +22,9 @@ from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, com
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
-"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. An
-operation occupies its thread blocks even while it waits for a peer. By default, a receive over NVLink would occupy up
-to 32 thread blocks, and the receives of all edges together would leave hardly any multiprocessors to the passes. The
+"""Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. These
+blocks occupy multiprocessors even while the operation waits for a peer. By default, a receive over NVLink would occupy
+up to 32 thread blocks, and the receives of all edges together would leave hardly any multiprocessors to the passes. The
 effect of this limit has not yet been measured on a GPU.
 """
 EDGE_CTAS = CTAS

@@ -24,7 +24,7 @@ class Event(Protocol):
     """Completion of one submitted function."""
 
     def wait(self) -> None:
-        """Make all later compute work wait for the function; raises the function's exception."""
+        """Let later work on the compute stream wait for the function. Raises the function's exception, if any."""
 
     def host_wait(self) -> None:
         """Block the host until the function has finished."""

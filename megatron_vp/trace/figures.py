@@ -42,7 +42,7 @@ class RankFigures:
     busy: time in passes and losses.
     vocabulary: the part of `busy` spent in S and T passes.
     waiting: time that the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
-    communicating: time that a vocabulary collective runs, or waits for its peers, on the second stream.
+    communicating: time that the second stream, on which vocabulary collectives run, spends in them or waits for peers.
     hidden: the part of `communicating` during which a pass or a loss computes.
     """
 

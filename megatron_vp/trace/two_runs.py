@@ -58,7 +58,7 @@ class TwoRuns:
     split: RecordedRun
 
     def __post_init__(self) -> None:
-        """Raise UserError if the runs are of different jobs, in the wrong order, or have no iteration in common."""
+        """Raise UserError if the runs are of different jobs, are swapped, or have no iteration in common."""
         plain, split = (run.ranks[0].partition.vocab_rows is not None for run in (self.plain, self.split))
         if plain and not split:
             raise UserError("the first run has vocabulary shards and the second has none: give the plain run first")

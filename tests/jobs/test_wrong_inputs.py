@@ -47,9 +47,9 @@ OF_SIZES = [
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
     (
         "plan llama4_8b",
-        "llama4_8b is neither a file nor a configuration of megatron_vp; use one of gemma2_9b, gpt_10b,",
+        "llama4_8b is neither a file nor a configuration that comes with megatron_vp; use one of gemma2_9b, gpt_10b,",
     ),
-    ("plan gpt_4b.yaml", "there is no file gpt_4b.yaml here; for the configuration of megatron_vp, write gpt_4b"),
+    ("plan gpt_4b.yaml", "there is no file gpt_4b.yaml here; for the one that comes with megatron_vp, write gpt_4b"),
     ("plan configs", "cannot read configuration file configs: Is a directory"),
     ("simulate {}/list.yaml", "list.yaml does not contain a mapping"),
     ("simulate {}/word.yaml", "a section must contain 'argument_name: value' lines"),

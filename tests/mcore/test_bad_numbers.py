@@ -48,7 +48,8 @@ def test_a_loss_that_is_no_number_is_named_with_rank_and_microbatch_and_so_is_wh
             expected.add(f"rank {rank}: the loss of microbatch{named} is NaN or infinite")
         if rank == fault.rank:
             expected |= {
-                f"rank {rank}: F of microbatch {each} in chunk {fault.chunk} produced NaN or infinity from finite input"
+                f"rank {rank}: the forward pass of microbatch {each} in chunk {fault.chunk} produced NaN or infinity "
+                "from finite input"
                 for each in fault.microbatches
             }
         assert set(errors(output)) == expected

@@ -314,7 +314,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
-        ({"optimizer": "adam"}, {"optimizer": "muon"}, "written with --optimizer adam, which --optimizer muon cannot"),
+        ({"optimizer": "adam"}, {"optimizer": "muon"}, "written with --optimizer adam, and --optimizer muon cannot"),
         (
             {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
             {"optimizer": "muon"},

@@ -139,7 +139,7 @@ class ScaledDotProductAttention(MegatronModule):
     def _lengths(self, packed_seq_params: Any) -> list[int]:
         """Count the tokens of each document on this rank, including the padding after it; omit empty documents.
 
-        Like Megatron's rotary embedding, every layer reads the documents' boundaries on the host.
+        Every layer copies the documents' boundaries to the host, as Megatron's rotary embedding does.
         """
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()

@@ -3,8 +3,8 @@
 With `delay_wgrad_compute`, the backward of a Transformer Engine layer puts the operands of its weight gradient into the
 layer's queue. Megatron empties these queues within the same microbatch, through `backward_dw` and the hooks of its DDP
 wrapper. Under our schedules, pass W may run several microbatches later. Pass B therefore takes the operands out of the
-queues and keeps them for W. In pass W, our code accumulates the gradients and reports them to Megatron, as for local
-layers.
+queues and keeps them for W. In pass W, our code accumulates the gradients and reports to Megatron that they are ready,
+as for local layers.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
     """Empty the layers' queues after a backward, and accumulate the gradients that autograd left in their parameters.
 
     Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is None, or a dummy
-    if the product writes to `main_grad` itself. For grouped experts, it is an uninitialised buffer as large as the
-    weight. The buffer is freed here, because pass W allocates another one.
+    if pass W will write to `main_grad` directly. For grouped experts, `grad` is an uninitialised buffer as large as the
+    weight; it is freed here, because pass W allocates another one.
 
-    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If `w_is_late`, an
-    input that was gathered over the tensor ranks is reduced to this rank's part, and W gathers it again.
+    The row-wise copies of quantised operands are freed, because only the input gradient needed them. If other passes
+    run between B and W (`w_is_late`), only this rank's part of an input that was gathered over the tensor ranks is
+    kept, and W gathers the input again.
     """
     taken = []
     for layer in layers:
@@ -223,7 +224,7 @@ PATCHES = (
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
         _wrapping_delayed,
-        "register no autograd hooks on weights of Transformer Engine's layers, because pass W reports them",
+        "register no autograd hooks on weights of Transformer Engine's layers, because pass W reports their gradients",
         "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )

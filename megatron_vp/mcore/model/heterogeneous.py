@@ -19,7 +19,7 @@ from megatron_vp.mcore.patches import Patch
 def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
-        """Call the original, except that a heterogeneous model gets only the layers of chunk `vp_stage`."""
+        """Return the layers of chunk `vp_stage` of a heterogeneous model; call the original for any other model."""
         layers = config.transformer
         if not isinstance(layers, HeterogeneousTransformerConfig):
             return original(config, vp_stage)

@@ -130,7 +130,7 @@ class PlainStart:
         device, rank = pipeline_device(), dist.get_rank(self._group)
         stage = placement.stage_of[rank // self._tensor_size][index]
         near = stage * self._placement.stages // placement.stages
-        # Use one broadcast per tensor, over a group whose connections the gradient norm needs anyway.
+        # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway.
         for owner, (its_near, wanted) in enumerate(self._from_all((near, _forms(own)))):
             for name, form in wanted.items():
                 found = self._source(name, form, its_near, owner % self._tensor_size)
@@ -203,7 +203,7 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context for building one of our chunks. Given `start`, it restores the random generators on exit."""
+    """A context for building one of our chunks. Unless `start` is None, it restores the random generators on exit."""
     if start is None:
         yield
     else:

@@ -90,7 +90,8 @@ def softcap_of(config: Any) -> float:
 def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
     """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split.
 
-    Such a chunk returns hidden states instead of losses. The decoder's input is set only during pass F.
+    Such a chunk would return hidden states instead of losses. A call comes from the script if the decoder's input is
+    not set, because our schedules set this input during pass F.
     """
     if chunk.decoder.input_tensor is None:
         raise UserError(

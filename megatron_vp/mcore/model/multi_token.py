@@ -76,7 +76,7 @@ def _within_documents(
 ) -> Iterator[torch.Tensor]:
     """Yield the rows [b, s, h] of the following tokens, with `beyond_b1h` past the end of each document.
 
-    Megatron does the same. The replaced rows do not affect any loss, but the block's experts process them.
+    Megatron does the same. No loss is computed at the replaced rows, but the block's experts process them.
 
     Args:
         ahead: yields rows that are shifted by one more position each time.
@@ -112,7 +112,7 @@ def append_next_tokens(
 
 
 class _FinishedOutputLayer:
-    """Replaces the output layer in Megatron's loss for further predictions, whose losses are already computed."""
+    """Stands in for the output layer when Megatron attaches the further losses, which are already computed."""
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)

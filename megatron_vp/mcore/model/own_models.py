@@ -180,7 +180,9 @@ def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[.
 
 
 def _cutting_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Split the vocabulary layers when Megatron-Bridge prints a model's size, after all hooks and before wrapping."""
+    """Split the vocabulary layers just before Megatron-Bridge prints a model's size, because all hooks have run by then
+    and no chunk is wrapped yet.
+    """
 
     @functools.wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:

@@ -85,7 +85,7 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism. The layer computes Y = X W^T + b.
+    """A linear layer's weight and tensor parallelism. The layer computes Y = X A^T + b, with weight A.
 
     The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
     and Y covers the whole sequence.
@@ -97,9 +97,9 @@ class _Layer:
 
 
 class _InputGradientLinear(torch.autograd.Function):
-    """Y = X W^T + b. The backward returns dX and db, and keeps (W, X, dY) for pass W.
+    """Y = X A^T + b, with weight A. The backward returns dX and db, and keeps (A, X, dY) for pass W.
 
-    W is passed inside a `_Layer` to hide it from autograd. Otherwise, the backward would call the hooks of W, and
+    A is passed inside a `_Layer` to hide it from autograd. Otherwise, the backward would call the hooks of A, and
     Megatron's hook for overlapped gradient reduction would fail, because it expects a gradient.
     """
 

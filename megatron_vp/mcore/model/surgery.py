@@ -84,8 +84,8 @@ class ShardedOutputLayer(OutputLayer):
         self.tied = tied
         if tied:
             # The parameter is registered only in the embedding, which may be in another chunk, so that the optimizer,
-            # gradient buckets and checkpoints contain it once. S finds current values, because Megatron gathers them
-            # before IF, which precedes S.
+            # gradient buckets and checkpoints contain it once. S finds current values, because Megatron gathers updated
+            # parameters before the embedding's pass IF, which precedes S.
             del self.weight
             object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
@@ -233,7 +233,7 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into a middle chunk, and attach this rank's shards of the vocabulary layers.
+    """Turn a chunk into one without its own vocabulary layers, and attach this rank's shards of these layers.
 
     The embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
     shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has no
@@ -302,8 +302,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
-    # The watchdog should report before the backend does, because the watchdog knows the current instruction. The
-    # backend's limit counts from the launch of an operation, possibly several microbatches before its execution.
+    # Give the backend a longer limit than the watchdog, whose report names the current instruction. The backend's limit
+    # counts from the launch of an operation, possibly several microbatches before its execution.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -336,7 +336,8 @@ def _shard(
 ) -> nn.Parameter:
     """Distribute the rows of a weight [V, h] from the tensor ranks of pipeline rank `owner` to all ranks.
 
-    Returns this rank's shard with Megatron's attributes. The shard is frozen if the whole weight is frozen.
+    Returns this rank's shard with the attributes that Megatron sets on parameters. The shard is frozen if the whole
+    weight is frozen.
     """
     device, rank = pipeline_device(), dist.get_rank(groups.mp)
     size = {"dtype": config.params_dtype, "device": device}
@@ -347,8 +348,9 @@ def _shard(
     trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
-    # Use one broadcast per shard, over a group whose connections the gradient norm needs anyway. A scatter would open
-    # connections from its root to every rank, and they would stay open as long as the job runs.
+    # Broadcast shard by shard over the model-parallel group, because the gradient norm needs this group's connections
+    # anyway. A scatter would open connections from its root to every rank, and they would stay open as long as the job
+    # runs.
     for index in filter(shards.rows, range(shards.count)):
         if dist.get_rank() == root:
             piece_vh = full_vh[shards.start(index) : shards.start(index + 1)]

@@ -1,4 +1,4 @@
-"""Lets all ranks of a model agree on what is trained: which vocabulary layers, and which share of the other weights.
+"""Lets all ranks of a model agree on what is trained: which vocabulary layers, and what fraction of the other weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
@@ -38,7 +38,7 @@ class Trained:
     """Which part of a model is trained.
 
     embedding, output: whether this layer is trained; always True for a layer that is not split into shards.
-    weights: by virtual stage, the trained share of the weights that pass W multiplies, from 0 to 1.
+    weights: by virtual stage, the trained fraction of its weight matrices, without embedding and vocabulary shards.
     """
 
     embedding: bool
@@ -130,8 +130,8 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
     ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
     dist.all_gather_object(ranks, (own, parts), group=group)
     shards = [said for said, _ in ranks]
-    # The group is ordered by pipeline rank, then by tensor rank. All tensor ranks of a stage report the same shares, so
-    # one report is enough.
+    # The group is ordered by pipeline rank, then by tensor rank. Tensor ranks of a stage hold parts of the same
+    # matrices, so the report of one of them is enough.
     by_stage = {}
     for stages, (_, rank_parts) in zip(
         job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True
@@ -150,7 +150,7 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
 
 
 def _trained_part(chunk: nn.Module) -> float:
-    """The trained share of the elements of a chunk's weight matrices, from 0 to 1; 1 if the chunk has no matrices."""
+    """The fraction of the elements of a chunk's weight matrices that are trained; 1 if the chunk has no matrices."""
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")

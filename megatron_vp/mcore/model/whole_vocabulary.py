@@ -1,9 +1,9 @@
 """The export view: a context in which the model has unsharded vocabulary layers, as in plain Megatron.
 
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
-the last, each over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it, without
-their rows. The view puts these layers back in place of the shards, and fills them with the rows of all ranks, block by
-block.
+the last, each split only over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it,
+without their rows. The view puts these layers back in place of the shards, and fills them with the rows of all ranks,
+block by block.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
     """Fill this rank's `layers`, which may contain None, with the rows that plain Megatron gives to this tensor rank.
 
-    The rows are broadcast over a group whose connections training needs anyway. Point-to-point messages would open
-    further connections, which would stay open as long as the job runs.
+    The rows are broadcast over the model-parallel group, whose connections training needs anyway. Point-to-point
+    messages would open further connections, which would stay open as long as the job runs.
     """
     shards, group = cut.shards, cut.group
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)

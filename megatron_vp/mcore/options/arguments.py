@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Parse settings that are given by name. Returns the arguments, and the settings as words. Raises UserError."""
+        """Parse settings by argument name. Returns the arguments, and the settings as flags. Raises UserError."""
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
@@ -112,7 +112,9 @@ def _offload_chunks(text: str) -> str:
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
-    """Wrap Megatron's function that adds arguments to a parser; the parser also gets our arguments and our class."""
+    """Wrap Megatron's function that adds arguments to a parser, so that it adds ours too and turns the parser into a
+    `_Parser`.
+    """
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -153,8 +155,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="ALPHA",
             type=float,
             default=0.0,
-            help="Train with label smoothing: probability 1 - ALPHA for the target and ALPHA / (V - 1) for every other "
-            "token. Needs --vocab-parallel. Evaluation reports the cross entropy without smoothing.",
+            help="Train with label smoothing: probability 1 - ALPHA for the target and ALPHA / (V - 1) for each of the "
+            "V - 1 other tokens. Needs --vocab-parallel. Evaluation reports the cross entropy without smoothing.",
         )
         ours.add_argument(
             "--vocab-z-loss",
@@ -176,9 +178,9 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         ours.add_argument(
             "--activation-limit",
             metavar="X|XGiB",
-            help="With --pipeline-schedule v-flex: the most activations that any rank may hold, either X microbatches "
-            "(through all layers of the rank) or X GiB (as predicted by the cost model). The run uses the shortest "
-            "schedule found within this limit.",
+            help="With --pipeline-schedule v-flex: the most activations that any rank may hold, either those of X "
+            "microbatches in all layers of the rank, or X GiB (as predicted by the cost model). The run uses the "
+            "shortest schedule found within this limit.",
         )
         ours.add_argument(
             "--offload-chunks",
@@ -250,7 +252,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            # In a real job, the rank that reads the data tells the other ranks to train.
+            # In a job with peers, the rank that reads the data sets this on all ranks.
             args.do_train = True
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)

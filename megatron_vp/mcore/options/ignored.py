@@ -13,8 +13,8 @@ from megatron_vp.mcore.settled import run_settings, words
 
 @dataclass(frozen=True)
 class Ignored:
-    """A Megatron option that does not have its intended effect if `asked(args)` is true. why: the reason. does: its
-    actual effect. because_of: the option that causes this; None if our schedule or vocabulary passes cause it.
+    """A Megatron option that does not have its intended effect if `asked(args)` is true. why: the reason. does: what
+    the option does instead. because_of: the other option that causes this; None if our schedule or passes cause it.
     """
 
     option: str
@@ -33,7 +33,7 @@ IGNORED = (
     Ignored(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         lambda a: run_settings(a).replaces_schedule and a.microbatch_group_size_per_vp_stage is not None,
-        "the plug-in orders passes by their predicted costs",
+        "the plug-in chooses the order of passes, from their predicted times",
     ),
     Ignored(
         "--overlap-p2p-communication-warmup-flush",

@@ -19,8 +19,8 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
     """Return the costs of passes for the layers and rows in `args`, which need not be validated yet.
 
     An order depends only on the ratios between costs, so options that the cost model does not cover are ignored.
-    Returns None if the job uses Megatron's own schedule or a schedule file, or if the cost model refuses the sizes; in
-    the last case, all ranks order passes by `PassCosts()`.
+    Returns None if the job uses Megatron's own schedule or a schedule file, or if the cost model cannot predict the
+    job. In the last case, all ranks order passes by `PassCosts()`.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -49,9 +49,10 @@ def predicted_plan(
 def fit_schedule(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
 ) -> RunSettings:
-    """Search for a schedule within --activation-limit, store its shape in `args`, and return the settings with it.
+    """Search for a schedule within --activation-limit, store its building block (`Shape`) in `args`, and return the
+    settings with this block.
 
-    Only this function searches; all schedules that are generated later use the shape that it found. Raises UserError
+    Only this function searches; all schedules that are generated later use the block that it found. Raises UserError
     for a limit that no schedule meets, and for a job whose sizes are unknown.
     """
     if args.activation_limit is None:

@@ -66,10 +66,11 @@ class Prediction:
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 
     def _config(self) -> JobConfig:
-        """Return the job's configuration as all commands read it, but with the sizes in the arguments, which a
-        checkpoint may have replaced. Raises UserError.
+        """Return the job's configuration, as read by all commands. Its sizes come from the arguments, because a
+        checkpoint may have replaced those of the command line. Raises UserError.
 
-        A replay uses the configuration of the whole job, so that the replayed rank gets the same rows and order.
+        A replay uses the configuration of the whole job, so that the rank gets the same rows and order of passes as in
+        the job.
         """
         args = self._args
         if self.vocabulary is None:

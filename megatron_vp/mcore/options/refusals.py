@@ -51,13 +51,13 @@ OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 
 
 ELEMENT_BY_ELEMENT = ("adam", "sgd")
-"""Optimizers that update every weight element by element. Megatron takes all other optimizers from the package
-emerging-optimizers.
+"""Optimizers that update each element of a weight independently of the other elements. Megatron takes all other
+optimizers from the package emerging-optimizers.
 """
 STEPS_VOCABULARY_SO = (*ELEMENT_BY_ELEMENT, "muon", "lion", "soap")
-"""Optimizers with which Megatron updates the vocabulary layers element by element (with Adam, SGD or Lion), so that a
-shard is updated exactly like the same rows of an unsharded layer. Adaptive Muon is not listed, because it fails in its
-first step in Megatron 0.19.
+"""Choices of --optimizer that update the vocabulary layers element by element: Megatron updates these layers with Adam,
+SGD or Lion, even under muon and soap. A shard is then updated exactly like the same rows of an unsharded layer.
+Adaptive Muon is not listed, because it fails in its first step in Megatron 0.19.
 """
 
 # In a message, the value of an argument replaces the argument's {name}.

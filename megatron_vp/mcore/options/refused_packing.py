@@ -1,4 +1,4 @@
-"""Refusals of jobs with packed sequences, in which attention does not cross document boundaries."""
+"""Refusals of jobs with packed sequences: several documents each, with no attention across their boundaries."""
 
 from __future__ import annotations
 

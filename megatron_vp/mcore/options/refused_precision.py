@@ -20,7 +20,7 @@ FIRST_WITHOUT_PICKLES = "2.16.1"
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
-    """Describe which parts of an accepted job compute in fp8 or fp4, and how this was tested; None if none do."""
+    """Describe which parts of an accepted job compute in fp8 or fp4, and how this was tested; None if no part does."""
     if not (a.fp8 or a.fp4):
         return None
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"

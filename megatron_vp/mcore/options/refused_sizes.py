@@ -34,7 +34,7 @@ def _replica(a: argparse.Namespace) -> int:
 
 
 def _samples(a: argparse.Namespace) -> int:
-    """The number of samples in one microbatch of every replica."""
+    """The number of samples in one microbatch, summed over all replicas."""
     return a.micro_batch_size * (a.world_size // _replica(a))
 
 

@@ -1,4 +1,4 @@
-"""Refuses options that the training script must implement and that `pretrain_gpt_vp.py` does not implement."""
+"""Refuses options that Megatron leaves to the training script and that `pretrain_gpt_vp.py` does not implement."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def settled_job(
         args: parsed arguments, into which the function writes the layout, the rows and our other choices that Megatron
             must know.
         defaults: the script's defaults for Megatron's arguments.
-        files: whether to run `check_files` too, which finds the checkpoint to load. If False, no file is opened.
+        files: whether to run `check_files` too, which finds the checkpoint to load.
 
     Raises:
         UserError: for arguments that cannot work; the message lists every reason found.

@@ -85,7 +85,7 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from the pass times of an earlier run. Raises UserError if it was a different job."""
+    """Choose the rows and layers from an earlier run's pass times. Raises UserError if that run's job was different."""
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:

@@ -1,7 +1,7 @@
 """Patches that let unmodified Megatron run without CUDA, over gloo.
 
-We tested for each patch that Megatron fails without the patch. `torch.cuda.is_available` is overridden only while
-Megatron initialises, because Megatron's checkpointing and torch's compiler need its true value.
+For each patch, we tested that Megatron fails without it. `torch.cuda.is_available` is overridden only while Megatron
+initialises, because Megatron's checkpointing and torch's compiler need its true value.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
 class _HostGenerator:
     """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
 
-    On a CPU, torch's default generator replaces the device's generator. If data loaders drew from it, dropout would
-    depend on which tensor rank reads the data, and on how often a loader was started (once more in a resumed run).
-    Loaders therefore draw from a separate generator, which no checkpoint stores.
+    On a CPU, torch's default generator also takes the role of the device's generator. If data loaders drew from it,
+    dropout would depend on which tensor rank reads the data, and on how often a loader was started (once more in a
+    resumed run). Loaders therefore draw from a separate generator, which no checkpoint stores.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ def quiet_fallback_warnings() -> None:
 def prepare_environment(cpu: bool) -> None:
     """Set the environment variables and a logger's level for a run without a device, before Megatron is imported."""
     if cpu:
-        # Megatron requires a single connection for tensor parallelism, even without a device.
+        # Megatron requires this value for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Hide the devices of this machine, if any, from code that asks torch.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

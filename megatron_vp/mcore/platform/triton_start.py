@@ -23,7 +23,7 @@ _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashfuse_ll", "
 
 
 def c_compiler() -> str | None:
-    """The compiler that Triton would use, or None. Raises OSError if CC is wrong, or Python's headers are missing."""
+    """The compiler that Triton would use, or None. Raises OSError if CC is not a command, or Python.h is missing."""
     chosen = os.environ.get("CC")
     found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
     if chosen and found is None:

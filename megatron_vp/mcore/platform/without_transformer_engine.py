@@ -1,7 +1,7 @@
 """Patches norms, checkpoints of Adam's state, and Megatron's warm-up for machines without Transformer Engine.
 
-We tested for every patch that Megatron fails without the patch, with two exceptions. Only Megatron's code shows that
-the patch for the final norm on machines with Apex is necessary. Without the warm-up patch, a job merely starts later.
+For each patch, we tested that Megatron fails without it, with two exceptions. We did not test the final norm on
+machines with Apex: its patch follows from Megatron's code. Without the warm-up patch, a job merely starts later.
 """
 
 from __future__ import annotations

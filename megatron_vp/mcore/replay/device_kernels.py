@@ -1,4 +1,5 @@
-"""Replaces operations that are one kernel on a GPU but several on a CPU, where they save more tensors for the backward.
+"""Replaces operations that are one kernel on a GPU. On a CPU, PyTorch runs several operations instead, which save more
+tensors for the backward.
 
 A replay with --shapes-only runs on a CPU but counts memory for a GPU. Inside `device_kernels`, the replacements save
 the same tensors as the GPU kernels: a norm saves its input, dropout saves a mask of one byte per element, and attention

@@ -65,7 +65,7 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """The time of each kind of pass for one microbatch, summed over the rank's chunks; empty with --shapes-only."""
     host_milliseconds: dict[str, float]
-    """The host time of each kind of pass. On a GPU, this is the time to issue kernels, including waits in Megatron."""
+    """The host time of each kind of pass. On a GPU, this is the time to issue kernels and Megatron's waits for them."""
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]

@@ -1,4 +1,5 @@
-"""Replays a rank without computing: tensors have shapes but no contents, so that any rank of any job fits on a laptop.
+"""Replays a rank without computing: tensors have shapes but no contents, so that a rank of even a very large job fits
+on a laptop.
 
 All tensors are PyTorch's fake tensors. The rank builds the same layers and the same optimizer as in the job, and runs
 the same program including autograd, but computes nothing. The replay counts the storages of all live tensors. It does
@@ -94,7 +95,7 @@ def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """Return the value that the host reads; if it is unknown, NaN, False or 0, so that no check in Megatron fails."""
+    """Return the value that the host reads. An unknown value becomes NaN, False or 0, which pass Megatron's checks."""
     try:
         return function(tensor)
     except DataDependentOutputException:

@@ -12,7 +12,7 @@ from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: argparse.Namespace) -> Partition:
-    """Collect the layers per stage and the rows per rank, if known, and the sizes that determine pass times."""
+    """Collect the layers per stage, the vocabulary rows per rank if known, and the sizes that determine pass times."""
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
@@ -24,7 +24,7 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the number of layers per virtual stage from a layout or a hybrid pattern; None if it is not given."""
+    """Return the number of layers per virtual stage from a layout or a hybrid pattern; None if neither is given."""
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
     if pattern is not None:
         return pattern.layers

@@ -1,4 +1,4 @@
-"""Counts a rank's memory: through the CUDA allocator or, in a replay with --shapes-only, through a storage counter."""
+"""Counts a rank's memory: from the CUDA allocator or, in a replay with --shapes-only, by adding up storages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Return counts of device memory beyond tensors, in bytes; empty without a CUDA device.
+    """Return two more measures of device memory, in bytes; an empty mapping without a CUDA device.
 
     reserved: the largest amount that PyTorch's allocator reserved since `restart`.
     outside: what the CUDA context, kernels, library workspaces, communicators and other processes use now.

@@ -1,8 +1,8 @@
 """`--log-pipeline-interval N`: logs to TensorBoard and W&B how busy the pipeline was in every N-th iteration.
 
 No rank waits for the pipeline figures during training. When the device of a rank has finished an iteration, the rank
-reads the timings and puts its figures into the launcher's store. Before the rank that writes TensorBoard's files logs
-an iteration, it fetches the figures of earlier iterations from the store.
+reads the timings and puts its figures into the launcher's store. One rank writes TensorBoard's files. Just before it
+logs an iteration, it fetches the figures of earlier iterations from the store.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PipelineScalars:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of each iteration that all ranks have published; `at_last`: wait for missing figures."""
+        """Write the figures of each iteration once all ranks have published theirs; `at_last`: wait for all."""
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -112,7 +112,7 @@ _current: PipelineScalars | None = None
 
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """Return the recorder of this process if the next training iteration should be recorded; otherwise None."""
+    """Return this process's `PipelineScalars` if the next training iteration should be recorded; otherwise None."""
     if not job.args.log_pipeline_interval or not in_first_pipeline(job):
         return None
     found = _of_process(job)

@@ -1,9 +1,9 @@
 """`--rank-report DIR`: reports each rank's memory and compute time, under Megatron's own schedules as well as ours.
 
-Every rank writes DIR/rank_<pipeline rank>.json after every training iteration. The report contains the time of the
-rank's passes in the last KEPT iterations. On a GPU, this is the device time between CUDA events. Without a GPU, it is
-the CPU time of the computing thread, not including waits for a core. The report also contains the time that the host
-spent on the same passes, and the peaks of memory over the whole run.
+Every rank of the first pipeline writes DIR/rank_<pipeline rank>.json after every training iteration. The report
+contains the time of the rank's passes in the last KEPT iterations. On a GPU, this is the device time between CUDA
+events. Without a GPU, it is the CPU time of the computing thread, not including waits for a core. The report also
+contains the time that the host spent on the same passes, and the peaks of memory over the whole run.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Count the bytes of weights and main gradients, and add the other counts that are known."""
+        """Count the bytes of weights and main gradients, and add the counts of `meter` and `around_tensors`, if any."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),

@@ -30,7 +30,7 @@ class Watch:
     def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
         """Finish the iteration on this rank, and pass the recording to the reports.
 
-        in_flight, logits: the rank's peak numbers of microbatches with activations or logits in memory.
+        in_flight, logits: the largest numbers of microbatches whose activations, or logits, this rank held at once.
         """
         if self.report or self.trace:
             self.recorder.finish()

@@ -107,7 +107,7 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""Defaults for arguments that Megatron's checks need, but neither the model nor the process groups determine."""
+"""Values for arguments that Megatron's checks need but neither the model nor the process groups determine."""
 
 
 _NOT_COPIED = (
@@ -205,10 +205,10 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # Some fields are not copied. The layout is refused below. Our schedules ignore how Megatron's schedules overlap and
-    # group messages. Megatron's arguments do not accept the name that Megatron-Bridge's recipes use for the
-    # cross-entropy kernel. The implementation of layers defaults to Transformer Engine even if the model has local
-    # layers.
+    # These fields are not copied, for different reasons. The layout is refused below. Our schedules ignore how
+    # Megatron's schedules overlap and group messages. Megatron's arguments do not accept the name that
+    # Megatron-Bridge's recipes use for the cross-entropy kernel. A configuration names Transformer Engine's layers by
+    # default, even if the model has local layers.
     for name in _NOT_COPIED:
         del said[name]
     for name, value in said.items():

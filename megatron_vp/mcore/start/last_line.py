@@ -1,8 +1,8 @@
 """Prints why a job refuses to start, in one line at the end of its log, after all other output of its ranks.
 
-Ranks that refuse to start communicate through the launcher's store, or through a store that rank 0 serves. Each rank
-first flushes its own output. Then one rank prints the line for all ranks. All ranks exit together, because launchers
-stop every rank as soon as one has exited.
+The refusing ranks communicate through the launcher's store, or through a store that rank 0 serves. Each rank first
+flushes its own output. Then one rank prints the line for all ranks. All ranks exit together, because launchers stop
+every rank as soon as one has exited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _ToldToEnd(Exception):
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print the error on one of the refusing ranks, in one line; if reasons differ, name the ranks of each reason.
+    """Print the error on one of the refusing ranks, in one line; if reasons differ, name the ranks that gave each.
 
     `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
     another rank has printed the line.

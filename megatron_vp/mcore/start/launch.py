@@ -177,7 +177,7 @@ def prepare() -> None:
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a user's Megatron script as `__main__` under the plug-in.
 
-    The name of the plug-in's own script stands for that script in any folder. Raises UserError if the file does not
+    The plug-in's own script can be given by its name alone, from any folder. Raises UserError if the file does not
     exist.
     """
     with one_line_errors():

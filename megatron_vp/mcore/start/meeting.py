@@ -25,14 +25,14 @@ PATIENCE = timedelta(minutes=10)
 """The time for which a rank waits for the other ranks, equal to Megatron's default timeout."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
-"""The size of one value in bytes; the store accepts at most 8 MiB."""
+"""The schedule file's text is stored in pieces of this many bytes, because the store accepts at most 8 MiB at once."""
 _SCHEDULE = "schedule"
 
 
 def first_ranks_text(name: str) -> str:
     """Return rank 0's text of the schedule file `name`, because the file may differ or be missing on other nodes.
 
-    If rank 0 was given a different name, a rank uses its own file, and `compare` will report the difference. Raises
+    If rank 0 was given a different name, this rank uses its own file, and `compare` will report the difference. Raises
     UserError if rank 0 cannot read its file.
     """
     rank, ranks = _place()
@@ -76,7 +76,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     store = _store()
     if rank == 0:
         _set(store, "facts", own)
-        # Another rank may have been given a schedule file and may be waiting for its text.
+        # If only another rank was given a schedule file, it waits for rank 0's text: tell it that there is none.
         store.compare_set(_SCHEDULE, "", json.dumps({"name": None}))
     first = _get(store, "facts", patience)
     if first != own:
@@ -100,7 +100,7 @@ def _store() -> Store:
 
 def meeting_point(patience: timedelta = PATIENCE) -> Store:
     """Return the launcher's store, or a store that rank 0 serves. This module keeps a reference to the store, because
-    rank 0's server would stop with the last store object in its process.
+    rank 0's server stops when its process drops the last reference.
     """
     global _met
     if distributed_c10d.is_initialized():

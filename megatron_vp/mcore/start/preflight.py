@@ -41,11 +41,11 @@ def check_job(
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
     The environment, `sys.argv` and patches are restored afterwards. Arguments are checked for the GPU nodes that
-    `nodes` describes, such as "te=2.17.1,apex=no", or else for this machine. A machine without GPUs checks for typical
-    GPU nodes (unless `here` or --cpu is given) if the job asks for NCCL or Transformer Engine's layers, or if
-    Transformer Engine is installed; otherwise for CPUs. With `files`, the files that the job reads and writes are
-    checked as well. With `own_script`, the user's script may have options of its own. Raises UserError for anything
-    that the job would refuse at startup.
+    `nodes` describes, such as "te=2.17.1,apex=no", or else for this machine. If this machine has no GPUs, they are
+    checked for typical GPU nodes if the job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is
+    installed, and otherwise for CPUs. `here` or --cpu forces a check for this machine. With `files`, the files that the
+    job reads and writes are checked as well. With `own_script`, the user's script may have options of its own. Raises
+    UserError for anything that the job would refuse at startup.
     """
     with (
         one_line_for_paths(),

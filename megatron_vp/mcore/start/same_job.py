@@ -144,7 +144,7 @@ def code(package: Path) -> str:
 
 def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
     """Describe the first argument in which `ranks` differ: its name, and each value with its ranks. Options that were
-    given come first, because the arguments that are derived from them differ as well.
+    given are compared first, because arguments derived from them may differ as well.
     """
     given: dict[str, str] = {}
     for each in ranks:

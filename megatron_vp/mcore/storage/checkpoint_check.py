@@ -75,7 +75,8 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     checkpoint; None if this run may choose them.
 
     Optimizer state in the distributed optimizer's default format can be loaded only with the rows and the layout of the
-    run that wrote it. The result is also None for a checkpoint that cannot be read, which is refused later.
+    run that wrote it. The result is also None if the checkpoint cannot be read, or if its optimizer state cannot be
+    loaded with any rows; such a job is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:
@@ -109,7 +110,7 @@ def _chunks_asked(args: argparse.Namespace) -> int | None:
 
 
 def _placed_alike(here: str, there: str | None) -> bool:
-    """Whether two schedules are certain to place the same stages on every rank."""
+    """Whether each rank certainly has the same stages under both schedules."""
     return here == there or all(name in FAMILIES and FAMILIES[name].chunks == 1 for name in (here, there))
 
 
@@ -117,8 +118,8 @@ def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
     """Return the directory of the iteration that Megatron will load, and whether the run finetunes from this iteration;
     None if the run starts from scratch or the checkpoint is not checked.
 
-    Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If both kinds of checkpoint
-    exist, Megatron loads the non-persistent one unless the persistent one is newer.
+    Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If there is also a
+    non-persistent checkpoint, Megatron loads it unless the persistent one is newer.
     """
     load, finetunes = args.load, args.finetune
     if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
@@ -233,7 +234,7 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint without states of Megatron's random number tracker: Megatron would exit with status 0."""
+    """Refuse a checkpoint without Megatron's random states: on loading it, Megatron would exit, and with status 0."""
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
             f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "

@@ -69,7 +69,7 @@ def _replaced(path: str) -> Iterator[IO[str]]:
 
 
 def unpadded_ranges(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return (start, end, bucket) by parameter, like Megatron's `param_index_map` but not counting buckets' padding."""
+    """Return (start, end, bucket) by parameter, as in Megatron's `param_index_map`, but without the padding."""
     ranges, before = {}, 0
     shifts = []
     for bucket in buffer.buckets:

@@ -21,7 +21,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""Modules whose data classes and enumerations are allowed. They are not listed by name, because torch may add more."""
+"""Modules whose data classes and enumerations are allowed. The classes are not listed, because torch may add more."""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# A function that gets the name of a step, the number of characters processed, and their total (None if unknown).
+# A function that gets the name of a step, the number of characters processed, and the number in all (None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
@@ -46,7 +46,7 @@ class Prepared:
     tokens: int
 
     def flags(self) -> list[str]:
-        """The flags for training on this dataset, with a --split if Megatron's default would leave a part empty."""
+        """The flags for training on this dataset, with a --split if Megatron's default one would leave a part empty."""
         split = split_for(self.documents)
         return [
             *("--data-path", str(self.dataset)),

@@ -50,8 +50,8 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
-            f"the optimizer state in {folder} was written with --optimizer {written}, which --optimizer "
-            f"{args.optimizer} cannot read: use --optimizer {written}, or add --no-load-optim to start with a fresh "
+            f"the optimizer state in {folder} was written with --optimizer {written}, and --optimizer "
+            f"{args.optimizer} cannot read it: use --optimizer {written}, or add --no-load-optim to start with a fresh "
             f"optimizer"
         )
     distributed = _is_distributed(written_by, _is_distributed(args))
@@ -85,7 +85,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run uses a distributed optimizer: the usual one, split by elements, or Muon's, split by weights."""
+    """Whether a run distributes the optimizer: by elements, as is usual, or by whole weights, as with Muon."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 

@@ -5,8 +5,9 @@ file is created exclusively, so only one of several runs succeeds, even on netwo
 thread keeps renewing the file's modification time.
 
 A claim is void if its run was an earlier attempt of the same SLURM job, or a process of this machine that no longer
-exists. Any other claim is watched: if it is not renewed for SILENCE_SECONDS, its run is considered dead. If that run is
-alive after all, it notices at its next save that its claim is gone, and stops.
+exists. A claim of a live process of this machine is valid. Any other claim is watched: if it is not renewed for
+SILENCE_SECONDS, its run is considered dead. If that run is alive after all, it notices at its next save that its claim
+is gone, and stops.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def claim(option: str, folder: str) -> None:
-    """Claim the folder that `option` names for this run. All ranks must call this function, which returns once the
+    """Claim for this run the folder that `option` names. All ranks must call this function, which returns once the
     folder is claimed.
 
     Object storage (`SCHEME://`) is not claimed. Raises UserError on every rank if another run uses the folder.

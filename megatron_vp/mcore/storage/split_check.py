@@ -60,7 +60,7 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """Return a split with a document for every part of `split`; with too few documents, all are for training."""
+    """Return a split with a document for every part of `split` or, with too few, with all documents for training."""
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
     if not shares[0] or documents <= sum(others):

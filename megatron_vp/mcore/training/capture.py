@@ -73,7 +73,7 @@ class Capture:
         return self._bound().arguments
 
     def keep(self, *names: str) -> None:
-        """Free all arguments except the named ones, once the model has run."""
+        """Free all arguments except the named ones. Call this method only after the model has run."""
         asked = self.arguments()
         self.args, self.kwargs = (), {name: asked[name] for name in names if asked.get(name) is not None}
 

@@ -39,7 +39,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """Call the original function, but keep the lengths of the validation sets if the chunk has no data."""
+        """Call the original function, but keep the numbers of evaluation iterations if the chunk has no data."""
         nonlocal given
         args = current().args
         # The call for a previous chunk has replaced `args.eval_iters` by a list with one number per validation set.
@@ -51,7 +51,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(args.eval_iters, list):
             _check_names(args.validation_set_names, len(args.eval_iters))
             if None in args.eval_iters:
-                # Before each evaluation, rank 0, which has data, sends the lengths to the other ranks.
+                # Before each evaluation, rank 0, which has data, sends the right numbers to the other ranks.
                 args.eval_iters = counted or [0] * len(args.eval_iters)
         return iterators
 

@@ -1,4 +1,4 @@
-"""Rehearses training and evaluation before the first iteration, and logs host memory allocated for offloading."""
+"""Rehearses the pipeline before the first iteration, and logs host memory allocated for offloading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration with these sizes, and before training also an evaluation, unless this was done before.
+    """Rehearse an iteration with these sizes as `Pipeline.rehearse` describes, unless this was done before. Before
+    training, rehearse an evaluation as well.
 
     An evaluation with different sizes is rehearsed when it begins. All ranks of the pipeline must call this function.
     """

@@ -206,14 +206,14 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """Return the sizes of a microbatch. In a replay of a single rank, receive buffers are filled with random values."""
+    """Return the sizes of a microbatch; in a replay of one rank, as `RandomBuffers`, because no peer sends data."""
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     split = {
         # Our passes predict further tokens only in training with --vocab-parallel.
         "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
-        # With context parallelism, each rank has one chunk from each half of the sequence.
+        # With context parallelism, each rank has two pieces of the sequence, one from each half.
         "cp_chunks": 2 if context > 1 else 1,
         "sp_size": sp_size,
         "sp_rank": sp_rank,

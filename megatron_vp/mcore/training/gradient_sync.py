@@ -14,8 +14,8 @@ class GradientSynchronisation:
 
     Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
     autograd's graph report through a hook. If a pass T, IB or W accumulates the gradient of a weight, this class
-    reports that the gradient is ready, exactly once and only after `start`. Before `start`, Megatron expects more
-    microbatches and does not count reports.
+    reports that the gradient is ready, exactly once and only after `start`. Before `start`, Megatron does not count
+    reports, because it expects further microbatches.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:

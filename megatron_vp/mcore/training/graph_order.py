@@ -5,7 +5,7 @@ forwards and backwards. Graphs share buffers according to this order: an F reuse
 B came earlier. Megatron always passes the order of 1F1B, so under another schedule an F would overwrite data that a
 later B reads.
 
-Megatron captures its own graphs (`local`) in the order that it recorded in the first iteration.
+Megatron's own graphs (`local`) need no change, because Megatron captures them in the order of the first iteration.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class LossCheck:
     ) -> None:
         """Check one microbatch, without waiting for the device.
 
-        A label outside the vocabulary has no logit, and is an error if the loss depends on its token loss. Masked
-        positions may have any label. In evaluation, there are no gradients that show which token losses matter, so
-        negative labels, which usually mark ignored positions, are accepted.
+        A label outside the vocabulary, for which there is no logit, is an error if the loss depends on its token loss.
+        Masked positions may have any label. In evaluation, there are no gradients that show which token losses matter,
+        so negative labels, which usually mark ignored positions, are accepted.
 
         Args:
             loss: the loss of the microbatch, [].
@@ -74,8 +74,8 @@ def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None,
     """
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
         _say(
-            f"rank {dist.get_rank()}: F of microbatch {microbatch} in chunk {chunk} produced NaN or infinity from "
-            "finite input"
+            f"rank {dist.get_rank()}: the forward pass of microbatch {microbatch} in chunk {chunk} produced NaN or "
+            "infinity from finite input"
         )
 
 

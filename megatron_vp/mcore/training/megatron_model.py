@@ -89,11 +89,11 @@ class MegatronModel:
         self._capture(self._chunks[chunk], microbatch)
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids, int64 [b, e]."""
+        """Token ids, int64 [b, e], laid out as in `Shapes.token_ids`."""
         return self._append_next_tokens(self._token_ids("input_ids", self._chunks[0], microbatch))
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels, int64 [b, e]."""
+        """Labels, int64 [b, e], laid out as in `Shapes.token_ids`."""
         return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Makes the schedule and the programs of an iteration, and caches them by number of microbatches."""
+"""Makes the schedule and the programs of an iteration, and caches them for later iterations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -
 
     The time of W is scaled by the fraction of weights that are trained. IB takes no time if the embedding is frozen. If
     the output layer is frozen, the time of T is halved with vocab-1, where T still computes dX, and set to zero with
-    any other algorithm.
+    any other vocabulary method.
     """
     if trained.everything:
         return costs

@@ -54,8 +54,8 @@ def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SCHEDULE_PATCHES: tuple[Patch, ...] = (
-    # Patch the schedule functions themselves. Training loops have already imported `get_forward_backward_func`, which
-    # looks up these functions by name.
+    # Patch the schedule functions themselves, not `get_forward_backward_func`: training loops have already imported
+    # that function, which looks up the schedule functions by name.
     *(
         Patch(
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
