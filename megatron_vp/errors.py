@@ -113,8 +113,8 @@ def say(line: str) -> None:
 def at_last(speak: Callable[[], None]) -> bool:
     """Call `speak` right before exit, then flush standard output and error; return whether the flushes succeeded.
 
-    `speak` runs in a thread, which is abandoned after a few seconds because a pipe that is not being read blocks its
-    writer.
+    `speak` runs in a thread. If it has not finished after a few seconds, for example because a pipe is not read, the
+    thread is abandoned.
     """
     written: list[bool] = []
 

@@ -161,7 +161,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"iteration time: mean work per rank {seconds(loss.work)} s, "
-            f"busiest rank's work above the mean {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
+            f"busiest rank over the mean {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
             f"communication {loss.communication:.3g} s, gradient synchronisation and optimizer {loss.step:.3g} s"
             + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
             f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "

@@ -230,7 +230,9 @@ class ScheduleRequest:
                 f"{_listed(every)}; use these ranks or another file"
             )
         if not self.method.is_sharded:
-            need = "in which every rank takes part" if every else "which has no vocabulary passes"
+            need = (
+                "in which every rank computes part of the output layer" if every else "which has no vocabulary passes"
+            )
             raise UserError(f"{asked} cannot be used with schedule {name}, vocab method {self.method}, {need}")
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
             raise UserError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 LOSSES = {
     "work": ("mean work of the ranks", "#59A14F"),
-    "imbalance": ("busiest rank's work above the mean", "#E15759"),
+    "imbalance": ("busiest rank over the mean", "#E15759"),
     "bubble": ("bubble", "#BAB0AC"),
     "communication": ("communication", "#4C78A8"),
     "step": ("after the passes", "#B07AA1"),

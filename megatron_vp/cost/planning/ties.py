@@ -27,8 +27,8 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
     setups.
 
     Predicted times of two runs of one job share most of their error, so their ratio is more accurate. In the paper's
-    tables, the ratio is off by at most 2.8 percent. But for other jobs that were published in two layouts, it can be
-    off by as much as the mean error of their kind (docs/evidence/public_runs.md).
+    tables, the ratio is off by at most 2.8 percent. For other jobs, it can be off by as much as the mean prediction
+    error for published runs of that kind.
     """
     least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid
@@ -44,6 +44,6 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
         )
     else:
         basis = f"the mean prediction error for {found.runs} published runs: {found.kind}"
-    if found.mean / 100 <= least:
-        return Tie(least, f"the largest prediction error on setups like the paper's; {found.mean} % is {basis}")
+    if found.mean / 100 < least:
+        return Tie(least, f"the largest prediction error on setups like the paper's; more than {found.mean} %, {basis}")
     return Tie(found.mean / 100, basis)

@@ -25,7 +25,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mla_down_proj_fusion",), ()),
     **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
     **dict.fromkeys(("use_kitchen_attention",), ()),
-    # Options that restrict attention to the documents of a packed sequence.
+    # Options with which each token of a packed sequence attends only to its own document.
     **dict.fromkeys(("sft", "dataloader_inter_document_masking"), ()),
     # Options for experts.
     **dict.fromkeys(("moe_shared_expert_gate", "moe_latent_size"), ()),
