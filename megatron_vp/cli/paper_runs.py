@@ -24,7 +24,7 @@ COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "p
 def register(app: typer.Typer) -> None:
     """Add both commands to `app`."""
     app.command("jobs", short_help="Write job lists of the runs in the tables.")(list_jobs)
-    app.command("collect", short_help="Turn the logs of the tables' runs into CSV.")(collect)
+    app.command("collect", short_help="Turn the logs of the paper's runs into CSV.")(collect)
 
 
 def list_jobs(

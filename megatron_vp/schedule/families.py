@@ -154,7 +154,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "po",
-            "gis-h with microbatches one by one, not in groups",
+            "like gis-h, but takes microbatches one by one",
             Placement.round_robin,
             lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r + math.gcd(v, (p + 1) // 2) - 1,
             "(ceil(p/2)(v - 1) + p - r + gcd(v, ceil(p/2)) - 1)/v",

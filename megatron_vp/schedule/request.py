@@ -42,7 +42,7 @@ class ScheduleRequest:
     chunks: int
     """Number of chunks per rank, v."""
     costs: Costs
-    """The durations of passes and operations; the order of the passes is chosen for them."""
+    """The durations of passes and operations, from which the order of the passes is chosen."""
     vocab_ranks: tuple[int, ...]
     """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False

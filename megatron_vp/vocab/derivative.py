@@ -2,10 +2,10 @@
 
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
-Here z is the target's logit, and a, A and L are defined in `megatron_vp.vocab.statistics`. Without a z-loss, s = 1 +
-2 zeta LSE is 1. Without label smoothing, t, the target's weight, is 1 (`megatron_vp.vocab.loss`). S sets the target's
-entry of E to zero. The target's entry of D is e alone, computed from z in fp32, because c E - 1 would suffer from
-cancellation if the model is confident.
+Here z is the target's logit, and a, A and L are defined in `megatron_vp.vocab.statistics`. s = 1 + 2 zeta LSE; without
+a z-loss, zeta is 0 and s is 1. Without label smoothing, t, the target's weight, is 1 (`megatron_vp.vocab.loss`). S sets
+the target's entry of E to zero. The target's entry of D is e alone, computed from z in fp32, because c E - 1 would
+suffer from cancellation if the model is confident.
 
 A softcap k turns a logit y into k tanh(y / k). Then a and z are capped logits, the entries of E are multiplied by the
 slope 1 - tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.

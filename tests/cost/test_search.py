@@ -89,7 +89,7 @@ def test_long_sequences_are_cut_over_context_ranks():
     ("changed", "gpus", "said"),
     [
         ({"global_batch_size": None}, 16, "set --global-batch-size"),
-        ({"global_batch_size": 7}, 128, "global_batch_size 7 is not a multiple"),
+        ({"global_batch_size": 7}, 128, "global-batch-size 7 is not a multiple"),
         ({"num_layers": None}, 16, "num_layers is missing"),
         ({"tensor_model_parallel_size": 3}, 16, "the sizes that --keep tensor fixes do not divide the number of GPUs"),
     ],

@@ -63,7 +63,9 @@ def test_configurations_have_names(wheel, tmp_path):
     status, printed, errors = said(wheel, tmp_path, "megatron_vp", "simulate", "llama3_8b", "--nodes", "4")
     assert status == 0 and "tokens" in printed, errors
     status, _, errors = said(wheel, tmp_path, "megatron_vp", "simulate", "llama4_8b", "--nodes", "4")
-    assert status == 2 and errors.startswith("megatron-vp: error: llama4_8b is neither a file nor a configuration of")
+    assert status == 2 and errors.startswith(
+        "megatron-vp: error: llama4_8b is neither a file nor a configuration that comes with"
+    )
     assert "llama3_70b, llama3_8b" in errors
 
 

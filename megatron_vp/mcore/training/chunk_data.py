@@ -94,7 +94,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:build_train_valid_test_data_iterators",
         _counting_validation_sets,
-        "a chunk without data would lose the number of iterations of each validation set",
+        "a chunk without data would not know how many iterations each validation set has",
         "(build_train_valid_test_datasets_provider)",
     ),
     Patch(
