@@ -155,8 +155,8 @@ def tuned(asked: Request) -> Run:
     entropy.
     """
     job = replace(asked.job, cross_entropy=CrossEntropy.TE)
-    plans = [each.plan for each in candidates(job, asked.hardware) if each.method == REDISTRIBUTED]
-    found = [run_of(job, asked.hardware, "", plan) for plan in plans if plan.schedule in ("1f1b", "interleaved")]
+    own = (each for each in candidates(job, asked.hardware) if each.in_megatron and each.method == REDISTRIBUTED)
+    found = [run_of(job, asked.hardware, "", each.plan) for each in own]
     best = min((run for run in found if run.prediction.fits()), key=lambda run: run.seconds)
     name = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[best.prediction.plan.schedule]
     return replace(best, title=f"Megatron tuned, {name}")
