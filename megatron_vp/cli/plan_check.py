@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_vp.cost.planning.workers import asked_process
-from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, option_of
 from megatron_vp.jobs.known_options import known_options
 
@@ -31,7 +30,9 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class Checked:
-    """The choice among the plans that training accepts, the plans that it refuses, and a note for the user."""
+    """The result of `choose_checked`: a choice, the plans left out because training refuses them, and a note for the
+    user.
+    """
 
     choice: Choice
     refused: list[Infeasible]
@@ -53,7 +54,8 @@ def refusal_here(words: list[str], ranks: int) -> str | None:
 def megatrons_check() -> Iterator[Ask]:
     """Yield a function that checks jobs in a second process, which loads Megatron while this process predicts.
 
-    The function checks jobs in this process if Megatron is already loaded here, or is not installed.
+    If Megatron is already loaded here or is not installed, no second process starts, and the function is
+    `refusal_here`.
     """
     if "megatron.training" in sys.modules or not can_check():
         yield refusal_here
@@ -72,8 +74,8 @@ def _load_megatron() -> None:
 def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
     """Choose a plan as `planner.choose` does, but leave out plans that training refuses.
 
-    If training refuses a plan and, for the same reason, also the simplest plan, then the job itself is the cause: the
-    refused plan is kept, and the reason becomes the note. Raises UserError if training refuses all plans.
+    If training refuses a plan for a reason that also applies to the simplest of all plans, the cause is the job itself.
+    Such a plan is kept, and the result's note gives the reason. Raises UserError if `planner.choose` does.
     """
     from megatron_vp.cost.planning.planner import Infeasible, choose
 
@@ -97,10 +99,6 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
             break
         else:
             return Checked(choice, refused, note)
-        if not left:
-            raise UserError(
-                f"training would refuse every plan for this job; the last plan is refused because: {refused[-1].reason}"
-            )
 
 
 def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
