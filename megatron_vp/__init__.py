@@ -15,8 +15,8 @@ def enable(**settings: Any) -> Any:
 
     Args:
         settings: one keyword argument per option, named like the option: `vocab_parallel=True,
-            pipeline_schedule="v-half"`. Megatron's own options are also accepted. If the script does not let Megatron
-            parse arguments, the model's configuration overrides them.
+            pipeline_schedule="v-half"`. Megatron's own options are also accepted. In a script that does not let
+            Megatron parse arguments, the model's configuration overrides Megatron's options.
 
     Returns:
         A handle whose method `disable()` undoes this call.
@@ -32,13 +32,13 @@ def whole_vocabulary(model: Any) -> Any:
     """Context manager that gives a model its complete embedding and output layer, for export or conversion.
 
     Inside the context, only the ranks of the first stage have an embedding, and only the ranks of the last stage have
-    an output layer. The two layers are Megatron's own modules with Megatron's parameter names, split only over the
-    tensor ranks of the stage. Their weights are copies of all rows of the padded vocabulary, collected from all ranks
+    an output layer. The two layers are Megatron's own modules with Megatron's parameter names, each split only over the
+    tensor ranks of its stage. Their weights are copies of all rows of the padded vocabulary, collected from all ranks
     and released when the context ends. Changes to these copies are lost, and the model cannot run inside the context.
     Without vocabulary parallelism, the context changes nothing.
 
-    All ranks of the model must enter the context together. With `overlap_param_gather`, first wait until all parameters
-    are gathered, as Megatron does before it saves a checkpoint.
+    All ranks of the model must enter the context together. With `overlap_param_gather`, callers must first wait until
+    all parameters are gathered, as Megatron does before it saves a checkpoint.
 
     Args:
         model: the list of this rank's model chunks, or a single chunk, with or without wrappers such as DDP.

@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = "strict") -> str:
-    """Read the file at `path` as UTF-8 text, without a byte order mark.
+    """Read the file at `path` as UTF-8 text, and drop a leading byte order mark.
 
     `what` names the file in error messages, and `errors` is passed to `bytes.decode`. A pipe that has a writer is read
     to its end. Raises UserError for files that cannot be read, are not text or exceed `most` bytes, and for a pipe
@@ -53,10 +53,10 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
 def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a new binary file that replaces `path` when the block ends; if the block raises, the new file is removed.
 
-    Until then, the new file has a random name in the folder of `path`, and is created exclusively, so that other users
-    who can write to the folder cannot redirect it with a link. It gets the permissions of the file that it replaces,
-    limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the file cannot
-    be written.
+    Until the block ends, the new file has a random name in the folder of `path`. It is created exclusively, so that
+    other users who can write to the folder cannot redirect it with a link. It gets the permissions of the file that it
+    replaces, limited by `most_mode`. If `path` is a link, the link is replaced, not its target. Raises OSError if the
+    file cannot be written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")

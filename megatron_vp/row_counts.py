@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from megatron_vp.errors import UserError
 
 UNIT = 64
-"""A full shard has a multiple of UNIT rows, so that in 16-bit dtypes a token's logits fill a multiple of 128 bytes.
-Vector loads and the fast GEMM kernels need an alignment of at least 16 bytes.
+"""Rows per shard are rounded up to a multiple of UNIT, so that in 16-bit dtypes a token's logits fill a multiple of 128
+bytes. Vector loads and the fast GEMM kernels need an alignment of at least 16 bytes.
 """
 
 SMALL_UNIT = 8
-"""Replaces UNIT for shards of fewer than `SMALL_SHARD` rows, because multiples of 64 would make ranks noticeably
-uneven. Multiples of 8 rows give an alignment of 16 bytes.
+"""Replaces UNIT for shards of fewer than `SMALL_SHARD` rows, because with multiples of 64, the last shard could be
+noticeably smaller than the others. Multiples of 8 rows give an alignment of 16 bytes.
 """
 
 SMALL_SHARD = 1024

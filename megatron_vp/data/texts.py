@@ -18,10 +18,11 @@ _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 class TextFiles:
     """Documents read from `files`; can be iterated over repeatedly. `.jsonl` files hold one JSON object per line.
 
-    Iterating yields (name, text) pairs. A text file is one document or, with `split_lines`, one document per line. In a
-    JSON object, the text is the value of the key `json_key`. Empty lines are skipped. Raises UserError, naming file and
-    line, for bytes that are not UTF-8, lines that are not JSON, objects without the key, and texts with an unpaired
-    surrogate.
+    Iterating yields one (name, text) pair per document. The name is the file's path, with `:line` appended if the
+    document is one line of the file. A text file is one document or, with `split_lines`, one document per line. In a
+    JSON object, the text is the value of the key `json_key`. If each line is a document, empty lines are skipped.
+    Raises UserError, naming file and line, for bytes that are not UTF-8, lines that are not JSON, objects without the
+    key, and texts with an unpaired surrogate.
     """
 
     files: tuple[Path, ...]

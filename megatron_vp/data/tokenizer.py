@@ -17,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 # The smallest vocabulary consists of 256 byte tokens, two special tokens and one merge.
 SMALLEST_VOCABULARY = 256 + 2 + 1
-# The size is limited because the trainer allocates memory for all tokens before it reads the first text.
+# The vocabulary is limited because the trainer allocates memory for all of it before it reads the first text.
 LARGEST_VOCABULARY = 1 << 22
 
 

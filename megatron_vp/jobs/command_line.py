@@ -63,7 +63,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the files that `--config` options name from all other words, without changing the order.
+    """Separate the files given with `--config` from all other words, without changing the order.
 
     Raises UserError for a `--config` without a file.
     """
@@ -108,5 +108,5 @@ def option_of(name: str) -> str:
 
 
 def name_of(option: str) -> str:
-    """The argument's name for a long option, such as `num_layers` for `--num-layers`."""
+    """The name of a long option's argument, such as `num_layers` for `--num-layers`."""
     return option.lstrip("-").replace("-", "_")

@@ -33,7 +33,7 @@ _SHORT = {
     "schedule": "pipeline_schedule",
     "vocab": "vocab_size",
 }
-"""Common short names and the options that they stand for, which a search for similar spellings would not find."""
+"""Common short names and their options. A search for similar spellings would not find these options."""
 
 _KINDS = {"int": (int,), "float": (int, float)}
 _EXPECTED = {"int": "an integer", "float": "a number", "text": "a string", "bool": "true or false"}
@@ -41,7 +41,7 @@ _EXPECTED = {"int": "an integer", "float": "a number", "text": "a string", "bool
 
 @dataclass(frozen=True)
 class Option:
-    """The kind of values that an option accepts."""
+    """Which values an option accepts."""
 
     kind: str
     """One of `switch`, `int`, `float`, `bool` and `text`."""
@@ -62,12 +62,15 @@ def known_options() -> dict[str, Option]:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name most likely meant by `name`; names have underscores."""
+    """The known name most likely meant by `name`. All names have underscores in place of hyphens."""
     return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
 
 
 def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for an unknown training option; suggest the most similar option of training or `commands_own`."""
+    """Raise UserError for an unknown training option, and suggest the most similar known option.
+
+    `commands_own` lists the calling command's own options, which may be suggested too.
+    """
     known = known_options()
     if name in known:
         return
@@ -93,7 +96,7 @@ def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
         raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
     if value is True and not isinstance(origin, Leaf):
         if option.several:
-            return  # Only training can tell whether the option accepts an empty list.
+            return  # Only Megatron's parser knows whether the option accepts an empty list.
         raise UserError(f"{origin} needs a value: {_expected(option)}")
     if isinstance(value, list) and not option.several:
         raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
@@ -106,7 +109,7 @@ def _fits(option: Option, value: Any) -> bool:
     if isinstance(value, bool):
         return option.kind == "bool"
     if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # A text with a leading dash is probably a misspelled option.
+        return False  # A string with a leading dash is probably a misspelled option.
     if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
         return False
     return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)

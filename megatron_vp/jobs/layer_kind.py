@@ -13,7 +13,7 @@ class LayerKind(StrEnum):
     """The implementation of a transformer layer."""
 
     PAPER = "paper"
-    """The paper authors' layers; constants of the cost model were fitted to the memory that the authors published."""
+    """The paper authors' layers, whose memory is predicted with constants fitted to the published figures."""
     ENGINE = "transformer_engine"
     """Transformer Engine's fused layers."""
     LOCAL = "local"
@@ -23,7 +23,7 @@ class LayerKind(StrEnum):
 
     @property
     def line(self) -> str:
-        """One line for the user that names the layers whose memory was predicted."""
+        """The line of a command's output that names the implementation."""
         return _LINES[self]
 
 
@@ -40,8 +40,9 @@ _LINES = {
 def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
     """The kind of layers that a job's `arguments` (by long name, with underscores) select.
 
-    Without `transformer_impl`, the layers are Transformer Engine's, as in Megatron, unless `core_attention` is sdpa,
-    which only local layers support. Raises UserError for an implementation that does not exist.
+    Without `transformer_impl`, the layers are Transformer Engine's, as in Megatron. If `core_attention` is sdpa, the
+    default is Megatron's local layers, because only these support it. Raises UserError for an implementation that does
+    not exist.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 
 LETTERS = "*-EMGD+"
-"""Megatron's letters: attention, MLP, experts, Mamba, gated delta net, and two kinds of latent attention."""
+"""Megatron's layer letters: attention, MLP, experts, Mamba, gated delta net, and two kinds of latent attention."""
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The argument's name, and its old name, which Megatron still accepts."""
@@ -65,9 +65,10 @@ class Pattern:
 
 
 def pattern_in(arguments: Mapping[str, Any]) -> Pattern | None:
-    """The hybrid pattern among a job's arguments (by long name, with underscores); None for a GPT model.
+    """The hybrid pattern among a job's arguments, whose keys are long names with underscores; None for a GPT model.
 
-    Raises UserError if Megatron would not accept the pattern, or if the argument's two names have different values.
+    Raises UserError if Megatron would not accept the pattern, or if `arguments` contains different patterns under the
+    option's new and old names.
     """
     given = [value for value in map(arguments.get, _NAMES) if value is not None]
     if len(set(map(str, given))) > 1:

@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-# Most of these words match only at the end of a name, so TOKENIZER, TRAIN_TOKENS, PWD and KEY_FILE are not secrets.
+# Most of these words match only at the end of a name, and PWD only after a prefix such as DB_. TOKENIZER, TRAIN_TOKENS,
+# KEY_FILE and PWD therefore do not count as secrets.
 _NAMES = re.compile(
     r"(?!.*_(FILE|PATH|DIR)$).*"
     r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",

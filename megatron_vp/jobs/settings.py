@@ -1,6 +1,6 @@
 """Formats settings for a user to add to a job, as flags or as a file.
 
-Settings are arguments by long name, with underscores; None or False unsets an argument.
+Settings map the long names of arguments, with underscores, to their values. None or False unsets an argument.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ class ShardRule(StrEnum):
     BALANCED = "balanced"
     """Predicted pass times determine each rank's rows, so that all ranks take the same time."""
     EVEN = "even"
-    """Every rank has the same number of rows."""
+    """Every rank has the same number of rows, apart from rounding."""
     MEASURED = "measured"
     """Pass times from an earlier run determine each rank's rows."""
     ROWS = "rows"
-    """The option lists each rank's rows."""
+    """The option lists the number of rows of each rank."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ShardChoice:
     rows: tuple[int, ...] | None = None
     """With `ROWS`: rows of each pipeline rank, summed over the tensor ranks of its stage."""
     folder: Path | None = None
-    """With `MEASURED`: the folder of the run's rank reports or traces."""
+    """With `MEASURED`: the folder of the earlier run's rank reports or traces."""
 
     @classmethod
     def parse(cls, text: object) -> ShardChoice:

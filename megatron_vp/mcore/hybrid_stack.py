@@ -1,5 +1,5 @@
-"""A layer stack for hybrid models without Transformer Engine. The stack supports attention layers (`*`), MLP layers
-(`-`), and multi-token prediction layers built from these two kinds.
+"""A layer stack that lets hybrid models run without Transformer Engine. The stack supports attention layers (`*`), MLP
+layers (`-`), and multi-token prediction layers built from these two kinds.
 
     --hybrid-layer-pattern "*-*-|*-*-" --spec megatron_vp.mcore.hybrid_stack local_stack_spec
 
@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 _whole = get_gpt_layer_local_submodules()
 _nothing = TransformerLayerSubmodules()
-# Checkpoints store norms under the names of Transformer Engine's fused layers, as for a GPTModel with local layers.
+# In checkpoints, `sharded_state_dict_keys_map` gives norms the names that they have in Transformer Engine's fused
+# layers.
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda", "sharded_state_dict_keys_map")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
 

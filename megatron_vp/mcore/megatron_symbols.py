@@ -1,8 +1,8 @@
-"""Every function, class and constant of Megatron that we use without patching it, by the package that uses it.
+"""Lists, for each of our packages, the functions, classes and constants of Megatron that it uses without patching them.
 
-`megatron-vp patches` compares the table with the installed Megatron, so that changes in a new release show at once. An
+`megatron-vp patches` compares the tables with the installed Megatron, so that changes in a new release show at once. An
 entry maps `module:path` to what we expect of the symbol, in the notation of `patches.check_symbol`. `IN_SERIES` lists
-the differences in a release series.
+the entries that are different for a release series.
 """
 
 from __future__ import annotations
@@ -337,12 +337,12 @@ def rooms() -> list[str]:
 
 
 def count(room: str) -> int:
-    """The number of symbols that a package uses in the installed release series."""
+    """The number of Megatron's symbols that our package `room` uses with the installed release series of Megatron."""
     return len(_expected(room))
 
 
 def check_symbols(room: str) -> list[Problem]:
-    """Return the symbols that a package uses but that the installed Megatron lacks or defines differently."""
+    """Check the Megatron symbols that our package `room` uses, and return those that are missing or not as expected."""
     problems = (check_symbol(target, expected) for target, expected in _expected(room))
     return [problem for problem in problems if problem is not None]
 

@@ -46,7 +46,7 @@ class Words:
     """The words of a run's command line and configuration files, before parsing."""
 
     all: tuple[str, ...] = ()
-    """All parsed words: first the platform's flags, then configuration files, then the command line."""
+    """All words, in the order of parsing: the platform's flags, then configuration files, then the command line."""
     platform_flags: tuple[str, ...] = ()
     """The flags of Megatron that the plug-in added because of the machine; see `platform.flags`."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Replay:
     job: JobConfig | None = None
     """The configuration of the replayed job, before the replay changes it."""
     meter: Any = None
-    """The memory counter of a replay with --shapes-only, a `reports.memory.Meter`; None in other runs."""
+    """The memory counter (a `reports.memory.Meter`) of a replay with --shapes-only; None in other runs."""
     counts_engine: bool = False
     """Whether local layers keep the activations that Transformer Engine's layers would keep."""
 
@@ -87,7 +87,9 @@ class RunSettings:
         return self.offload != "0" or bool(self.family.fixed and self.family.fixed.offloaded)
 
     def offload_chunks(self, chunks: int) -> int:
-        """How many of a rank's `chunks` are offloaded. Not used for a schedule file that lists the offloaded chunks."""
+        """The number of chunks that --offload-chunks offloads on a rank with `chunks` chunks. A schedule file lists the
+        offloaded chunks itself.
+        """
         return chunks_to_offload(self.offload, chunks)
 
     @property
@@ -154,11 +156,13 @@ class SettledJob:
     nodes: Installed | None
     """The packages installed on the nodes if the job was checked for nodes other than this machine; otherwise None."""
     checkpoint_to_load: str | None = None
-    """The directory of the checkpoint to load; None if the run starts from scratch or does not check the checkpoint."""
+    """The directory of the checkpoint to load. None if the run starts from scratch, or if the checkpoint was not
+    checked (see `check_checkpoint`).
+    """
 
     @property
     def method(self) -> VocabMethod:
-        """The algorithm of the vocabulary passes, unless the schedule specifies its own algorithm."""
+        """The vocabulary method that the options specify. The schedule family may replace it (see `Family.method`)."""
         return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
 
     @property
@@ -175,10 +179,10 @@ class OwnLoop(Protocol):
     """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
 
     def reads_arguments(self) -> bool:
-        """Whether Megatron has parsed the job's arguments; if so, our subclasses of its builders prepare the model."""
+        """Whether the job was made from arguments that Megatron parsed. If not, `settle_for` makes the job."""
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Make the job from a model's constructor arguments, by name. Later models use the same job."""
+        """Make the job from a model's constructor arguments, which are keyed by name. Later models use the same job."""
 
 
 class _Process:
@@ -188,7 +192,7 @@ class _Process:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the job, its schedule file and its words, but keep the replay settings and the training loop."""
+        """Forget the last job: clear `files`, `words` and `job`, but keep `replay` and `own_loop`."""
         self.files: dict[str, ScheduleFile] = {}
         self.words = Words()
         self.job: SettledJob | None = None
@@ -246,12 +250,12 @@ def is_settled() -> bool:
 
 
 def own_loop() -> OwnLoop | None:
-    """Return the interface to the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
+    """Return the `OwnLoop` of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
     return _process.own_loop
 
 
 def note_own_loop(own_loop: OwnLoop | None) -> None:
-    """Store the interface to a call of `megatron_vp.enable`, or None if the call was undone."""
+    """Store the `OwnLoop` of a call of `megatron_vp.enable`, or None if the call was undone."""
     _process.own_loop = own_loop
 
 

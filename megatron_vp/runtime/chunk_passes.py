@@ -35,7 +35,9 @@ class VocabLayers(Protocol):
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward; return labels [b, s], int64, that another rank read, or None."""
+        """Prepare the last stage's forward. Return the labels [b, s], int64, if the forward needs them from another
+        rank; otherwise None.
+        """
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Receive the last stage's output, detached from the autograd graph."""
@@ -44,19 +46,19 @@ class VocabLayers(Protocol):
         """Return the gradient of the last stage's output."""
 
     def finish_last(self, microbatch: int) -> None:
-        """Finish the work that depends on the backward of the last stage."""
+        """After the last stage's backward, store the gradient of the embedding rows used for multi-token prediction."""
 
     def loss(self, microbatch: int) -> None:
-        """Run the user's loss function, on rank p-1."""
+        """Run the user's loss function. Called only on rank p-1."""
 
 
 class ChunkPasses:
     """Runs the passes F, B and W of a rank's chunks.
 
     Args:
-        gradients: False in evaluation.
+        gradients: whether gradients are computed; False in evaluation.
         split_backward: whether B computes only the input gradient and leaves the weight gradients to the pass W.
-        offload: None if all activations stay on the device.
+        offload: moves activations to host memory; None if all activations stay on the device.
     """
 
     def __init__(

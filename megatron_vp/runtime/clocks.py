@@ -1,10 +1,10 @@
 """Aligns the clocks of a pipeline's ranks on one time axis, with an error bound.
 
 No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
-rank 0's clock. If this rank enters and leaves an all-gather at times `enter` and `leave` on its clock, and rank 0 at
-`enter_0` and `leave_0`, then `enter_0 - leave <= o <= leave_0 - enter`. A few all-gathers narrow `o` down to an
-interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks on rank 0's host read the same clock
-as rank 0, so their offset is exactly 0.
+rank 0's clock. Suppose that this rank enters and leaves an all-gather at times `enter` and `leave` on its own clock,
+and that rank 0 does so at `enter_0` and `leave_0` on its own clock. Then `enter_0 - leave <= o <= leave_0 - enter`. A
+few all-gathers narrow `o` down to an interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks
+on rank 0's host read the same clock as rank 0, so their offset is exactly 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pipeline(Protocol):
 
 
 def align(groups: Pipeline) -> Alignment:
-    """Compare this rank's clock with rank 0's. All ranks of the pipeline must call this function outside a schedule."""
+    """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running."""
     device = pipeline_device()
     ranks = len(groups.members)
     token = torch.zeros(1, device=device)

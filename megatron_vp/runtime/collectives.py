@@ -62,7 +62,7 @@ class VocabularyCollectives:
     """Posts and completes the collectives of one iteration on one rank.
 
     Args:
-        gradients: False in evaluation.
+        gradients: whether gradients are computed; False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
         awaited: the collectives whose results this rank uses.
     """
@@ -138,7 +138,9 @@ class VocabularyCollectives:
         complete()
 
     def finish(self) -> None:
-        """End the iteration: make later work wait for the second stream, and check that no wait was left out."""
+        """End the iteration: make later work wait for the second stream, and check that `wait` was called for every
+        collective that needs it.
+        """
         self._stream.synchronise()
         self._unawaited.clear()
         assert not self._posted, (
@@ -267,7 +269,7 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Reduce the input gradient, which T computes with vocab-1, to the last virtual stage."""
+        """Reduce the input gradient to the last virtual stage (vocab-1 only). T has computed this rank's part."""
         part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
         reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
         return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
@@ -309,8 +311,8 @@ class VocabularyCollectives:
         return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
-        """Return a function that reduces the input gradient without the factor g (dX / g) to the last stage, and
-        the buffer for the sum.
+        """Return a function and a buffer. The function sums the ranks' parts of dX / g in the last stage's buffer. The
+        last stage later multiplies the sum by g to get dX (see `Slot`).
 
         With sequence parallelism, every stage first reduces over its tensor ranks, so that each tensor rank sends only
         the rows of its own tokens.

@@ -79,7 +79,9 @@ class NativeCommunicator:
 
 
 class MessageCommunicator:
-    """Implements the operations with messages for gloo, whose own collectives take more messages for small tensors."""
+    """Implements `Communicator` for gloo with point-to-point messages, because gloo's own collectives send more
+    messages for small tensors.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -1,4 +1,5 @@
-"""Creates a pipeline's process groups: for the vocabulary collectives, and for each directed edge and kind of message.
+"""Creates a pipeline's process groups: one for the vocabulary collectives, and one for each kind of message on each
+directed edge.
 
 Each communicator carries one kind of traffic, in a fixed order. Therefore no send can match the wrong receive, and no
 message waits behind an unrelated message.
@@ -23,13 +24,13 @@ from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
 """Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. These
-blocks occupy multiprocessors even while the operation waits for a peer. By default, a receive over NVLink would occupy
-up to 32 thread blocks, and the receives of all edges together would leave hardly any multiprocessors to the passes. The
-effect of this limit has not yet been measured on a GPU.
+blocks occupy multiprocessors even while the operation waits for a peer. By default, NCCL would use up to 32 thread
+blocks for a receive over NVLink, and the receives of all edges together would leave hardly any multiprocessors for the
+passes. The effect of this limit has not yet been measured on a GPU.
 """
 EDGE_CTAS = CTAS
-"""The limit for a message between two ranks. A rank in the middle of the pipeline nearly always waits for some message,
-so a smaller number might leave more multiprocessors to the passes.
+"""Maximum number of thread blocks for a message between two ranks. A rank in the middle of the pipeline nearly always
+waits for some message, so a smaller number might leave more multiprocessors for the passes.
 """
 
 
@@ -75,7 +76,7 @@ class PipelineGroups:
         tensor_size: int = 1,
         vocab_members: Sequence[int] | None = None,
     ) -> PipelineGroups:
-        """Create the groups of every pipeline of the job, and return this rank's groups; collective over all ranks.
+        """Create the groups of every pipeline of the job, and return this rank's groups. All ranks must call this.
 
         PyTorch names process groups by a counter, so all ranks must create all groups in the same order. Nothing is
         communicated here: NCCL creates a communicator when its group is first used, and blocks the host until the peers
@@ -136,7 +137,7 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
         # job. With `lazy_init`, only the members create it, at the group's first use, as in older releases.
         options.lazy_init = True
     if timeout is not None:
-        options._timeout = timeout  # `new_group` warns if the timeout in the options differs.
+        options._timeout = timeout  # `new_group` warns if this differs from its `timeout` argument.
     return options
 
 

@@ -12,8 +12,8 @@ from megatron_vp.schedule.transfers import Message
 class Links:
     """The messages of one iteration, as seen from one rank.
 
-    A sent tensor is kept alive until its send is known to be complete, because the backend may read the tensor only
-    when the receiver is ready. The schedule itself never blocks on a send. With gloo, sends are known to be complete
+    A sent tensor is kept alive until its send is known to be complete, because the backend can delay reading the tensor
+    until the receiver is ready. The schedule itself never blocks on a send. With gloo, sends are known to be complete
     only at the end of the iteration.
     """
 
@@ -37,7 +37,7 @@ class Links:
         self._receiving[message] = (work, buffer)
 
     def wait(self, message: Message) -> torch.Tensor:
-        """Return the received tensor; compute work that is issued later waits for its contents."""
+        """Return the received tensor. Any computation that is issued later waits until the data has arrived."""
         work, buffer = self._receiving.pop(message)
         work.wait()
         return buffer

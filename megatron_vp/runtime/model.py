@@ -43,7 +43,7 @@ class Shapes:
 
     @property
     def outputs(self) -> int:
-        """Number of rows of the last stage's output: n for each prediction."""
+        """Number of rows of the last stage's output: one per token and prediction."""
         return self.predictions * self.tokens
 
     @property
@@ -58,24 +58,27 @@ class Shapes:
         return by_part.transpose(0, 1).flatten()
 
     def by_prediction(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Reorder values that match the rows of the last stage's output, [outputs], to [predictions, s, b]."""
+        """Reorder values [outputs], one per row of the last stage's output, to [predictions, s, b]."""
         by_part = values_n.view(self.sp_size, self.predictions, -1, self.batch)
         return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split values, ordered like the last stage's rows, into one view [sp_size, s / sp_size, b] per prediction."""
+        """Split values [outputs], one per row of the last stage's output, into one view per prediction. Each view has
+        the shape [sp_size, s / sp_size, b].
+        """
         return values_n.view(self.sp_size, self.predictions, -1, self.batch).unbind(1)
 
     def ahead(self, values_be: torch.Tensor, depth: int) -> torch.Tensor:
-        """From values [b, e, ...] laid out like `token_ids`, return the value `depth` positions after each of the s
-        positions, [b, s, ...].
+        """For each of the s positions, the value that is `depth` positions later, as [b, s, ...].
+
+        `values_be` [b, e, ...] is laid out like `token_ids`.
         """
         if not depth:
             return values_be[:, : self.sequence]
         own, following = (
             each.unflatten(1, (self.cp_chunks, -1)) for each in values_be.tensor_split([self.sequence], dim=1)
         )
-        # If `depth` exceeds a chunk's length, no position in the chunk needs the first positions after it.
+        # If `depth` exceeds a chunk's length, the first positions that follow the chunk are not needed.
         skipped = max(0, depth - own.shape[2])
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
@@ -89,13 +92,14 @@ class Shapes:
         return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """Allocate a buffer for g, fp32 [outputs]."""
+        """Allocate a buffer for g, the gradient with respect to the token losses, fp32 [outputs]."""
         return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
 
     def token_ids(self) -> torch.Tensor:
         """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. The
-        length e is s + cp_chunks * mtp_depth: after the s positions come, for each chunk, the `mtp_depth` positions
-        that follow the chunk. Positions beyond the end of the sequence hold token 0, as in Megatron.
+        buffer starts with the s positions. Then it holds, for each of the `cp_chunks` chunks, the `mtp_depth` positions
+        that follow the chunk, so e is s + cp_chunks * mtp_depth. Positions beyond the end of the sequence hold token 0,
+        as in Megatron.
         """
         following = self.cp_chunks * self.mtp_depth
         return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
@@ -109,20 +113,20 @@ class Model(Protocol):
     """Interface of one rank's transformer layers, and of the user's data and loss function."""
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Read the data that a chunk with an unsharded vocabulary layer uses; called only on ranks 0 and p-1."""
+        """Read the data that a chunk with an unsharded vocabulary layer uses. Only ranks 0 and p-1 call this method."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank 0."""
+        """Token ids of a microbatch, laid out like `Shapes.token_ids`, [b, e]. Only rank 0 calls this method."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]; called only on pipeline rank p-1."""
+        """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]. Only rank p-1 calls this method."""
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Turn word embeddings [b, s, h] into the first layer's input [s / sp_size, b, h]."""
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Receive the embedding rows [b e, h] for multi-token prediction in the next `forward` of the last virtual
-        stage. The rows are in the order of `Shapes.token_ids`.
+        """Receive the embedding rows [b e, h] that multi-token prediction uses in the next `forward` of the last
+        virtual stage. The rows are in the order of `Shapes.token_ids`.
         """
 
     def forward(
@@ -144,7 +148,7 @@ class Model(Protocol):
         """
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients that the backward of this chunk and microbatch has left to pass W."""
+        """Run pass W: compute the weight gradients that the backward of this chunk and microbatch did not compute."""
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
@@ -154,7 +158,7 @@ class Model(Protocol):
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
         unsharded. With multi-token prediction, the token losses, `target_is_argmax_bs` and g have the shape
-        [predictions b, s]. Called only on the last pipeline rank, in microbatch order.
+        [predictions * b, s]. Called only on the last pipeline rank, in microbatch order.
         """
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:

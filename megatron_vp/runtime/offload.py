@@ -1,10 +1,10 @@
-"""Moves the tensors that a chunk's forward saves for its backward to host memory and back.
+"""Moves a chunk's activations to host memory and back.
 
-During F, every saved tensor is packed into a handle. After F, every storage to which only saved tensors refer is copied
-to the host in full. Parameters, caches and shared masks therefore stay on the device. Pass O frees the storage on the
-device, and pass R allocates a new storage. The copy-back fills the new storage, and the backward unpacks views of it.
-Device memory is allocated and freed only on the compute stream, so the order of the passes determines how much device
-memory is in use (PipeOffload, arXiv 2503.01328, appendix C).
+During F, every tensor that is saved for the backward is packed into a handle. After F, every storage to which only
+saved tensors refer is copied to the host in full. Parameters, caches and shared masks therefore stay on the device.
+Pass O frees the storage on the device, and pass R allocates a new storage. The copy-back fills the new storage, and the
+backward unpacks views of it. Device memory is allocated and freed only on the compute stream, so the order of the
+passes determines how much device memory is in use (PipeOffload, arXiv 2503.01328, appendix C).
 """
 
 from __future__ import annotations
@@ -86,15 +86,17 @@ class SavedForward:
         self.moving: list[SavedStorage] = []
         """The storages to copy; known once the forward has ended."""
         self.sizes: list[int] = []
-        """Sizes of `moving` in bytes."""
+        """The size in bytes of each storage in `moving`."""
         self.staying: list[SavedStorage] = []
-        """Storages that stay on the device because other references keep them alive."""
+        """Storages that stay on the device because something outside this object still refers to them."""
         self.slot: HostSlot | None = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
     @contextmanager
     def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture what autograd saves in this context and, with `names_modules`, the modules that save it."""
+        """Capture the tensors that autograd saves inside this context. With `names_modules`, also record which modules
+        saved them.
+        """
         with saved_tensors_hooks(self._pack, _unpack):
             if not names_modules:
                 yield
@@ -174,7 +176,7 @@ class Offload:
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
-        """The handlers of O and R, created on demand as in `ChunkPasses.handlers`."""
+        """The handlers of O and R. `ChunkPasses.handlers` explains why they are not stored."""
         return {PassKind.O: self._leave, PassKind.R: self._return}
 
     @contextmanager
@@ -188,10 +190,11 @@ class Offload:
             yield saved
 
     def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
-        """Divide the saved storages after the forward; see `SavedForward.close`.
+        """Find which saved storages to copy to the host. Called after the forward's output data has been released.
 
-        A comparison of a chunk's first two forwards finds activations that another reference wrongly keeps on the
-        device. Storages of parameters and caches stay there, too, but are the same in both forwards.
+        The first two forwards of a chunk are compared to find activations that stay on the device because something
+        other than a saved tensor refers to them. Storages that both forwards use are not activations, but parameters or
+        caches.
         """
         saved.close(leaf)
         if chunk in self._memory.held_elsewhere:
@@ -211,7 +214,7 @@ class Offload:
         self._store.put(Slot.OFFLOADED_GRAPH, microbatch, graph, at=chunk)
 
     def _return(self, microbatch: int, chunk: int) -> None:
-        """Pass R: allocate device memory for the copy-back, on the compute stream."""
+        """Pass R: on the compute stream, allocate the device memory that the copy-back fills."""
         graph = self._store.take(Slot.OFFLOADED_GRAPH, microbatch, at=chunk)
         self._store.put(Slot.CHUNK_GRAPH, microbatch, graph, at=chunk)
         saved = self._saved[microbatch, chunk]
@@ -237,14 +240,14 @@ class Offload:
         self._events[copy] = self._stream.submit(run)
 
     def wait(self, copy: Copy) -> None:
-        """Make later passes wait for a copy. After a copy-back, also free its host memory."""
+        """Make later passes wait for a copy. For a copy-back, also free the host memory that it reads."""
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
             self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:
-        """End the iteration: make later work wait for the copies, and check that every copy has been awaited."""
+        """End the iteration: make later work wait for all copies, and check that `wait` was called for each copy."""
         self._stream.synchronise()
         assert not self._events, f"copies were posted but never awaited: {[str(copy) for copy in self._events]}"
 

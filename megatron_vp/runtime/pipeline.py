@@ -72,12 +72,14 @@ class _Messages:
 
 @dataclass(frozen=True)
 class Report:
-    """Counts from one iteration on one rank."""
+    """Peak numbers of microbatches on one rank in one iteration."""
 
     peak_in_flight: float
-    """Largest number of microbatches whose activations were held at once; one of a rank's v chunks counts as 1/v."""
+    """Largest number of microbatches whose activations were held at once. A microbatch counts as 1/v for each of the
+    rank's v chunks that holds its activations.
+    """
     peak_logits_in_flight: int
-    """Largest number of microbatches whose E and X (`PendingOutput`) were held at once, each from S to T."""
+    """Largest number of microbatches between S and T at once; their E and X (`PendingOutput`) are in memory."""
 
 
 class Pipeline:

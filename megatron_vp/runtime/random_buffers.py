@@ -28,11 +28,11 @@ class RandomBuffers(Shapes):
         return super().rows(count).normal_()
 
     def token_ids(self) -> torch.Tensor:
-        """Token ids or labels, int64 [b, e]."""
+        """Token ids or labels, int64 [b, e]; see `Shapes.token_ids`."""
         return super().token_ids().random_(self.vocab_size)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """The gradient of the mean of the microbatch's token losses, fp32 [outputs]."""
+        """The gradient of the microbatch's mean token loss with respect to each token loss, fp32 [outputs]."""
         return super().token_loss_grads().fill_(1 / self.tokens)
 
     def token_values(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Records the start and end of everything that a rank does in one iteration.
 
-On CUDA, a mark is an event on the stream on which the work was enqueued. Events are read after the iteration, so that
-nothing in the loop waits for the device. On CPU, a mark is a reading of the calling thread's clocks.
+On CUDA, a mark is an event on the stream on which the work was enqueued. Events are read only after the iteration,
+so taking a mark never waits for the device. On CPU, a mark is a reading of the calling thread's clocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Operation
 
 Work = Instruction | Operation | PassKind
-"""Anything that is timed: an instruction, an operation on a stream or, outside our schedules, a kind of pass."""
+"""Anything that is timed: an instruction, an operation on a stream or a kind of pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end of timed work on this host's `perf_counter` (nanoseconds), and its compute time (milliseconds).
+    """Start and end of timed work (nanoseconds of this host's `perf_counter`), and its compute time (milliseconds).
 
     issued: milliseconds that the host took to issue the work. On a GPU, the host should run ahead: if `issued` exceeds
         `computed`, the device waited for launches.
@@ -40,7 +40,8 @@ class Span:
 class Clock(Protocol):
     """Interface of a clock that takes marks immediately and reads them later.
 
-    error: bound, in nanoseconds, on the offset from the host's clock that all readings share.
+    error: largest possible difference in nanoseconds between readings and the host's clock. The difference is the same
+    for all readings.
     """
 
     error: int
@@ -49,7 +50,7 @@ class Clock(Protocol):
         """Mark the current moment on the current stream or thread."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether a mark can be read; does not wait for it."""
+        """Return whether a mark can already be read. This method does not wait for it."""
 
     def drain(self) -> None:
         """Block until all marks can be read."""
@@ -59,7 +60,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Reads the host's clocks; the time that a thread waits for a core is not compute time."""
+    """Reads the host's clocks. Compute time is a thread's CPU time, so it excludes waits for a CPU core."""
 
     error = 0
 
@@ -80,7 +81,8 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events, related to the host's clock by one event that the host waits for before the iteration.
+    """Marks moments with CUDA events. The host waits for the first event, before the iteration, to relate the times of
+    events to its own clock.
 
     With `lean`, the host does not wait, and times count from the first event.
     """
@@ -120,9 +122,10 @@ class DeviceClock:
 class Recorder:
     """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
 
-    With `lean`, recording does not slow the iteration down: only passes, losses and operations on other streams are
-    timed, and the host never waits for the device. The caller of a lean recorder calls `read` instead of `finish`, once
-    `passed` returns True. On CUDA, the spans of a lean recorder count from the start of the iteration.
+    With `lean`, recording does not slow the iteration down: only passes, losses, vocabulary collectives and offload
+    copies are timed, and the host never waits for the device. The caller of a lean recorder calls `read` instead of
+    `finish`, once `passed` returns True. On CUDA, a lean recorder gives the start and end of a span relative to the
+    start of the iteration.
 
     spans: everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
@@ -151,20 +154,20 @@ class Recorder:
         return nullcontext() if self._lean and not isinstance(instruction, Run | Loss) else self.span(instruction)
 
     def communicating(self, operation: Operation) -> Any:
-        """Time an operation on the second stream."""
+        """Time a collective or an offload copy on its own stream."""
         return self.span(operation)
 
     def finish(self) -> None:
-        """Read all marks, once the iteration has ended on this rank."""
+        """At the end of the iteration, wait until all marks can be read, and read them."""
         self._clock.drain()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
         self.read()
 
     def passed(self) -> bool:
-        """Whether all marks can be read; does not wait for them."""
+        """Whether all marks can already be read. This method does not wait for them."""
         return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
 
     def read(self) -> None:
-        """Read all marks, which the device must have passed, and discard them."""
+        """Read all marks and discard them. This requires that the device has passed them."""
         self.spans += [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

@@ -17,7 +17,9 @@ from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule.placement import Placement
 
 MICROBATCHES = 3
-"""The first microbatch uses all shards equally, the second mostly the first shard, and the third mostly the last."""
+"""The tokens of the first microbatch are spread evenly over the vocabulary shards. Most tokens of the second microbatch
+belong to the first shard, and most tokens of the third belong to the last shard.
+"""
 
 
 class RehearsalModel:
@@ -66,13 +68,13 @@ class RehearsalModel:
         return (words_bsh.transpose(0, 1).chunk(self._shapes.sp_size)[self._shapes.sp_rank] * 0).contiguous()
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Keep the rows for the next forward, so that the backward computes a gradient of the rows."""
+        """Keep the embedding rows for the next `forward`, so that the backward also computes their gradient."""
         self._words_ahead = words_rh
 
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return zeros, linked to the input by autograd: an activation, outputs of all predictions, or token losses."""
+        """Return zeros in the shape of the chunk's output, linked to the input by autograd."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
                 input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)

@@ -1,9 +1,9 @@
 """Lets the ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others.
 
 The first rank that reaches its time limit or loses a connection calls the roll. Every rank that is stuck then records
-where it is, even before its own time limit, so the records do not depend on which rank reaches its limit first. Ranks
-that give up later also read these records. A rank without a record has been suspended, has exited, is unreachable, or
-is still making progress.
+what it is doing, even before its own time limit, so the records do not depend on which rank reaches its limit first.
+The caller and all ranks that fail later read these records. A rank without a record has been suspended, has exited, is
+unreachable, or is still making progress.
 
 The store has no password, so its contents are untrusted text.
 """
@@ -43,7 +43,7 @@ class RollCall:
         """Held while `answer` reads the progress and contacts the store. `close` takes it and never releases it."""
 
     def answer(self, limit: float) -> None:
-        """Record where this rank is, if another rank calls the roll while this rank is stuck.
+        """Record what this rank is doing, if another rank calls the roll while this rank is stuck.
 
         This method never returns, so it needs its own thread. A rank that makes progress does not contact the store.
         `limit` is the number of seconds that a rank may go without progress.
@@ -63,17 +63,17 @@ class RollCall:
         self._contact.acquire(timeout=_STORE_SECONDS + 1)
 
     def ask(self, seconds: float, sleep: Callable[[float], float], call: bool = True) -> str:
-        """Record where this rank is, and return a text that names the ranks that hold up the pipeline.
+        """Record what this rank is doing, and return a text that names the ranks that hold up the pipeline.
 
         The text lists the ranks that do not wait for others, then the ranks without a record. If the store does not
-        respond, this method returns after at most about `3 * seconds + 1` seconds. On a busy machine, other ranks have
-        more than `seconds` to answer, because the asking thread counts polling rounds.
+        respond, this method returns after at most about `3 * seconds + 1` seconds. Other ranks have more than `seconds`
+        to answer on a busy machine, because the number of polling rounds is fixed and each round takes longer.
 
         Args:
-            seconds: time that other ranks have to answer, if the machine is idle.
+            seconds: how long other ranks may take to answer if the machine is idle.
             sleep: function that sleeps for a number of seconds, and returns how many more seconds `ask` may take.
-            call: whether to call the roll; if not, return an empty text immediately unless another rank has called the
-                roll.
+            call: whether this rank calls the roll. If not, and if no other rank has called it, `ask` returns an empty
+                text at once.
         """
         heard: dict[int, str] = {}
         asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)

@@ -15,12 +15,12 @@ from megatron_vp.vocab.output import OutputLayer
 
 
 class ShardedVocabLayers:
-    """Runs the passes of a rank's vocabulary shards (vocab-1 or vocab-2).
+    """Runs the passes of a rank's vocabulary shards, with the method vocab-1 or vocab-2.
 
     Args:
         reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
-        microbatches: m, used to recognise the last contribution to a weight's gradient.
-        gradients: False in evaluation.
+        microbatches: the number per iteration, used to recognise the last contribution to a weight's gradient.
+        gradients: whether gradients are computed; False in evaluation.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ShardedVocabLayers:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def prepare_last(self, microbatch: int) -> None:
-        """Pass embedding rows to the model for multi-token prediction; return None, because no chunk needs labels."""
+        """Give the model the embedding rows for multi-token prediction. Return no labels: the forward needs none."""
         if self._shapes.mtp_depth:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
@@ -96,7 +96,7 @@ class ShardedVocabLayers:
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return dX [s / sp_size, b, h]: g times the sum of all ranks' parts of dX / g."""
+        """Multiply dX / g, which has been summed over all ranks, by g. Return dX [s / sp_size, b, h]."""
         unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
         token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
         weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
@@ -122,7 +122,7 @@ class ShardedVocabLayers:
             self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(grad_pbs.transpose(1, 2)))
 
     def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Reorder values that match the rows of the last stage's output, [outputs], to [predictions b, s]."""
+        """Reorder `values_n`, one value per row of the last stage's output, into shape [predictions * b, s]."""
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
         # Loss functions may call `view` on the result, which therefore must be contiguous.
         return values_pbs.contiguous().view(-1, self._shapes.sequence)

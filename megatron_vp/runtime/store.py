@@ -72,9 +72,13 @@ class Slot(Enum):
     MTP_LEAF = auto()
     """MTP_EMBEDDING as an autograd leaf. Produced by F of the last stage; consumed by B of the last stage."""
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING, if trained. Produced by B of the first stage; consumed by EMBED_GRAD."""
+    """Gradient of EMBEDDING; absent if the embedding is frozen. Produced by B of the first stage; consumed by
+    EMBED_GRAD.
+    """
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING, if trained. Produced by B of the last stage; consumed by EMBED_GRAD."""
+    """Gradient of MTP_EMBEDDING; absent if the embedding is frozen. Produced by B of the last stage; consumed by
+    EMBED_GRAD.
+    """
     OWN_ROW_GRADS = auto()
     """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h]; empty if the embedding is frozen.
     Produced by EMBED_GRAD; consumed by IB.
@@ -103,9 +107,7 @@ class Slot(Enum):
     consumed by B of the last stage.
     """
     OWN_LOSS_GRAD = auto()
-    """g as the loss function returned it, fp32 [outputs], on rank p-1. Produced by the loss function; consumed by the
-    collective LOSS_GRAD.
-    """
+    """g on rank p-1, fp32 [outputs]. Produced by the loss function; consumed by the collective LOSS_GRAD."""
     LOSS_GRAD = auto()
     """g on every rank that uses it, fp32 [outputs]. Produced by the collective LOSS_GRAD; consumed by T and by B of the
     last stage.
@@ -125,7 +127,7 @@ Key = tuple[Slot, int, int | None]
 
 
 class Occupancy:
-    """Counts the values in the store, and remembers the largest count."""
+    """Counts the stored values that occupy one kind of memory, and remembers the largest count."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -178,7 +180,9 @@ class Store:
         )
 
     def assert_peaks(self, promised: Mapping[Held, int]) -> None:
-        """Check that the iteration's peak counts equal the peaks of the program; see `Program.peaks`."""
+        """For each kind of memory, check that the largest number of pieces held at once equals the peak in
+        `Program.peaks`.
+        """
         for held, peak in promised.items():
             found = self.held[held].peak
             assert found == peak, (

@@ -6,8 +6,8 @@ the host continues without waiting. On CPU, the stream is a worker thread, so th
 the same time as the passes.
 
 A submitted function writes only into buffers that were allocated on the compute stream. The event keeps the function
-and its buffers alive until the compute stream waits for the event or the work is known to be finished, so that PyTorch
-cannot reuse their memory too early.
+and its buffers alive until the compute stream has been told to wait for the event, or until the host knows that the
+work has finished. Otherwise, PyTorch could reuse their memory too early.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Event(Protocol):
     """Completion of one submitted function."""
 
     def wait(self) -> None:
-        """Let later work on the compute stream wait for the function. Raises the function's exception, if any."""
+        """Make later work on the compute stream wait for the function. Raises the function's exception, if any."""
 
     def host_wait(self) -> None:
         """Block the host until the function has finished."""
 
     def done(self) -> bool:
-        """Whether the function has finished; never blocks."""
+        """Whether the function has finished. This method does not block."""
 
 
 class Stream(Protocol):
@@ -40,7 +40,9 @@ class Stream(Protocol):
         """Queue `function`."""
 
     def synchronise(self) -> None:
-        """Make all later compute work wait for everything submitted; raises the first error."""
+        """Make all later compute work wait for everything submitted. Raises the first exception of a submitted
+        function, if any.
+        """
 
 
 class CudaEvent:
@@ -137,7 +139,7 @@ class ThreadEvent:
         self._pending.release()
 
     def wait(self) -> None:
-        """Block until the function has returned; raises its exception."""
+        """Block until the function has returned. If it failed, raise its exception."""
         with self._pending:
             if self._error is not None:
                 raise self._error
@@ -152,7 +154,8 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """One worker thread. After an error, all later functions fail, because the ranks' collectives may no longer match.
+    """One worker thread that runs the submitted functions in order. After an error, it skips all later functions, and
+    waiting for them raises the same error, because the ranks' collectives may no longer match.
 
     The thread is a daemon, because a process that fails must be able to exit while a collective still waits for peers.
     """
@@ -168,7 +171,7 @@ class ThreadStream:
         return event
 
     def synchronise(self) -> None:
-        """Block until the queue is empty; raises the first error."""
+        """Block until the queue is empty. If a function failed, raise its error."""
         self.submit(lambda: None).wait()
 
     def _work(self) -> None:

@@ -34,8 +34,8 @@ class PipelineTrace:
 
     Args:
         folder: every rank writes `rank_<r>.json` there.
-        iterations: the iterations to trace, counted from 1 at the start of the job.
-        groups: the pipeline's groups; all ranks of the pipeline must trace the same iterations.
+        iterations: the iterations to trace, counted from 1 at the start of the job; the same on all ranks.
+        groups: the groups of this rank's pipeline.
         partition: how the model is split over ranks; the trace file records it.
     """
 
@@ -50,7 +50,7 @@ class PipelineTrace:
         self._trace: RankTrace | None = None
 
     def begin(self) -> bool:
-        """Count an iteration, and return whether to trace it; if so, first compare the ranks' clocks."""
+        """Count an iteration. If it is traced, compare the ranks' clocks and return True. Otherwise return False."""
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False

@@ -1,8 +1,8 @@
 """Ends a process that cannot continue, and prints one line that says where the process was stuck.
 
 A rank that waits for a peer is inside the backend's code, where neither an exception nor a Python signal handler
-reaches it. A rank whose data loader hangs does not report the hang either. A separate thread can detect both cases with
-the help of `Progress`, and can end the process.
+reaches it. A rank whose data loader hangs raises no exception. A separate thread can detect both cases with the help of
+`Progress`, and can end the process.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LOOKS_A_LIMIT = 20
 _LONGEST_LOOK_SECONDS = 5.0
 _SECONDS_TO_ANSWER = 3.0
-"""Minimum number of seconds that other ranks have to answer a roll call: three times the longest interval at which a
-rank checks for a roll call.
+"""Minimum time limit in seconds for the other ranks' answers to a roll call. Stuck ranks check for a roll call at least
+once per second. After a termination signal, the limit is shorter.
 """
 _LAST_WORDS_SECONDS = 1.0
-"""Seconds that a rank stays alive after collecting all answers. Its exit breaks connections, which peers that are still
-collecting answers would report instead.
+"""Seconds that a rank stays alive after collecting all answers. If it exited right away, peers that are still
+collecting answers would report its broken connections instead of the answers.
 """
 _TOLD_SECONDS = 2.0
-"""Seconds that a process may spend on asking its peers for their positions after a termination signal."""
+"""Seconds that a process may continue after a termination signal, to ask its peers what they are doing."""
 
 
 class Watchdog:
@@ -72,7 +72,8 @@ class Watchdog:
         process without a message.
 
         Up to Python 3.13, an exiting interpreter unwinds the stack of every daemon thread that asks for the interpreter
-        lock. In PyTorch's C++ code, this aborts the process: it would exit with status 134 after successful training.
+        lock. If the stack contains PyTorch's C++ code, this aborts the process, and even successful training ends with
+        status 134.
         """
         self._looking.acquire(timeout=1)
         self._roll_call.close()
@@ -123,7 +124,7 @@ class Watchdog:
         """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
 
         def sleep(seconds: float) -> float:
-            # This sleep may ignore signals, because the watchdog's thread still looks for them.
+            # This sleep need not end at a signal, because the watchdog's thread still checks for signals.
             time.sleep(seconds)
             return math.inf
 
@@ -149,7 +150,9 @@ class _Watching(threading.Thread):
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline, once a connection broke outside a schedule; empty without watchdog."""
+    """Name the ranks that hold up the pipeline; "" without a watchdog. Used if a connection breaks while no schedule
+    runs.
+    """
     watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
     return next((thread.watchdog.others() for thread in watching), "")
 
@@ -188,7 +191,8 @@ def _signals() -> _Signals | None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # The wakeup fd writes each signal to the pipe. These handlers do the same, in case another library replaces the fd.
+    # Python writes each signal to the wakeup fd, and so to the pipe. These handlers also write to the pipe, in case
+    # another library replaces the wakeup fd.
     for number in ours:
         signal.signal(number, lambda number, _: _write(writer, number))
     # Without this call, a forked child would write into its parent's pipe.
@@ -197,7 +201,7 @@ def _signals() -> _Signals | None:
 
 
 def _write(writer: int, number: int) -> None:
-    # If the pipe is full, the watchdog will read an earlier signal.
+    # If the pipe is full, this signal is not needed, because the watchdog will read an earlier one.
     with suppress(OSError):
         os.write(writer, bytes([number]))
 

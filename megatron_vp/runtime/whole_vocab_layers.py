@@ -12,7 +12,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class WholeVocabLayers:
-    """Passes token losses from the last stage to the loss function, and their gradients back.
+    """Moves token losses from the last stage to the loss function, and their gradients back.
 
     Rank p-1 reads the labels and runs the loss function. If rank p-1 does not hold the last stage, messages carry
     labels, losses and gradients between rank p-1 and the rank of the last stage.
@@ -33,7 +33,7 @@ class WholeVocabLayers:
         return {}
 
     def load(self, microbatch: int) -> None:
-        """Read token ids on rank 0, labels on rank p-1; store the labels if another rank holds the last stage."""
+        """Read token ids on rank 0 and labels on rank p-1. Store the labels if another rank holds the last stage."""
         if self._reads_tokens:
             self._model.load(0, microbatch)
         if self._reads_labels:
@@ -49,7 +49,7 @@ class WholeVocabLayers:
         """Do nothing: the backward has already accumulated the gradient of the embedding's weight."""
 
     def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Return the labels from rank p-1; None on rank p-1 itself."""
+        """Return the labels that rank p-1 sent; return None if this is rank p-1, where the model has loaded them."""
         return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:

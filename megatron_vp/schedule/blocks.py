@@ -1,4 +1,4 @@
-"""Defines building blocks: when the passes of one microbatch run on each rank, and the interval of repetition."""
+"""Defines building blocks, which say when each rank runs a microbatch's passes and at what interval they repeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
 Overlaps = Callable[[int, int, int], Sequence[tuple[Pass, Pass]]]
-"""Maps (rank, microbatches, barriers) to (forward, backward) pairs of different microbatches that run back to back."""
+"""Maps a rank, the number of microbatches and `VocabMethod.barriers` to (forward, backward) pairs. The two passes of a
+pair belong to different microbatches and run back to back.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class BuildingBlock:
 
     Microbatches are processed in groups of `group`. Each group starts `group` intervals after the previous one, because
     a microbatch occupies a rank for one interval in total. If `group` is above 1, the microbatches of a group start
-    `interval` / chunks apart, because the whole group passes through one chunk before the next.
+    `interval` / chunks apart, because a rank takes the whole group through one chunk before the next chunk.
 
     If `overlaps` is given, the backwards of its pairs are whole, and all other backwards are split.
     """
@@ -51,7 +53,7 @@ class BuildingBlock:
 def weights_in_free_slots(
     placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[int]:
-    """Slot of each stage's W: the first after its B that is free on the rank. The block repeats every `slots` slots."""
+    """For each stage's W, find the first free slot on its rank after its B. The block repeats every `slots` slots."""
     weight = [0] * placement.stages
     for stages in placement.stage_of:
         taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}

@@ -2,7 +2,7 @@
 
 Each directed edge between two pipeline ranks has one communicator per kind of message. All vocabulary collectives share
 one communicator, whose members are `Placement.vocab_members`. With tensor parallelism, the tensor-parallel ranks of a
-stage share one more.
+stage share another communicator for these collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Edge = tuple[int, int, Channel]
 """Source rank, target rank, and the kind of data that is sent."""
 
 CHANNELS = 4
-"""Maximum number of NCCL channels (thread blocks) that an operation on one of these communicators may use."""
+"""Maximum number of NCCL channels (thread blocks) that an operation on one of our communicators may use."""
 
 
 @dataclass(frozen=True)

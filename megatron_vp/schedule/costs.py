@@ -1,4 +1,6 @@
-"""Durations in any unit of time: equal everywhere (`PassCosts`), or by stage, rank and link (`StageCosts`)."""
+"""Durations of passes and transfers, in any unit of time. In `PassCosts`, durations are equal on all ranks and stages.
+In `StageCosts`, they may differ by stage, rank and link.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from megatron_vp.schedule.transfers import Channel, CollectiveKind, Operation
 class PassCosts:
     """Durations that are equal on all ranks and stages.
 
-    F, B (input gradient) and W (weight gradient) are the durations for all chunks of a rank together. `comm` is the
-    duration of every message and every collective. `other` has the durations of additional kinds of pass by name; a
-    kind without an entry takes no time. Raises UserError for a negative or non-finite duration, or one above `LONGEST`.
+    F, B (input gradient) and W (weight gradient) are durations for one microbatch in all chunks of a rank together.
+    `comm` is the duration of every message and every collective. `other` has the durations of additional kinds of pass
+    by name; a kind without an entry takes no time. Raises UserError for a negative or non-finite duration, or one above
+    `LONGEST`.
     """
 
     F: float = 1.0
@@ -92,7 +95,9 @@ class PassCosts:
         return replace(self, F=share, B=share, W=share, comm=0.0)
 
     def without_zeros(self) -> PassCosts:
-        """These costs with F, B and W of at least 1/1000 of their sum, because nominal times need durations above 0."""
+        """These costs with F, B and W raised to at least 1/1000 of their sum, because nominal times need durations
+        above 0.
+        """
         floor = 1e-3 * (self.F + self.B + self.W) or 1.0
         return replace(self, F=max(self.F, floor), B=max(self.B, floor), W=max(self.W, floor))
 
@@ -113,9 +118,9 @@ class StageCosts:
     F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
     duration per rank, and are empty if the schedule has no such passes. Kinds in `other` have one duration per virtual
     stage, or per rank if a rank runs only one such pass per microbatch. The keys of `messages` are (source rank, target
-    rank, channel), and those of `copies` are (whether the target is the host, rank, chunk). Passes and operations
-    without an entry take no time. Raises UserError for a negative or non-finite duration or one above `LONGEST`, and if
-    F, B and W have different numbers of stages.
+    rank, channel). The keys of `copies` are (to_host, rank, chunk), where `to_host` is False for copies back to the
+    device. Passes and operations without an entry take no time. Raises UserError if a duration is negative, not finite
+    or above `LONGEST`, or if F, B and W are empty or differ in length.
     """
 
     F: tuple[float, ...]
@@ -148,7 +153,7 @@ class StageCosts:
         return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
 
     def check_size(self, name: str, ranks: int, chunks: int) -> None:
-        """Raise UserError unless the numbers of durations fit `ranks` ranks with `chunks` chunks each."""
+        """Raise UserError if a pass kind has the wrong number of durations for `ranks` ranks with `chunks` chunks."""
         for kind, values in self.named().items():
             if PassKind(kind).per_chunk:
                 places, unit = ranks * chunks, "stages"
@@ -209,7 +214,7 @@ class StageCosts:
                 return self.B[stage] + self.W[stage]
         times = getattr(self, step.kind) if step.kind in PASSES else self.other.get(step.kind)
         if not times and step.kind is PassKind.S and not self.T:
-            # In an expanded interlaced schedule, S takes as long as the whole V, and T, IF and IB take no time.
+            # In an expanded interlaced schedule, S takes as long as the whole V. The passes T, IF and IB take no time.
             times = self.V
         return times[stage if step.kind.per_chunk else rank] if times else 0.0
 
@@ -224,7 +229,7 @@ PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassK
 Costs = PassCosts | StageCosts
 
 LONGEST = 1e15
-"""Longest accepted duration. Rounding could lose a short duration that is added to a longer one."""
+"""Longest accepted duration. Rounding could lose a short duration that is added to one longer than this."""
 
 
 def _check(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Expands interlaced schedules: replaces each V by the passes S, T, IF and IB that the runtime can run."""
+"""Expands interlaced schedules: replaces each vocabulary pass V, which the runtime cannot run, by S, T, IF and IB."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EMBEDDED_AHEAD = 2
 def expand_interlaced(schedule: Schedule) -> Schedule:
     """Replace each V of an interlaced schedule by S and T, and add IF and IB; return other schedules unchanged.
 
-    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for every T, which
-    synchronises all ranks as V does. Each IB is inserted after the first V that follows stage 0's B, or at the end if
-    no V follows.
+    The result is a vocab-1 schedule: T waits for the S of all ranks, and B of the last stage waits for the T of all
+    ranks. These waits synchronise all ranks as V does. The IB of each microbatch is inserted after the first V that
+    follows the microbatch's B on stage 0. If no V follows, the IB comes last.
     """
     if schedule.vocab is not VocabMethod.INTERLACED:
         return schedule
@@ -37,7 +37,8 @@ Behind = dict[Pass | None, list[Pass]]
 
 
 def _embedding_passes(schedule: Schedule) -> tuple[Behind, Behind, list[Pass]]:
-    """Return where to insert IF and IB, on the first stage's rank and on others, and the IBs that every rank runs last.
+    """Return the IFs and IBs to insert on the first stage's rank, those to insert on other ranks, and the IBs that
+    every rank runs last.
 
     Other ranks run each IF or IB right after the V that precedes it on the first stage's rank.
     """

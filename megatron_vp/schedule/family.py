@@ -1,4 +1,4 @@
-"""Defines the record of a schedule family: the properties that the rest of the package uses."""
+"""Defines `Family`: the properties of a schedule family that the rest of the package uses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Block = Callable[[int, int, PassCosts], BuildingBlock]
 Order = Callable[[int, int], Schedule]
 """Makes the schedule for a pipeline size and a number of microbatches."""
 Peak = Callable[[int, int, int, int], int]
-"""Returns how many chunk activations a rank holds (each of one chunk for one microbatch), given pipeline size p, rank
-r, chunks per rank v, and microbatches m.
+"""Returns the largest number of chunk activations that a rank may hold at a time, given pipeline size p, rank r, chunks
+per rank v, and microbatches m. One chunk activation stands for all activations that a chunk keeps for one microbatch.
 """
 
 
@@ -44,16 +44,16 @@ class Family:
     placement: Callable[[int, int], Placement]
     """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
     peak: Peak
-    """upper bound on a rank's chunk activations, without the additional microbatches of vocab-1 and vocab-2"""
+    """maximum number of chunk activations of a rank, without those that `promised_peak` adds for vocab-1 and vocab-2"""
     peak_formula: str
-    """the peak as a formula in p, r and v, in units of one microbatch's activations on a rank"""
+    """the peak of rank r as a formula in p, r and v (see `Peak`), in units of one microbatch's activations on a rank"""
     block: Block | None = None
     """the building block, into which vocabulary passes are inserted"""
     order_policy: OrderPolicy = OrderPolicy.TIGHTEN
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""
     chunks: int | None = 1
-    """chunks per rank; None if the user chooses (at least two)"""
+    """chunks per rank; None if the user chooses the number, which must be at least two"""
     methods: tuple[VocabMethod, ...] = SHARDED
     """supported vocabulary methods, the default first"""
     splits_backward: bool = False
@@ -61,18 +61,24 @@ class Family:
     planned: bool = True
     """whether `megatron-vp plan` considers the family"""
     in_megatron: bool = False
-    """whether Megatron itself runs this order if the vocabulary layers are not split"""
+    """whether Megatron itself supports the family's order if the vocabulary layers are not split"""
     bases: tuple[Family, ...] = ()
-    """families whose blocks are also tried when this family is fitted to a memory limit; empty unless it is flexible"""
+    """if the family is flexible, the families whose blocks it may also use to fit a memory limit; otherwise empty"""
     shape: str = ""
     """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
     limit: int | None = None
-    """largest number of chunk activations on a rank, if the family was fitted with a block that is not from `bases`"""
+    """largest number of chunk activations that a rank may hold, if the family was fitted with a block that is not from
+    `bases`
+    """
     fixed: Schedule | None = field(default=None, hash=False, repr=False)
-    """the schedule of a file; training needs exactly its number of ranks, and at most its number of microbatches"""
+    """the schedule from a file; it must have the requested number of ranks and, for training, at least the requested
+    number of microbatches
+    """
 
     def chunks_of(self, chunks: int | None) -> int:
-        """Chunks per rank; None asks for the default. Raises UserError if the family does not support the number."""
+        """The number of chunks per rank if the user requests `chunks`, or the default if `chunks` is None. Raises
+        UserError if the family does not support the number.
+        """
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
@@ -117,8 +123,8 @@ class Family:
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold, at most `microbatches * chunks`.
 
-        This is the family's `limit` if it has one. Otherwise it is the family's peak, plus one microbatch per barrier
-        unless the schedule comes from a file.
+        This is the family's `limit` if it has one. Otherwise, it is the family's peak, plus `chunks` activations for
+        each barrier of vocab-1 or vocab-2. In a schedule from a file, barriers add nothing.
         """
         if self.limit is not None:
             return min(self.limit, microbatches * chunks)

@@ -1,7 +1,7 @@
-"""Numbers the steps and operations of all microbatches, and records their dependencies.
+"""Assigns numbers to the nodes (steps and operations) of all microbatches, and records their dependencies.
 
-Usually all microbatches follow one pattern; if, for example, only some backwards are split, there are a few patterns.
-The nodes of a pattern are stored only once; the nodes of a microbatch have consecutive numbers.
+Usually the nodes and dependencies of all microbatches follow one pattern, which is stored only once. If, for example,
+only some backwards are split, there are a few patterns. The nodes of each microbatch have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pattern:
 
 
 class Graph:
-    """The nodes of all microbatches and their dependencies; microbatch i is a copy of `patterns[which[i]]`.
+    """The nodes of all microbatches and their dependencies; microbatch i follows the pattern `patterns[which[i]]`.
 
     Node n waits for the nodes `predecessors[n]`, and the nodes `successors[n]` wait for it. `lanes[n]` is the lane of
     node n: a rank r < `ranks`, or a communicator. A lane runs one node at a time. `kinds[n]` is the kind of pass of
@@ -88,19 +88,19 @@ class Graph:
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
-        """Maps a step to the operation of only its own rank, such as a copy, that is posted after it."""
+        """Maps a step to the operation, such as a copy, that is posted after it and involves only the step's rank."""
         alone = self.of_nodes(lambda node: not isinstance(node, Step) and len(node.members(())) == 1)
         return {self.predecessors[number][0]: number for number, is_alone in enumerate(alone) if is_alone}
 
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The operations in `posted_behind` by rank, in the order of posting; `orders` are the ranks' steps."""
+        """Each rank's operations from `posted_behind`, in the order of posting; `orders[r]` lists rank r's steps."""
         posted = self.posted_behind
         return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
 
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make the step that follows each Post of a copy wait until the rank's previous copy has ended.
+        """Delay the step after each Post of a copy until the rank's previous copy has ended.
 
-        On a device with one hardware queue, a copy that waits for its lane blocks everything issued after it.
+        On a device with one hardware queue, a copy that cannot start yet blocks everything issued after it.
         """
         posted = self.posted_behind
         for order in orders:
@@ -135,8 +135,9 @@ class Graph:
         self.predecessors[after].append(before)
 
     def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """In each microbatch, make one node wait for `before` of the microbatch `distance` earlier: the first node of
-        `either` that the microbatch has. The arguments are nodes of microbatch 0.
+        """In each microbatch m >= `distance`, make one node wait for node `before` of microbatch m - `distance`. The
+        waiting node is the first one in `either` that microbatch m contains. `before` and `either` are given as nodes
+        of microbatch 0.
         """
         by_pattern = {
             id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))

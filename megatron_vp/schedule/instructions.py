@@ -77,6 +77,6 @@ class Program:
 
     @cached_property
     def peaks(self) -> dict[Held, int]:
-        """The largest amount of each kind of memory that the passes hold, in the pieces of `schedule.ledger`."""
+        """For each kind of memory, the largest number of pieces (see `ledger.py`) that the passes hold at once."""
         order = [each.action for each in self.instructions if isinstance(each, Run)]
         return {held: peak(order, held) for held in Held}

@@ -1,10 +1,11 @@
-"""Counts memory in pieces, such as one chunk's activations: which pass allocates each piece, and which frees it.
+"""Counts the pieces of memory that a rank holds, such as one chunk's activations, and finds the passes that allocate
+and free each piece.
 
 A pass allocates the memory that its kind `holds`, and frees the memory that its kind `releases` for the same microbatch
 and chunk. If several passes release the same memory, the last of them frees it; with a split backward, this is W.
 
-If an operation fills the memory of a pass, the memory counts as allocated by the pass whose data the operation moves.
-For example, host memory counts from the F that computes the activations, not from the O that waits for the copy.
+If an operation between two passes fills the memory, the first of the two passes counts as allocating it. For example,
+host memory counts as allocated by the F that computes the activations, not by the O that waits for the copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron_vp.schedule.passes import Pass, Schedule
 
 
 def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each piece of this memory, the passes that allocate and free it, as positions in a rank's order.
+    """For each piece of memory of the kind `held`, the passes that allocate and free it, as positions in a rank's
+    order.
 
     If no pass frees the memory, as in an evaluation, both are the allocating pass.
     """
@@ -43,7 +45,9 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each pass, how many pieces of this memory it allocates at its start and frees at its end."""
+    """For each pass, how many pieces of memory of the kind `held` it allocates at its start, and how many it frees at
+    its end.
+    """
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
@@ -52,7 +56,7 @@ def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """The number of pieces of this memory that are held during and after each pass of a rank's order."""
+    """For each pass, how many pieces of memory of the kind `held` are in use during the pass and after it."""
     found, level = [], 0
     for taken, given in changes(order, held):
         during = level + taken
@@ -62,11 +66,11 @@ def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
 
 
 def peak(order: Sequence[Pass], held: Held) -> int:
-    """The largest number of pieces of this memory that the rank holds."""
+    """The largest number of pieces of memory of the kind `held` that are in use at the same time."""
     return max((during for during, _ in levels(order, held)), default=0)
 
 
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
-    """Activations held during and after each pass of `rank`, in microbatches; a chunk counts as 1/chunks."""
+    """Activations held during and after each pass of `rank`, in units of one microbatch's activations on the rank."""
     found = levels(schedule.ranks[rank], held)
     return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

@@ -44,13 +44,13 @@ def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:
-    """Compute the times if every node starts as soon as its predecessors have ended and its lane is free.
+    """Compute when nodes start and end: each starts as soon as its predecessors have ended and its lane is free.
 
-    The lane of a step is its rank; `orders[r]` are the numbers of rank r's steps, in order. A loss that is not in
-    `orders` waits for the end of its rank's current pass. The lane of an operation is its communicator, which runs
-    operations in the order in which they become ready, because lowered programs post them in this order. Operations of
-    a single rank, such as copies, keep the order of the steps after which they are posted. Raises ScheduleError if the
-    order deadlocks.
+    The lane of a step is its rank; `orders[r]` lists, in order, the node numbers of rank r's steps. If a call of the
+    loss function is not in `orders` and becomes ready during a pass of its rank, it starts right after that pass. The
+    lane of an operation is its communicator, which runs operations in the order in which they become ready, because
+    lowered programs post them in this order. Operations that involve only one rank, such as copies, run in the order of
+    the steps after which they are posted. Raises ScheduleError if the order deadlocks.
     """
     successors, lanes = graph.successors, graph.lanes
     waits = list(map(len, graph.predecessors))
@@ -83,7 +83,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 
 def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """Describe a deadlock: the first line lists steps that wait for each other; each other line shows a stuck rank."""
+    """Describe a deadlock: first a line with steps that wait for each other, then one line per stuck rank."""
     heads = {}
     around = []
     for rank, order in enumerate(orders):

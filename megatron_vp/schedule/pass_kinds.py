@@ -1,8 +1,8 @@
 """The kinds of pass: one entry per kind, with all the properties that the rest of the package uses.
 
-A schedule may also list passes that its vocabulary method does not require, at most once per microbatch, or per
-microbatch and chunk. Such a pass waits for the passes that its entry names, and takes no time unless the costs include
-its kind.
+A schedule may also list optional passes: O, R, and those of kinds added with `PassKind.define`. Each optional pass may
+occur once per microbatch or, if its kind is `per_chunk`, once per microbatch and chunk. It waits for the passes that
+its entry names, and takes no time unless the costs include its kind.
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ class PassKind(str, metaclass=_Table):
     through: Through | None
     """makes an operation between the passes in `waits_for` and this pass; if None, this pass waits for them directly"""
     holds: tuple[Held, ...]
-    """memory that the pass allocates and still holds when it ends; with `through`, the passes in `waits_for` allocate
-    it instead, because the operation after them fills it
+    """memory that the pass allocates and still holds when it ends; if `through` is set, its operation fills this memory
+    before the pass starts, so the passes in `waits_for` allocate the memory instead
     """
     filled_by: Through | None
-    """makes the operation that follows the pass and fills its memory; the pass that frees it waits for the result"""
+    """function that makes the operation after the pass; this operation fills the memory in `holds`, and the pass that
+    frees the memory waits for the operation
+    """
     releases: tuple[Held, ...]
     """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 

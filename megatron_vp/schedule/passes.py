@@ -108,7 +108,7 @@ class Schedule:
 
     @cached_property
     def vocab_members(self) -> tuple[int, ...]:
-        """The ranks in every vocabulary collective (`Placement.vocab_members`); none without vocabulary passes."""
+        """The ranks in the vocabulary collectives (`Placement.vocab_members`); empty if there are no collectives."""
         if self.vocab is VocabMethod.NONE:
             return ()
         return self.placement.vocab_members(self.vocab_ranks)
@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether the schedule has backwards, which `forward_only` removes."""
+        """Whether the schedule has backward passes."""
         return PassKind.B in self.kinds or PassKind.BW in self.kinds
 
     @cached_property

@@ -1,6 +1,7 @@
 """Makes Chrome trace events for Perfetto, both for simulated timelines and for recorded runs.
 
-Every rank is a process. Functions take times in milliseconds; events contain microseconds, as the format requires.
+Perfetto shows every rank as a process. The functions accept times in milliseconds. The events contain microseconds, as
+the format requires.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Adds passes O and R, which copy activations to host memory and back (PipeOffload), to a schedule in nominal order.
+"""Adds passes O and R to a nominal schedule. They copy activations to host memory and back (PipeOffload).
 
 Ideally, activations are copied out right after their forward and copied back just before their backward. In practice,
 copies are delayed because a rank has a single copy lane, on which copy-outs and copy-backs take turns (Wan et al.,
-arXiv 2503.01328, section 4.2). Copies are placed by the passes' nominal times. In a building block, forwards come no
-faster in the warm-up than in the steady state, so copies keep up with them from the start.
+arXiv 2503.01328, section 4.2). Copies are placed according to the passes' nominal times. In a building block, forwards
+come no faster in the warm-up than in the steady state, so copies keep up with them from the start.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Each R, with its rank, that follows its O without a computing pass in between."""
+    """Return (rank, R) for every R that no computing pass separates from its O."""
     found: list[tuple[int, Pass]] = []
     if not schedule.offloaded:
         return found
@@ -85,8 +85,9 @@ def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The passes of the first `microbatches` microbatches, in the order of `schedule`.
 
-    If no computation is left between an O and its R, the R moves after the next computing pass, or the O moves before
-    the previous one. If the chunk's backward directly follows its forward, the chunk stays on the device instead.
+    If no computation is left between an O and its R, the R is put after the next computing pass. If the next pass is
+    the chunk's backward, the O is instead put before the previous computing pass. If the previous pass is also the
+    chunk's forward, the rank does not offload the chunk.
     """
     cut = schedule.first_microbatches(microbatches)
     returning, orders = returning_at_once(cut), [list(order) for order in cut.ranks]
@@ -112,10 +113,11 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 def computed_between(
     placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
 ) -> list[tuple[Step, Step]]:
-    """Dependencies that force at least one pass with computation to run between each R in `returning` and its O.
+    """Dependencies that keep at least one computing pass between each R in `returning` and the O before it.
 
-    `placed` is the order before the search, and `found` is the order after it. Of the passes between O and R in
-    `placed`, the dependencies use the one that is nearest to R in `found`.
+    `placed` is the nominal order, and `found` is the order that `reorder_for_costs` derived from it. In `placed`,
+    computing passes lie between each O and its R. Of these passes, the one nearest to R in `found` must run after O and
+    before R.
     """
     links = []
     for rank, back in returning:
@@ -128,7 +130,7 @@ def computed_between(
 
 
 class _Placing:
-    """Chooses the places of one rank's copies in its order; a copy at place k runs right before the k-th pass."""
+    """Chooses the places of copies in one rank's order of passes. A copy at place k runs right before the k-th pass."""
 
     def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
         self.order, self.spans = tuple(order), spans
@@ -165,11 +167,11 @@ class _Placing:
     def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
         """Places of O and R for every microbatch of the chunks in `durations`.
 
-        `durations[chunk]` are the times of a copy-out and a copy-back. The copy lane's time is divided into slots, each
-        for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each copy-back
-        takes the last free slot before its backward; the last backward chooses first. If a microbatch's copies take
-        longer than its passes, the copy times assumed here are scaled down to fit; in a real run, passes then wait for
-        the copies.
+        `durations[chunk]` holds the durations of one copy-out and one copy-back. The copy lane's time is divided into
+        slots, each for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each
+        copy-back takes the last free slot before its backward; the last backward chooses first. If a microbatch's
+        copies take longer than its passes, the copy times assumed here are scaled down to fit; in a real run, passes
+        then wait for the copies.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))

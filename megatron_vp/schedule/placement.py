@@ -66,7 +66,7 @@ class Placement:
         return self._seat[stage][0]
 
     def chunk_of(self, stage: int) -> int:
-        """Chunk of `stage` on its rank."""
+        """Index of `stage` among the chunks of its rank."""
         return self._seat[stage][1]
 
     def vocab_members(self, vocab_ranks: Iterable[int]) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
     - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
     - `{"do": "wait", ...}` with the same keys as a post.
 
-    An operation has the same name on all its members. The operations of a lane complete in the order in which every
-    member posted them. An interlaced schedule is lowered with S, T, IF and IB in place of V.
+    An operation has the same name on all its members. All members post the operations of a lane in the same order, and
+    the operations complete in this order. An interlaced schedule is lowered with S, T, IF and IB in place of V.
     """
     document = {
         "schedule": schedule.name,

@@ -1,9 +1,9 @@
 """Shortens a schedule, given its real costs, by reordering its passes within its memory limits.
 
 A list scheduler that works forwards in time shortens the warm-up but not the cool-down; one that works backwards does
-the opposite. A result can be improved by another run of the scheduler in the other direction or with other durations.
-Which run is best depends on the schedule and its costs, so several results are compared. The shortest is used, or the
-given order if no result is shorter.
+the opposite. A result can be improved by running the scheduler on it again, in the other direction or with modified
+pass durations. Which run is best depends on the schedule and its costs, so several results are compared. The shortest
+is used, or the given order if no result is shorter.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def reorder_for_costs(
     further_orders: bool = True,
     links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
-    """Reorder a schedule's passes to shorten it under `costs`, within `limits`, which the given order must respect.
+    """Reorder the passes of `schedule` within `limits` to shorten it under `costs`. The given order must already
+    respect `limits`.
 
     `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
-    additional dependencies: the second node of each waits for the first. Without `further_orders`, only the given order
-    and the list scheduler's results for it in both directions are compared.
+    additional dependencies: the second node of each waits for the first. Without `further_orders`, only three orders
+    are compared: the given one, and two that the list scheduler makes from it, one forwards and one backwards in time.
     """
     graph = linked_graph(schedule)
     for earlier, later in links:
@@ -75,14 +76,15 @@ def reorder_for_costs(
 
 def linked_graph(schedule: Schedule) -> Graph:
     """The graph of the dependencies that a reordered `schedule` must keep."""
-    # Without vocabulary passes, the last stage's B does not wait for a loss, as in published schedules.
+    # Without vocabulary passes, leave the loss out of the graph, as published schedules do.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
     link_limits(graph, schedule)
     return graph
 
 
 def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
-    """The shortest makespan of `schedule` itself and of the list scheduler's results for it in both directions.
+    """The shortest makespan of three orders: `schedule`'s own, and two that the list scheduler makes from it, one
+    forwards and one backwards in time.
 
     `graph` is the `linked_graph` of a schedule with the same passes.
     """
@@ -99,7 +101,9 @@ Found = tuple[float, Orders]
 
 @dataclass(frozen=True)
 class _Search:
-    """Tries orders of a graph's passes within limits; `times` are the real durations."""
+    """Tries orders of a graph's passes within memory limits. Makespans are always computed with the real durations,
+    `times`.
+    """
 
     graph: Graph
     limits: MemoryLimits
@@ -114,7 +118,7 @@ class _Search:
         return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
 
     def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and the list scheduler's results for it in both directions."""
+        """The given order, and two that the list scheduler makes from it, one forwards and one backwards in time."""
         return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
 
     def further_orders(
@@ -123,13 +127,16 @@ class _Search:
         """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
         A list scheduler starts any ready pass, even if this delays a more urgent pass that is about to become ready.
-        With `even` durations (F, B and W take equally long), passes become ready exactly when they are needed, and an
-        order found with them has only short waits under the real durations. For the same reason, one more order is
-        found as if vocabulary passes took no time, and is then improved by a backward run with the real durations.
+        With `even` durations (F, B and W take equally long), passes become ready exactly when they are needed, and the
+        resulting order has only short waits under the real durations. If there are vocabulary passes, the scheduler
+        also finds an order as if these passes took no time, and improves that order in a run backwards in time with the
+        real durations.
 
-        To save time, a schedule above `SMALL` gets only one more run: in the other direction if it has vocabulary
-        passes, otherwise with even durations. If it has copies to the host, both first results are improved in the
-        other direction instead; from `LARGE` on, neither is.
+        To save time, a schedule with more than `SMALL` nodes gets only one more run. With vocabulary passes, this run
+        goes backwards from `forwards` or, if `backwards` is longer, forwards from `backwards`. Without vocabulary
+        passes, the run uses even durations. A schedule of this size that copies activations to the host gets two more
+        runs instead of one: backwards from `forwards`, and forwards from `backwards`. With `LARGE` or more nodes, it
+        gets none.
         """
         if self.graph.posted_behind and len(self.times) > SMALL:
             return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
@@ -149,13 +156,13 @@ class _Search:
         return self.run(given, durations, False), self.run(given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
-        """Run the list scheduler backwards on the forward result, and forwards on the backward result."""
+        """Run the list scheduler in the other direction: backwards from `forwards`, and forwards from `backwards`."""
         return [self.run(forwards[1], durations, True), self.run(backwards[1], durations, False)]
 
     def run(self, given: Orders, durations: Sequence[float], backwards: bool) -> Found:
-        """The order that the list scheduler finds for `durations`, with the order's makespan for the real durations.
+        """The order that the list scheduler finds for `durations`, and its makespan under the real durations (`times`).
 
-        If the scheduler does not finish, the result is the given order with an infinite makespan.
+        If the pairs in `backward_of` cause a deadlock, the result is the given order with an infinite makespan.
         """
         problem = Problem.of(self.graph, given, durations, self.memory)
         if self.backward_of:
@@ -196,7 +203,7 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Add the waits that a reordered schedule must keep in addition to the dependencies.
+    """Add links for the rules that a reordered schedule must follow in addition to the dependencies.
 
     IF runs only a few microbatches ahead of the first stage's F, and IB only a few behind the first stage's backward. A
     chunk's W of microbatch 0 runs before all whole backwards of the chunk. In a schedule for evaluation, microbatches
@@ -215,7 +222,9 @@ def link_limits(graph: Graph, schedule: Schedule) -> None:
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield node numbers of successive forwards of one rank, kind and chunk; later microbatches have higher ones."""
+    """Yield the node numbers of each pair of successive forwards of one rank, kind and chunk. Later microbatches have
+    larger node numbers.
+    """
 
     def same(node: Node) -> tuple[PassKind, int] | None:
         action = node.action if isinstance(node, Step) else None

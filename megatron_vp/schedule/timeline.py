@@ -1,4 +1,4 @@
-"""Simulates a schedule with given costs: times of all passes and communication, bubbles and activation memory."""
+"""Simulates a schedule with given costs to find bubbles, activation memory, and times of passes and communication."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Timeline:
 
     @cached_property
     def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
-        """For each rank, three total times of waiting only for copies: by passes O, by backwards, and by other passes.
+        """For each rank, the total time for which passes wait only for copies, in three parts: passes O, backwards, and
+        other passes.
 
         Other passes wait for copies only if copies and passes share one hardware queue.
         """
@@ -159,9 +160,9 @@ class Simulator:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulate a schedule; every pass starts as early as its rank and its dependencies allow.
 
-    Communication occupies a communicator, not a rank: the second stream runs one collective after another, and a link
-    one message after another. All V passes of a microbatch start together. Raises ScheduleError for a missing, repeated
-    or unexpected pass, and for an order that deadlocks.
+    Communication occupies a communicator, not a rank. Each communicator runs its operations one after another. All V
+    passes of a microbatch start together. Raises ScheduleError for a missing, repeated or unexpected pass, and for an
+    order that deadlocks.
     """
     costs = costs or PassCosts()
     return Simulator(schedule, costs).simulate(costs)

@@ -1,9 +1,9 @@
 """Repeats a building block for all microbatches, and inserts the vocabulary passes.
 
-Every rank with vocabulary rows gets a slot for one S, T, IF and IB per microbatch, at the end of its forward of chunk
-0. For each barrier of the method, the last stage waits one more `BuildingBlock.step` between a microbatch's F and B.
-Each vocabulary pass then takes the first of its rank's slots that its dependencies allow. Slots can be short, because
-nominal times determine only the order of passes.
+Every rank with vocabulary rows gets one slot per microbatch for S, T, IF and IB together, at the end of its forward of
+chunk 0. Each barrier of the vocabulary method delays all backwards by one `BuildingBlock.step`. Each vocabulary pass
+then takes the first of its rank's slots that its dependencies allow. Slots can be shorter than the passes, because the
+slots' times determine only the order of passes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TimedPass = tuple[float, Pass]
 class Nominal:
     """A valid schedule, in which each rank's passes are in the order of their nominal times.
 
-    `pairs` lists, for each rank, the (forward, backward) pairs that stay next to each other. `spans` are the nominal
-    start and end times of each rank's passes.
+    `pairs` lists each rank's (forward, backward) pairs. The two passes of a pair stay next to each other. `spans` are
+    the nominal start and end times of each rank's passes.
     """
 
     schedule: Schedule
@@ -35,7 +35,7 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Sort every rank's passes by their nominal times; each barrier of the method delays all backwards by one step."""
+    """Sort every rank's passes by their nominal times. Each barrier of `vocab` delays all backwards by `block.step`."""
     delay = vocab.barriers * block.step
     slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
     ranks: list[list[TimedPass]] = []
@@ -59,7 +59,7 @@ def nominal_schedule(
 
 
 def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:
-    """Replace the B and W of every pair by a whole backward right after the pair's forward."""
+    """For each (forward, backward) pair, replace the backward's B and W by a whole backward right after the forward."""
     behind = dict(pairs)
     gone = {backward._replace(kind=kind) for backward in behind.values() for kind in (PassKind.B, PassKind.W)}
     found: list[TimedPass] = []
@@ -73,11 +73,12 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
 
 @dataclass(frozen=True, slots=True)
 class _VocabSlots:
-    """Assigns times to vocabulary passes. A rank's slot is the end of its forward of chunk 0, and consists of four
-    parts of length `width` for S, T, IF and IB.
+    """Assigns times to vocabulary passes. The time reserved for a rank's forward of chunk 0 ends with a slot for these
+    passes: four parts of length `width`, for S, T, IF and IB.
 
-    Wherever a rank's slot lies within a step, S runs within one step after the last stage's forward, and T within the
-    next step. One step per barrier is therefore enough, and at most two microbatches are between S and T.
+    Wherever a rank's slot lies, its S runs within one `BuildingBlock.step` after the last stage's forward, and its T
+    runs one step later. All backwards therefore need a delay of only one step per barrier. On each rank, at most two
+    microbatches at a time have finished S but not T.
     """
 
     block: BuildingBlock
@@ -88,7 +89,7 @@ class _VocabSlots:
         block, width = self.block, self.width
         end = block.forward_time - 4 * width
         opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
-        # T waits for the loss function, which rank p-1 runs at the latest right after its own S.
+        # T waits for the loss function, which needs S of all shards. The last S ends no later than `loss`.
         loss = output + block.step + width
         backward = block.backward[0] + self.delay + block.backward_time
         return [

@@ -39,11 +39,11 @@ class Timed(Protocol):
 class RankFigures:
     """Means over the traced iterations, in milliseconds per iteration.
 
-    busy: time in passes and losses.
+    busy: time in passes and in the loss function.
     vocabulary: the part of `busy` spent in S and T passes.
-    waiting: time that the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
-    communicating: time that the second stream, on which vocabulary collectives run, spends in them or waits for peers.
-    hidden: the part of `communicating` during which a pass or a loss computes.
+    waiting: time for which the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
+    communicating: time that vocabulary collectives take on the second stream, including waiting for peers.
+    hidden: the part of `communicating` during which the rank runs passes or the loss function.
     """
 
     busy: float
@@ -55,7 +55,8 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of all ranks; an iteration lasts from the first start to the last end of a pass on any rank.
+    """Performance figures of all ranks. An iteration lasts from the moment when the first rank starts to compute until
+    all ranks have finished.
 
     costs: mean times of passes and collectives, in milliseconds (see `mean_costs`).
     predicted: the iteration time in milliseconds that the simulator predicts from the executed order and `costs`,
@@ -71,7 +72,9 @@ class Figures:
 
 
 def figures(traces: Sequence[RankTrace]) -> Figures:
-    """Compute the figures of all ranks' traces (see `read_traces`). Raises UserError if passes are missing."""
+    """Compute the performance figures of all ranks from their traces (see `read_traces`). Raises UserError if passes
+    are missing.
+    """
     iterations = tuple(sorted(traces[0].microbatches))
     try:
         costs = mean_costs(traces)
@@ -97,7 +100,7 @@ def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
 
 
 def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
-    """Mean durations in milliseconds; a backward that is not split counts as B.
+    """Mean durations of passes and collectives in milliseconds. A backward that is not split counts as B.
 
     A collective's duration is taken from the rank that enters the collective last, because that rank does not wait for
     others. The transfer of messages is not timed, so every message gets the mean duration of a collective.
@@ -123,7 +126,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
     def by_stage(kind: PassKind) -> tuple[float, ...]:
         seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-        # A chunk whose backward passes are never split has no B and W, so its full backward counts as B.
+        # A chunk whose backward is never split has BW instead of B and W. This BW counts as B.
         whole = [took.get((PassKind.BW, *seat), [0.0]) if kind is PassKind.B else [0.0] for seat in seats]
         return tuple(fmean(took.get((kind, *seat), other)) for seat, other in zip(seats, whole, strict=True))
 
@@ -146,7 +149,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 
 
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
-    """Durations of a rank's passes in milliseconds: one mapping from pass kind to durations per traced iteration."""
+    """For each traced iteration: durations of a rank's passes in milliseconds, by kind of pass."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
     for span in _compute(trace):
         if span.category != LOSS:
@@ -208,9 +211,10 @@ class IterationFigures:
 
 
 def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
-    """Figures of one iteration over all ranks, for plotting: times are in seconds, and shares are between 0 and 1.
+    """Combine all ranks' figures of one iteration for plotting: busy times in seconds, all other values as fractions.
 
-    The bubble is the mean idle fraction of the longest extent, which is the first rank's in all schedules.
+    The bubble is the idle fraction of the longest `extent`, averaged over the ranks. In all schedules, the first rank
+    has the longest `extent`.
     """
     busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
     communicating = sum(rank.communicating for rank in ranks)
@@ -232,7 +236,9 @@ def total(spans: Iterable[Timed]) -> float:
 
 
 def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Total time during which spans of both sequences overlap. Spans of one sequence are in order and disjoint."""
+    """Total time during which spans of both sequences overlap. The spans of each sequence must be in order and
+    disjoint.
+    """
     common, i, j = 0.0, 0, 0
     while i < len(some) and j < len(others):
         common += max(0.0, min(some[i].end, others[j].end) - max(some[i].start, others[j].start))

@@ -135,7 +135,8 @@ def path_of(folder: Path, rank: int) -> Path:
 def read_traces(folder: Path) -> list[RankTrace]:
     """Read the traces of all ranks of the run in `folder`, in the order of ranks.
 
-    Raises UserError if the folder does not exist, a file is missing or not a trace, or the files are of different runs.
+    Raises UserError if the folder does not exist, if a file is missing or is not a trace, or if the files are from
+    different runs.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give the --pipeline-trace folder of a run")

@@ -112,7 +112,7 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Read the JSON object in the file of a rank report or trace. Raises UserError for any other file."""
+    """Read the JSON object in the file of a rank report or trace. Raises UserError if there is none."""
     text = read_text(path, "rank report", 512 * MIB)
     try:
         document = json.loads(text)

@@ -8,7 +8,7 @@ from megatron_vp.trace.two_runs import TwoRuns
 
 
 def picture(runs: TwoRuns) -> bytes:
-    """Draw a PNG of the losses, their relative difference, and each rank's busy and waiting time (left: plain run)."""
+    """Draw a PNG of both runs: the losses with their relative difference, and each rank's busy and waiting time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")

@@ -2,21 +2,23 @@
 
     D_ij = c_i E_ij + e_i onehot_ij      c_i = s_i exp(a_i - A_i) / L_i      e_i = s_i exp(z_i - A_i) / L_i - t
 
-Here z is the target's logit, and a, A and L are defined in `megatron_vp.vocab.statistics`. s = 1 + 2 zeta LSE; without
-a z-loss, zeta is 0 and s is 1. Without label smoothing, t, the target's weight, is 1 (`megatron_vp.vocab.loss`). S sets
-the target's entry of E to zero. The target's entry of D is e alone, computed from z in fp32, because c E - 1 would
-suffer from cancellation if the model is confident.
+Here z is the target's logit, and a, A and L are defined in `megatron_vp.vocab.statistics`. s = 1 + 2 zeta LSE, where
+LSE is the log-sum-exp and zeta the weight of the z-loss (0 without a z-loss). t is the target's weight, which is 1
+without label smoothing (`megatron_vp.vocab.loss`). Pass S computes E = exp(logit - a) and sets the target's entry to
+zero. The target's entry of D is e alone, computed from z in fp32. E is stored in the model's dtype, so c E - 1 would be
+mostly rounding error if the model is confident.
 
 A softcap k turns a logit y into k tanh(y / k). Then a and z are capped logits, the entries of E are multiplied by the
 slope 1 - tanh(y / k)^2, and e is multiplied by the slope at the target, 1 - (z / k)^2.
 
-Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs over E
-can include the term: E and X' = c g X get `SMOOTHING_ROWS` additional rows. In E, all their entries are
+Label smoothing subtracts the same number u from every entry of D. This constant term has rank one, so the GEMMs that
+read E can include it: E and X' = c g X get `SMOOTHING_ROWS` additional rows. All entries of E's additional rows are
 `SMOOTHING_ENTRY`.
 
     E W        each added row of the product is SMOOTHING_ENTRY times the sum of W's rows; dX / g is reduced by u times
                this sum
-    E^T X'     the added rows of X' are -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded, and the rounding error
+    E^T X'     the first added row of X' is -u / SMOOTHING_ENTRY times sum_i g_i x_i, rounded. The second is the
+               rounding error.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SMOOTHING_ROWS = 2
 """Number of rows that label smoothing adds to E and X': one for the smoothing term, and one for its rounding error."""
 
 SMOOTHING_ENTRY = 2.0**-8
-"""Entries of the additional rows of E. This value keeps additional rows of X' and of E W within the range of fp16."""
+"""The value of every entry in the additional rows of E. It keeps the additional rows of X' and of E W within the range
+of fp16.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Derivative:
 
     @property
     def target_weight(self) -> float:
-        """t, the weight of the target."""
+        """t, the weight of the target's logit in the loss."""
         return self.loss.target_weight(self.vocab_size)
 
     @property
@@ -81,7 +85,8 @@ class Derivative:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Smallest c that can be applied to X instead of E: e / c must be in the range of E's dtype, and c g X in the range
-    of X's dtype. In fp16, the loss scale in g leaves no range for c, so c is always applied to E in rows with a target.
+    """Smallest scale c that can be applied to X instead of E. E then stores the target's entry e of D as e / c, which
+    must be in the range of E's dtype. X becomes c g X, which must be in the range of X's dtype. In fp16, the loss scale
+    in g leaves no range for c, so c is always applied to E in rows with a target.
     """
     return float("inf") if dtype == torch.float16 else 2.0**-60

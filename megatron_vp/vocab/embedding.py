@@ -1,4 +1,4 @@
-"""Input embedding of one shard: passes IF and IB, and the exchange of embedded rows and their gradients with stage 0.
+"""Input embedding of one shard: passes IF and IB, and the exchange of embedding rows and their gradients with stage 0.
 
 A rank owns a position of a microbatch if it holds the embedding row of the token there. Every rank has all tokens, so
 it knows the owner of each position and how many rows each rank sends. A rank sends stage 0 only the rows that it owns,
@@ -22,10 +22,11 @@ from megatron_vp.vocab.weights import main_grad
 
 
 class RowExchange:
-    """The rank that owns each position of a microbatch's flattened tokens [n].
+    """Finds the owner of each position of a microbatch's flattened tokens [n]. The owner is the rank that holds the
+    embedding row of the position's token.
 
-    With tensor parallelism, a replica has t pipelines, and an exchange covers the positions that the shards of one
-    pipeline own. The index of a shard is pipeline rank x t + tensor rank.
+    With tensor parallelism of size t, a model replica has t pipelines, and an exchange covers the positions that the
+    ranks of one pipeline own. The index of a shard is pipeline rank x t + tensor rank.
 
     `plan` fills the object, and may run on another stream. The buffers belong to the stream on which the object was
     created.
@@ -59,7 +60,7 @@ class RowExchange:
         self._counts = count_buffer(1, self._ranks, tokens_n.device)[0] if counts is None else counts
 
     def plan(self) -> None:
-        """Find the owner of each position, asynchronously on a GPU. This is a microbatch's only sort."""
+        """Sort the positions by owner and count each owner's positions, asynchronously on a GPU."""
         tokens_n, vocab_size = self.tokens_n, self.shards.vocab_size
         operations_for(tokens_n).sort_by_owner_(self.order_n, self._counted, tokens_n, self._spans, vocab_size)
         self._counts.copy_(self._counted, non_blocking=True)
@@ -93,13 +94,15 @@ class RowExchange:
         return self.tokens_n[self.order_n[first : first + self.counts[rank]]]
 
     def assemble(self, rows_kh: torch.Tensor, words_nh: torch.Tensor) -> None:
-        """Copy rows sorted by owner, [k, h], into token order, [n, h]; zero the rows of other pipelines' tokens."""
+        """Copy rows sorted by owner, [k, h], into token order, [n, h]; zero the rows that other pipelines own."""
         if len(rows_kh) < len(words_nh):
             words_nh.zero_()
         words_nh.index_copy_(0, self.order_n[: len(rows_kh)], rows_kh)
 
     def sort_by_owner(self, rows_nh: torch.Tensor) -> torch.Tensor:
-        """The inverse of `assemble`: select the owned rows [k, h] from [n, h]."""
+        """The inverse of `assemble`: from the rows of all tokens, [n, h], select those that this pipeline owns, [k, h],
+        and sort them by owner.
+        """
         return rows_nh.index_select(0, self.order_n[: sum(self.counts)])
 
 
@@ -133,7 +136,7 @@ class EmbeddingLayer(nn.Module):
 
     @torch.no_grad()
     def forward(self, exchange: RowExchange) -> torch.Tensor:
-        """Pass IF: look up the rows of a microbatch that this shard owns, [k, h] in the model's dtype."""
+        """Pass IF: look up this shard's rows for a microbatch's tokens, [k, h] in the model's dtype."""
         return self.weight.index_select(0, self._rows(exchange))
 
     @torch.no_grad()

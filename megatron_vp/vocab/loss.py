@@ -27,7 +27,7 @@ class TokenLoss:
     z_loss: float = 0.0
 
     def logit_weight(self, vocab_size: int) -> float:
-        """u, the weight of every logit in the loss, with the padded vocabulary size as V."""
+        """u, the weight of every logit in the loss; `vocab_size` is V, the padded vocabulary size."""
         return self.label_smoothing / (vocab_size - 1) if self.label_smoothing else 0.0
 
     def target_weight(self, vocab_size: int) -> float:

@@ -22,7 +22,7 @@ ROWS_PER_BLOCK = 1024
 
 
 class Operations(Protocol):
-    """Interface of the operations. Operations whose names end in `_` write into their first argument."""
+    """Interface of this module's seven operations, all of which write into their first argument."""
 
     def exponentiate_(
         self,
@@ -33,7 +33,7 @@ class Operations(Protocol):
         logit_weight: float = 0.0,
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Turn logits into E = exp(logit - row maximum), zero in the target's column.
+        """Turn logits into E = exp(logit - row maximum), and set the target's entry to zero.
 
         With a softcap k, a logit y is first capped to k tanh(y / k). The stored E is then multiplied by the slope 1 -
         tanh(y / k)^2, which gradients need.
@@ -47,10 +47,10 @@ class Operations(Protocol):
             softcap: k; 0 leaves logits as they are.
 
         Returns:
-            Three tensors. The first holds the packed statistics [3, n]: the row maximum a; the sum l of the
-            exponentials, without slopes and including the target's; t z plus u times the sum of the row's logits. The
-            second is the target's column, int64 [n], and the third is z, the target's capped logit; they are -1 and 0
-            if the target belongs to another shard. Floats are in fp32, or in fp64 if the logits are.
+            Three tensors: the packed statistics [3, n], the target's column (int64 [n]), and the target's capped logit
+            z [n]. If the target belongs to another shard, the column is -1 and z is 0. The statistics of a token are
+            the maximum a of its logits, the sum l of exp(logit - a) over all columns (without the softcap's slope), and
+            t z + u * (sum of its logits). Floats are in fp32, or in fp64 if the logits are.
         """
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
@@ -68,8 +68,8 @@ class Operations(Protocol):
     ) -> None:
         """Turn E W into D W, this shard's part of dX / g: row i becomes c_i (E W)_i + e_i W[target_i], rounded once.
 
-        With label smoothing, `weight_sum_h` is the sum of W's rows times `SMOOTHING_ENTRY`, and u times the sum of W's
-        rows is subtracted from every row.
+        Label smoothing also subtracts u times the sum of W's rows from every row (see `vocab.derivative`).
+        `weight_sum_h` is this sum times `SMOOTHING_ENTRY`.
         """
 
     def enter_targets_(
@@ -78,9 +78,9 @@ class Operations(Protocol):
         """Turn E into E' by entering the targets' entries; return X' such that E'^T X' = D^T (g X).
 
         Each row of X' is c g times the row of X, and the target's entry of E' is e / c; both are rounded once. If this
-        shard owns a row's target and the row's c is less than `smallest_scale`, the row of E becomes c E, and the row
-        of X' is only g times the row of X. If label smoothing has added rows to E, X' gets the same number of
-        additional rows.
+        shard owns a row's target and the row's c is less than `smallest_scale`, c multiplies the row of E instead: the
+        target's entry of E' is then e, and the row of X' is g times the row of X. If label smoothing has added rows to
+        E, X' gets the same number of additional rows.
         """
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class Operations(Protocol):
     def add_rows_(
         self, matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
     ) -> None:
-        """Compute matrix[row_i] += source_i for all row indices that are not negative, with the same bits in every run.
+        """Compute matrix[row_i] += source_i for all non-negative row indices. The result is bitwise reproducible.
 
         sorted_rows: whether `row_n` is in ascending order.
         """
@@ -114,7 +114,7 @@ class Operations(Protocol):
 
 
 class EagerOperations:
-    """Operations for any device and float dtype; they read the logits several times and may wait for the device."""
+    """Operations for any device and float dtype. They read the logits several times and may block the host."""
 
     def exponentiate_(
         self,
@@ -213,7 +213,7 @@ class EagerOperations:
         """See `Operations`."""
         kept_n = (row_n >= 0).nonzero().squeeze(-1)
         rows_kh = source_nh[kept_n].to(matrix_vh.dtype)
-        # On a GPU, `index_add_` adds in any order, but `index_put_` sorts the rows first.
+        # On a GPU, `index_add_` adds rows in an order that can vary between runs. `index_put_` sorts the indices first.
         if matrix_vh.is_cuda:
             matrix_vh.index_put_((row_n[kept_n],), rows_kh, accumulate=True)
         else:

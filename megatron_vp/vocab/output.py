@@ -8,16 +8,17 @@ D is the derivative of the loss with respect to the logits, W and dW are the sha
 L are a and l over the whole vocabulary. vocab-1 computes D W in T, once A and L are known. vocab-2 computes E W in S,
 before they are known, and rescales the rows of E W afterwards, so that one barrier is enough.
 
-`megatron_vp.vocab.derivative` adds a z-loss, label smoothing and a softcap to D. None of them needs an additional pass
-over the logits, W, X or the gradient of W.
+A z-loss, label smoothing and a softcap change D (see `megatron_vp.vocab.derivative`). None of them needs an additional
+pass over the logits, W, X or the gradient of W.
 
-D is never formed. T enters the targets' entries, divided by c, into E, so that one GEMM, E^T (c g X), gives all of D^T
-(g X). The row factors c and g are applied to X, because X is smaller than E by a factor of (V/p) / h.
+D is never formed. Instead, T overwrites the targets' entries of E with those of D, divided by c, so that one GEMM, E^T
+(c g X), gives all of D^T (g X). The row factors c and g are applied to X, because X is smaller than E by a factor of
+(V/p) / h.
 
 With a frozen weight (`requires_grad` is False), only dX is computed, and X and E are freed early (see `PendingOutput`).
 
-Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are in
-fp32. Between S and T, E is kept in the model's dtype.
+Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are
+computed in fp32. Between S and T, E is kept in the model's dtype.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from megatron_vp.vocab.weights import main_grad
 class PendingOutput:
     """State that a shard keeps for a microbatch between S and T: the matrices E [n, V/p] and X [n, h], and vectors [n].
 
-    With label smoothing, E has `SMOOTHING_ROWS` more rows. If the weight is frozen, X is empty, and E is empty once E W
-    has been computed. T overwrites E.
+    With label smoothing, E has `SMOOTHING_ROWS` more rows. If the weight is frozen, X is always empty, and E becomes
+    empty once E W has been computed. Otherwise, T overwrites E.
     """
 
     x_nh: torch.Tensor
@@ -79,7 +80,7 @@ class OutputLayer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x_nh: torch.Tensor, labels_n: torch.Tensor, loss: TokenLoss = CROSS_ENTROPY) -> PendingOutput:
-        """Run pass S of either algorithm; in vocab-2, `unscaled_input_gradient` completes the pass.
+        """Run pass S of vocab-1, or the first part of S of vocab-2; `unscaled_input_gradient` is the second part.
 
         Args:
             x_nh: output of the last stage, [n, h], in the model's dtype.
@@ -125,7 +126,7 @@ class OutputLayer(nn.Module):
     def rescaled_input_gradient(
         self, unscaled_nh: torch.Tensor, pending: PendingOutput, total: GlobalStatistics
     ) -> torch.Tensor:
-        """Turn E W, [n, h], into this shard's part of dX / g, in place, once the global statistics are known."""
+        """Use the global statistics to turn E W [n, h] in place into this shard's part of dX / g."""
         if self.weight.shape[0]:
             derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
             smoothing = () if pending.weight_sum_h is None else (pending.weight_sum_h,)
@@ -142,7 +143,7 @@ class OutputLayer(nn.Module):
             pending: the state that S left; T overwrites it.
             token_loss_grad_n: g, the derivative of the training loss with respect to each token's loss, fp32 [n]; g
                 includes the loss mask, the averaging and the loss scale.
-            input_gradient: whether to return this shard's part of dX / g, [n, h] (vocab-1).
+            input_gradient: whether to return this shard's part of dX / g, [n, h], which only vocab-1 needs from T.
         """
         part_nh = None
         if input_gradient:

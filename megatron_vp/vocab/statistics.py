@@ -2,10 +2,10 @@
 section 4).
 
 A shard contributes three floats per token: the largest logit a, the sum l of exp(logit - a), and its part of the term
-that the loss subtracts from the log-sum-exp (for cross entropy the target's logit, zero if the target belongs to
-another shard). The three floats are sent as one packed [3, n] tensor, and every rank folds the statistics of the shards
-in the same order, so all ranks get the same bits. With tensor parallelism, the shards of each stage are folded first,
-and then the results of the stages.
+that the loss subtracts from the log-sum-exp. Without label smoothing, this term is the target's logit, and shards that
+do not own the target contribute zero. The three floats are sent as one packed [3, n] tensor, and every rank folds the
+statistics of the shards in the same order, so all ranks get the same bits. With tensor parallelism, the tensor ranks of
+each stage first fold their shards' statistics. Then every rank folds the results of all stages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GlobalStatistics:
     sum_n: torch.Tensor
     """L, the sum of exp(logit - A)."""
     linear_n: torch.Tensor
-    """The part of the loss that is linear in the logits: the target's logit (zero if no shard owns the target), or with
-    label smoothing a weighted sum of all logits.
+    """The part of the loss that is linear in the logits: the target's logit (zero if no shard owns the target) or, with
+    label smoothing, a weighted sum of all logits.
     """
 
     @property

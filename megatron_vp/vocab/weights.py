@@ -1,4 +1,4 @@
-"""Megatron's weight attributes that the vocabulary layers use."""
+"""Access to `main_grad`, the gradient buffer that Megatron attaches to a weight."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Chooses the vocabulary rows of each rank and the layers of each stage, so that no rank waits for another.
+"""Chooses the vocabulary rows of each rank and the layers of each stage to balance the ranks' work.
 
 A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows
-(`water_filling`). Rows are assigned for several layouts of the layers. The most promising layouts are simulated with
-the job's schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast; `measured_rows.py`
-uses the measured speed of each GPU.
+(`water_filling`). Rows are assigned for each of several layouts of the layers. The most promising layouts are simulated
+with the job's schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast;
+`measured_rows.py` uses the measured speed of each GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
-"""Even shards are kept if they are predicted to be at most this fraction slower than the best shards."""
+"""Even shards are kept if training with them is predicted to be at most this fraction slower than with the best shards.
+"""
 
 UNITS = (128, 64, 8)
 """Units in which rows may be assigned; `unit_of_rows` picks the largest that fits at least FINE_ENOUGH times into an
-even shard. GEMMs are fastest with multiples of 128 rows. With multiples of 64 (8) rows, the 16-bit logits of every
-token start at a 128-byte (16-byte) boundary.
+even shard. GEMMs are fastest with multiples of 128 rows. Multiples of 64 rows align the 16-bit logits of every token to
+128 bytes, and multiples of 8 rows align them to 16 bytes.
 """
 
 FINE_ENOUGH = 16
@@ -46,17 +47,19 @@ SMALLEST_SHARE = 1 / 16
 """Smallest non-empty shard, as a fraction of an even shard; a smaller one is not worth the overhead of its passes."""
 
 TIE = 0.002
-"""Candidates at most this fraction slower than the fastest count as tied; the one that needs least memory is chosen."""
+"""A candidate ties with the fastest if it is slower by at most this fraction. Of the tied candidates, the one that
+needs least memory is chosen.
+"""
 
 
 @dataclass(frozen=True)
 class Shards:
     """Layers of every virtual stage and vocabulary rows of every pipeline rank.
 
-    layers: None if all stages have equally many.
-    rows: summed over the tensor ranks; None: even shards.
-    gain: from `balanced`, the predicted speed-up over even shards, with the user's layout or, if the user gave none,
-        with training's default layout; from `measured_rows.refilled`, the speed-up over the measured run's rows.
+    layers: None if all stages have equally many layers.
+    rows: summed over the tensor ranks of each pipeline rank; None for even shards.
+    gain: predicted speed-up. `balanced` compares with even shards in the user's layout, or in training's default layout
+        if the user gave none. `measured_rows.refilled` compares with the rows of the measured run.
     """
 
     layers: tuple[int, ...] | None
@@ -81,7 +84,7 @@ def balanced(
 
     Args:
         plan: its `vocab_rows` are ignored.
-        memory_limit: bytes per rank; None: unlimited. The limit is ignored if no plan fits, and on CPU hardware.
+        memory_limit: bytes per rank; None: unlimited. The limit is ignored on CPU hardware, and if it cannot be met.
         layout_given: whether the user set the plan's layers; if so, only rows are assigned.
 
     The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are kept if they fit
@@ -98,15 +101,16 @@ def balanced(
     if not hardware.is_gpu and even.layers is None:
         return Shards(None, None)
     first = search.outcome(even)
-    # Even shards that fit are kept unless another plan takes at most `longest` seconds. Lower bounds rule out some or
-    # all other plans without a simulation.
+    # If the even shards fit, they are kept unless another plan takes at most `longest` seconds. No plan whose lower
+    # bound exceeds `longest` is simulated.
     longest = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
     if search.least_of_all() > longest:
         return Shards(even.layers, None)
     least = {each: search.least(each) for each in search.candidates}
     simulated: dict[Plan, _Outcome] = {}
     for each in sorted(least, key=least.__getitem__):
-        # A plan slower than `longest` is not needed: it could not replace even shards or tie with the fastest plan.
+        # A plan slower than `longest` is not needed: it is too slow to replace the even shards, or too slow to tie with
+        # the fastest plan.
         if least[each] <= longest:
             found = simulated[each] = search.outcome(each)
             if found.fits:
@@ -138,10 +142,10 @@ def most_rows(
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the time of the passes, for any layers and rows that `balanced` may choose.
+    """Lower bound in seconds on the iteration time, for any layers and rows that `balanced` may choose.
 
-    The bound is infinite if `balanced` always keeps even shards. Raises UserError if the layers cannot be distributed
-    over the stages.
+    The bound is infinite if the schedule or the vocabulary size rules out uneven shards. Raises UserError if the layers
+    cannot be distributed over the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
@@ -164,7 +168,7 @@ class _Outcome:
 
 
 class _Search:
-    """Finds and predicts the candidates of one job, and caches figures that several candidates need."""
+    """Finds candidate plans for one job, predicts their time and memory, and caches values that several plans need."""
 
     def __init__(
         self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
@@ -189,12 +193,12 @@ class _Search:
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
-        """Lower bound in seconds on the iteration time, for any pass order within the schedule family's memory."""
+        """Lower bound on the iteration time, in seconds, if no rank holds more activations than `promised_peak`."""
         return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
-        """Lower bound in seconds on the iteration time for any layers and rows, computed as if all ranks had the same
-        work and every row took the time that it takes in a shard of the most efficient size.
+        """Lower bound in seconds on the iteration time, however layers and rows are divided among the ranks. It assumes
+        that all ranks have the same work, and that every row takes as long as in a shard of the most efficient size.
         """
         layers = layers_of(self.job, self.even, self.placement)
         stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
@@ -204,7 +208,9 @@ class _Search:
 
     @cached_property
     def candidates(self) -> list[Plan]:
-        """The plans worth simulating: from each group of layouts, the one whose busiest rank has the least work."""
+        """The plans worth simulating. Each group of layouts (see `layer_choices`) gives at most one plan: the one whose
+        busiest rank has the least work.
+        """
         if self.plan.layers is not None:
             groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
         else:
@@ -265,7 +271,9 @@ class _Search:
         return tuple(rows)
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
-        """How many units of rows fit into each rank's memory, interpolated because memory is linear in rows."""
+        """How many units of rows fit into each rank's memory. Memory is linear in rows, so it is predicted for one unit
+        and for all rows, and interpolated between them.
+        """
         total = len(self.cost) - 1
         if self.limit is None:
             return [total] * self.job.pipeline
@@ -298,7 +306,8 @@ def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memo
 
 
 def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the time of 1F1B's passes with the best layers and rows, on equally fast ranks.
+    """Lower bound in seconds on the time of 1F1B's passes, with the best split of layers and rows over equally fast
+    ranks.
 
     The model has L layers on p pipeline ranks, and its vocabulary passes would take as long as k layers if one rank
     held all rows. Per microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers.

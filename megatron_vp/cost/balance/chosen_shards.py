@@ -21,7 +21,7 @@ from megatron_vp.trace.partition import Partition
 
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
-    """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support its value."""
+    """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support the given value."""
     given = config.values.get("vocab_shards")
     if isinstance(given, int) and not isinstance(given, bool):
         given = str(given)
@@ -53,7 +53,7 @@ def with_shards(
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
-        # Like training, keep even shards if the job has options that the cost model does not support.
+        # As in training, keep even shards if the job has options that the cost model does not support.
         if uncounted(config):
             return plan
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
@@ -76,14 +76,14 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the rows of `partition` and, if it has any, with its layers."""
+    """Return `plan` with the rows of `partition`, and with `partition.layers` if it is not None."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
 def gain_of_next_start(
     config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> str | None:
-    """Describe the gain from this job's `--vocab-shards measured:DIR`; None if the job does not use measured shards.
+    """Describe what `--vocab-shards measured:DIR` would change at the next start; None if the job does not use it.
 
     Raises UserError if the folder does not contain a measurement of this job.
     """

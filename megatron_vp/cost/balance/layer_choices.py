@@ -14,7 +14,7 @@ from megatron_vp.schedule import Placement
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Transformer layers of every virtual stage, and the ranks that may hold rows."""
+    """The number of transformer layers of every virtual stage, and the ranks that may hold vocabulary rows."""
 
     layers: tuple[int, ...]
     holders: tuple[int, ...]
@@ -23,10 +23,11 @@ class LayerChoice:
 def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequence[float]) -> list[list[LayerChoice]]:
     """Candidate layouts of `layers` on `placement`, grouped by kind; every stage has at least one layer.
 
-    The first groups contain one layout each, which spreads the layers as evenly as possible; any rank may hold rows. If
-    some ranks have one more layer than others, there are three such groups: these ranks are spread out, come first, or
-    come last. The last two groups have one layout for each number of holders from 1 to p - 1; the holders come first in
-    one group and last in the other.
+    The layouts that distribute the layers most evenly come first, each in a group of its own. In these layouts, any
+    rank may hold vocabulary rows. There is one such layout if p divides the number of layers. Otherwise there are
+    three: the ranks with one more layer are spread out, come first, or come last. Two more groups follow, with one
+    layout for each feasible number of holders (ranks with rows) from 1 to p - 1. In one of these two groups, the
+    holders are the first ranks of the pipeline. In the other, they are the last ranks.
 
     Args:
         layer: seconds of one layer in all passes of a microbatch.
@@ -54,9 +55,10 @@ def layer_choices(layers: int, placement: Placement, layer: float, cost: Sequenc
 def _layers_of_others(
     layers: int, ranks: int, holders: int, least: int, layer: float, cost: Sequence[float]
 ) -> int | None:
-    """The layers of each rank without rows that minimise the busiest rank's work; None if no layout is possible.
+    """Choose how many layers each rank without rows gets, to minimise the busiest rank's work; None if impossible.
 
-    Holders share the other layers as evenly as possible, and share the rows so that all holders take equally long.
+    The remaining layers are divided as evenly as possible over the `holders` ranks with rows. The rows are divided so
+    that these ranks take equally long.
     """
     units = len(cost) - 1
     best = None

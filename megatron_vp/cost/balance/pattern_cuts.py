@@ -1,7 +1,7 @@
 """Finds where to cut a hybrid model's pattern so that the busiest rank has as little work as possible.
 
-Each letter of the pattern is one layer, and different letters mean different amounts of work. A cut is the number of
-letters on every virtual stage.
+Each letter of the pattern is one layer, and different letters mean different amounts of work. A cut says how many
+letters each virtual stage gets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _LONGEST_MOVE = 8
 """Largest number of neighbouring stage boundaries that are moved together."""
 
 _BETTER = 1 - 1e-9
-"""A cut is an improvement only if its objective is below this fraction of the old one, to ignore rounding errors."""
+"""A move is an improvement only if it reduces an objective below this fraction of its old value. This excludes mere
+rounding errors.
+"""
 
 
 def letter_seconds(times: PassTimes) -> list[float]:
-    """Seconds that each letter of the job's pattern takes in all passes of a microbatch."""
+    """Seconds that all passes of one microbatch take in each layer of the job's pattern."""
     job = times.job
     traffic = CommunicationModel(job, times.hardware, times.constants)
     kinds = [type_of(letter) for letter in job.model.pattern]
@@ -43,16 +45,16 @@ def even_cut(
     extra: Sequence[float] | None = None,
     may_be_empty: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Letter counts of all virtual stages that minimise the busiest rank's work; None if there are too few letters.
+    """Find the cut that minimises the busiest rank's work. Return each virtual stage's number of letters, or None if
+    there are too few letters.
 
     Args:
         work: work of every letter.
         extra: other work of every rank.
         may_be_empty: virtual stages that may have no letters.
 
-    With one chunk per rank, the result is optimal. With several, it may be a local optimum: moving up to _LONGEST_MOVE
-    neighbouring stage boundaries by one letter neither lowers the busiest rank's work nor keeps it while making the
-    ranks' work more even.
+    With one chunk per rank, the result is optimal. With several, it may be only a local optimum: the objective (see
+    `_Cuts.figures`) does not improve if at most _LONGEST_MOVE neighbouring stage boundaries are moved by one letter.
     """
     least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
@@ -67,7 +69,7 @@ def even_cut(
 
 
 def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) -> list[float]:
-    """Work of every rank, given the number of letters of every stage (`cut`)."""
+    """Work of every rank if stage s gets `cut[s]` letters of the pattern."""
     loads, sums = [0.0] * placement.ranks, [0.0, *accumulate(work)]
     for stage, (start, end) in enumerate(pairwise(accumulate(cut, initial=0))):
         loads[placement.rank_of(stage)] += sums[end] - sums[start]
@@ -75,7 +77,7 @@ def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) ->
 
 
 class _Cuts:
-    """Finds cuts of one pattern. In this class, a cut is a list: 0, followed by the end of each stage in letters."""
+    """Finds cuts of one pattern. Here, a cut lists positions in the pattern: 0, followed by the end of each stage."""
 
     def __init__(
         self, work: Sequence[float], placement: Placement, extra: Sequence[float], least: Sequence[int]
@@ -97,7 +99,7 @@ class _Cuts:
         return max(loads), sum(each * each for each in loads)
 
     def by_target(self) -> list[int]:
-        """The cut whose stage ends are closest to giving all ranks equal work."""
+        """The cut whose stages end as close as possible to where they would end if all ranks had equal work."""
         level = _level(self.extra, self.sums[-1])
         ends, reached = [0], 0.0
         for stage, needed in enumerate(self.needed_after):
@@ -126,7 +128,8 @@ class _Cuts:
         for stage in range(len(self.least)):
             end = self._fullest(stage, ends[-1], level)
             if end < ends[-1] + self.least[stage]:
-                # The stage's first letter exceeds `level`. If earlier stages ended sooner, it would be another letter.
+                # The rank's work exceeds `level` even if the stage has only its first letter. If earlier stages ended
+                # sooner, the stage would start with another letter, which may mean less work.
                 return self._below_by_all(level)
             ends.append(end)
         return ends if ends[-1] == len(self.sums) - 1 else None
@@ -159,7 +162,9 @@ class _Cuts:
         return found
 
     def improved(self, ends: list[int]) -> list[int]:
-        """Move one or several neighbouring stage boundaries by one letter while that helps."""
+        """Repeatedly move one or several neighbouring stage boundaries by one letter, until no such move improves the
+        cut.
+        """
         while (better := self._moved(ends)) is not None:
             ends = better
         return ends
@@ -195,7 +200,7 @@ def _bits(number: int) -> list[int]:
 
 
 def _level(extra: Sequence[float], work: float) -> float:
-    """The common load of the least loaded ranks after `work` is spread over them; `extra`: all loads before that."""
+    """The level to which `work` raises the least loaded ranks; `extra`: each rank's load without `work`."""
     level, lower = 0.0, sorted(extra)
     for count in range(1, len(lower) + 1):
         level = (work + sum(lower[:count])) / count
@@ -219,8 +224,8 @@ def pattern_choices(times: PassTimes, placement: Placement, cost: Sequence[float
     """List candidate cuts for uneven shards, as `layer_choices` does for models without a pattern.
 
     The first group contains only the most even cut, in which any rank may hold rows. In the next two groups, as in the
-    last two of `layer_choices`, only some ranks hold rows. If the pattern repeats, the groups of `layer_choices` are
-    added, with each repetition as one layer, so that finer cuts never make the result worse.
+    last two of `layer_choices`, only some ranks hold rows. If the pattern is a repeated unit, more groups follow: the
+    result of `layer_choices` with whole units in place of layers.
     """
     work, p = letter_seconds(times), placement.ranks
     everyone, units = tuple(range(p)), len(cost) - 1

@@ -7,16 +7,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 _HALVINGS = 64
-"""Number of bisection steps, enough to exceed the resolution of a float."""
+"""Number of bisection steps, enough to narrow the interval to the precision of a float."""
 
 
 def fill(
     work: Sequence[float], cost: Sequence[float], most: Sequence[int], slowness: Sequence[float] | None = None
 ) -> tuple[int, ...] | None:
-    """Units for every rank that minimise the largest `work[r] + slowness[r] * cost[units[r]]`; None if they do not fit.
+    """Distribute units so that the largest `work[r] + slowness[r] * cost[units[r]]` is as small as possible. Return the
+    number of units per rank, or None if not all units fit.
 
     Args:
-        work: work of every rank without any units.
+        work: work of every rank before it gets any units.
         cost: cost of 0, 1, 2, ... units, which starts at 0 and never falls. The last entry is for all units.
         most: the most units that each rank can hold.
         slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.

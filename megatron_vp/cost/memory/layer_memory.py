@@ -1,6 +1,7 @@
 """Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
 
-All figures are bytes on one rank; docs/evidence/predictions.md compares them with counts from real programs.
+All figures are bytes on one rank. docs/evidence/predictions.md compares predictions with the bytes counted by
+`replay --shapes-only`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 
 WORKING_SET = 24.5
-"""Temporary bytes per token and hidden unit in the backward of one layer of the paper's code."""
+"""Bytes of temporary tensors per token and hidden unit in one layer's backward, in the paper's code."""
 
 SPLIT_BACKWARD = 34
-"""Bytes per token and hidden unit that a split backward adds in the paper's code, where one more layer waits for W."""
+"""Additional bytes per token and hidden unit during a split backward, in the paper's code: the tensors that one
+finished layer still keeps for W.
+"""
 
 DROPPED = 1
 """Bytes per score for the attention dropout mask. The scores after dropout are kept as well, in the model's dtype."""
@@ -78,7 +81,8 @@ def small_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 def recomputed_activations(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
     """Bytes of activations that a layer does not keep because its backward recomputes part of its MLPs.
 
-    A fully recomputed MLP keeps only its input, or the input of the norm before it if one module contains both.
+    A fully recomputed MLP keeps only its input. If one module contains the MLP and the norm before it, only the norm's
+    input is kept.
     """
     again, model, mlp = mlp_recompute(job, kind), job.model, mlp_of(job.model, kind)
     if again is MlpRecompute.NONE or mlp is None:
@@ -117,8 +121,8 @@ def layer_memory(job: Job, split: bool, kind: LayerType = LayerType.WHOLE) -> La
         scores = _scores(job)
         once = job.element_bytes * scores
     if job.sequence_parallel and job.tensor > 1:
-        # With sequence parallelism, each matrix product gathers its input. The backward also holds the gradient of the
-        # gathered input, and the slice of this gradient that stays on the rank.
+        # With sequence parallelism, each column-parallel layer gathers its input. The backward also holds the gradient
+        # of the gathered input, and the slice of this gradient that stays on the rank.
         gathered = job.tokens * job.element_bytes * model.hidden
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
@@ -149,10 +153,12 @@ class PassMemory:
 
 
 def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """The temporary bytes in a stage's passes; `letters`: the stage's part of the model's pattern, if there is one.
+    """The temporary bytes in a stage's passes. `letters` is the stage's part of the model's layer pattern, if there is
+    one.
 
-    The forward needs the bytes of the last attention layer, minus the activations of later MLPs, which do not exist
-    yet. The backward needs the bytes of the largest MLP, or those of attention if the stage has no MLPs.
+    The forward needs the bytes of the last attention layer. The activations of later MLPs are subtracted, because they
+    count as kept but do not exist yet. The backward needs the bytes of the largest MLP, or those of attention if the
+    stage has no MLPs.
     """
     if not job.model.pattern:
         layer = layer_memory(job, split)
@@ -172,7 +178,7 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
 
 
 def once_memory(job: Job, split: bool, kinds: Iterable[LayerType]) -> float:
-    """Bytes of the buffers that a rank allocates once for all its layers; `kinds`: the types of these layers."""
+    """Bytes of the buffers that a rank allocates once for all its layers. `kinds` are the types of these layers."""
     return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)
 
 
@@ -185,8 +191,8 @@ def _inner(job: Job, kind: LayerType) -> float:
 def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]]:
     """Bytes per token of each activation tensor that every layer implementation keeps.
 
-    The first list has the tensors outside tensor-parallel regions, which sequence parallelism divides; the second has
-    those inside.
+    The first list is for tensors outside tensor-parallel regions. Sequence parallelism splits only these tensors. The
+    second list is for tensors inside the regions.
     """
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     between: list[float] = []
@@ -204,8 +210,8 @@ def _common_tensors(job: Job, kind: LayerType) -> tuple[list[float], list[float]
             between += [wide * latent.query_rank] * 2
             between += [wide * (latent.key_rank + latent.rotary), wide * latent.key_rank]
     if mlp:
-        # The tensors in `between` are those of attention's list: the two inputs and the dropout mask. Those in `inside`
-        # are the output of the MLP's first matrix product and the input of the second one.
+        # The tensors in `between` are the inputs of the norm and of the first matrix product, and the dropout mask.
+        # Those in `inside` are the output of the first product and the input of the second.
         between += [wide * model.hidden, wide * mlp.per_token * model.hidden, model.dropout * model.hidden]
         inside += [mlp.per_token * wide * mlp.width / t] * (3 if model.gated else 2)
         if mlp.shared:
@@ -221,7 +227,7 @@ def _common_activations(job: Job, kind: LayerType) -> float:
 
 
 def _further_activations(job: Job, kind: LayerType) -> float:
-    """Bytes of activations that only Transformer Engine's or only Megatron's local layers keep."""
+    """Bytes of activations that the job's layer implementation keeps in addition to `_common_activations`."""
     model, wide, t, mlp = job.model, job.element_bytes, job.tensor, mlp_of(job.model, kind)
     local = job.layers is not LayerKind.ENGINE
     keys, groups = max(model.keys // t, model.head_size), max(model.kv_groups // t, 1)
@@ -231,7 +237,8 @@ def _further_activations(job: Job, kind: LayerType) -> float:
     statistics = 0.0
     if model.query_key_norms:
         # The norms of queries and keys keep their inputs. Transformer Engine copies these inputs out of the
-        # projection's result. A local layer keeps the whole result, and copies the queries if heads share a group.
+        # projection's result. A local layer keeps the whole result and, with grouped-query attention, also a copy of
+        # the queries.
         elements += model.queries / t + keys
         if local:
             elements += keys + (model.queries / t if model.kv_groups < model.heads else 0)

@@ -1,7 +1,8 @@
 """Memory that PyTorch's allocator does not count: the CUDA context, kernels, communicators and fragmentation.
 
 The figures are estimates from the source code of NCCL 2.30 and from experience with PyTorch 2.15, not measurements. On
-a GPU, compare all figures except fragmentation with the memory in use minus `torch.cuda.memory_reserved()`.
+a GPU, the sum of all figures except fragmentation corresponds to `total - free - torch.cuda.memory_reserved()`, where
+`free, total = torch.cuda.mem_get_info()`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 MIB, GIB = 2**20, 2**30
 
 CONTEXT = 0.5 * GIB
-"""Bytes of the CUDA context; on a CPU, of the process and its libraries."""
+"""Bytes of the CUDA context or, on a CPU, of the process and its libraries."""
 
 KERNELS = 0.35 * GIB
 """Bytes of loaded kernel code, and of workspaces that libraries allocate themselves."""
 
 CONNECTION = 9.2 * MIB
-"""Buffer bytes per connection and channel: 4.0 MiB for NCCL's protocol SIMPLE, 0.5 MiB for LL, 4.7 MiB for LL128."""
+"""Buffer bytes per connection and channel, by NCCL protocol: SIMPLE 4.0 MiB + LL 0.5 MiB + LL128 4.7 MiB."""
 
 COMMUNICATOR = 4 * MIB
-"""Bytes of a communicator without connections, which has queues and tables of its peers and channels."""
+"""Bytes of a communicator's queues, and of its tables of peers and channels. Its connections are counted separately."""
 
 MEGATRON_CHANNELS = 16
 """Channels that NCCL chooses for each of Megatron's communicators over NVLink; it chooses fewer between nodes."""
@@ -38,12 +39,13 @@ and freed, which excludes parameters, gradients and optimizer states.
 
 @dataclass(frozen=True)
 class OutsideMemory:
-    """Bytes of one rank by purpose, and the number of communicators that this project creates on the rank.
+    """Memory of one rank that PyTorch's allocator does not count, in bytes.
 
     edges: communicators for activations and gradients between stages.
     vocabulary: communicators for collectives over the pipeline and over a stage's tensor ranks.
     rows: connections over which embedding rows are sent.
     megatron: communicators of Megatron's own process groups.
+    communicators: number of communicators that this project creates, not their bytes.
     """
 
     context: float
@@ -100,14 +102,14 @@ def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardw
 
 
 def _ends(edge: Edge, rank: int, job: Job, hardware: Hardware) -> int:
-    """Number of buffer sets on `rank` for an edge between stages: the receiver's and, between nodes, the sender's."""
+    """Number of buffer sets on `rank` for an edge: 0 if the rank sends within its own node, otherwise 1."""
     source, target, _ = edge
     node = [place * job.gpus_per_stage // hardware.gpus_per_node for place in (source, target)]
     return int(rank == target or node[0] != node[1])
 
 
 def _ring(ranks: int, channels: int) -> float:
-    """Bytes of a ring communicator, which connects to the previous and to the next rank; 0 for a single rank."""
+    """Bytes per rank of a ring communicator, which connects each rank to its two neighbours; 0 for a single rank."""
     return COMMUNICATOR + 2 * channels * CONNECTION if ranks > 1 else 0.0
 
 
@@ -115,7 +117,8 @@ def _megatron(job: Job, schedule: Schedule, rank: int) -> float:
     """Bytes of the communicators of Megatron's process groups on a rank.
 
     There is one group of all ranks (for barriers), one of a model replica (for the gradient norm), and one for each
-    kind of parallelism. If Megatron's own schedule runs, its pipeline group also connects neighbouring stages.
+    kind of parallelism. If Megatron's own schedule runs, the pipeline group also needs connections for messages between
+    neighbouring stages.
     """
     placement = schedule.placement
     groups = [job.gpus, job.pipeline * job.tensor, job.data * job.context, job.tensor, job.context, job.expert]

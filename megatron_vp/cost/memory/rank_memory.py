@@ -27,7 +27,7 @@ from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
 
 EMBEDDED = 2.7
-"""Bytes per token and hidden unit of embedding rows and a dropout mask, on the first stage in the paper's code."""
+"""Bytes per token and hidden unit that the paper's first stage keeps for embedding rows and a dropout mask."""
 
 SHARED_BUFFERS = 11
 """Bytes per token and hidden unit for the copies of X (the output layer's input) and of X's gradient that S, T and
@@ -35,8 +35,9 @@ their collectives use.
 """
 
 SCORES, OWN_SCORES = 6, 2
-"""Bytes per logit of a split output layer. The paper's code keeps fp32 logits for the loss until B, and 16-bit logits
-for the matrix product. This project's code keeps 16-bit logits of each microbatch from S to T.
+"""Bytes per logit of a split output layer. The paper's code keeps fp32 logits for the loss and 16-bit logits for the
+matrix product. This project's code keeps 16-bit values from S to T: S replaces the logits by their exponentials in
+place.
 """
 
 WORKSPACES = 0.1 * GIB
@@ -66,7 +67,7 @@ class RankMemory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Bytes by name; everything that PyTorch's allocator does not count is one entry."""
+        """Bytes of each part, by name. All memory that PyTorch's allocator does not count is one part."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return held | {"outside": self.outside.total}
 
@@ -75,8 +76,9 @@ class RankMemory:
 class MemoryModel:
     """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
 
-    layers: layers of every virtual stage, as in `Plan`.
-    shard_rows: for each pipeline rank, the rows on each of its tensor ranks (`Plan.shard_rows`); None: even.
+    layers: number of layers of each virtual stage, as in `Plan`.
+    shard_rows: for each pipeline rank, the number of rows on each of its tensor ranks, as in `Plan.shard_rows`; None if
+    the split is even.
     """
 
     job: Job
@@ -96,7 +98,7 @@ class MemoryModel:
 
     @cached_property
     def _weights(self) -> dict[LayerType, tuple[int, int]]:
-        """For each type of layer, the number of all parameters and the number of expert parameters."""
+        """For each type of layer, its number of parameters, and how many of these belong to experts."""
         return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
 
     def _rows(self, rank: int) -> int:
@@ -109,8 +111,8 @@ class MemoryModel:
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
-        # Tied layers count twice: without vocabulary parallelism, no rank of a tied model has both the first and the
-        # last stage.
+        # The ranks of the first and the last stage each hold a copy of tied weights. Without vocabulary parallelism, a
+        # tied model never has both stages on one rank.
         ends = placement.first_rank, placement.last_rank
         return held + ends.count(rank) * job.whole_rows * hidden
 
@@ -125,7 +127,7 @@ class MemoryModel:
         )
 
     def fp8_parameters(self, rank: int) -> float:
-        """Parameters on a rank that are kept only in fp8."""
+        """Number of parameters on a rank that are kept only in fp8."""
         if not self.job.fp8_parameters or self.job.fp8 is None:
             return 0.0
         return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept
@@ -146,7 +148,7 @@ class MemoryModel:
         return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
 
     def rank(self, rank: int) -> RankMemory:
-        """The peak memory of a rank, in a pass or in an optimizer step that copies 16-bit gradients to fp32."""
+        """A rank's peak memory. It occurs in a pass, or in an optimizer step that copies 16-bit gradients to fp32."""
         job, parameters, stepped = self.job, self.parameters(rank), self.stepped_parameters(rank)
         gradient = 4 if job.wide_gradients else job.element_bytes
         widened = 4 * stepped if job.widens_gradients else 0
@@ -165,15 +167,12 @@ class MemoryModel:
         return RankMemory(**counted, outside=outside)
 
     def _messages(self, rank: int) -> int:
-        """Microbatches whose hidden states are in transit to or from a rank: two, or four with several chunks.
-
-        More than two chunks add none, because only one chunk runs at a time.
-        """
+        """Microbatches whose hidden states are in transit to or from a rank: two with one chunk, four with more."""
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
 
     @property
     def _unit(self) -> float:
-        """Elements of a microbatch's hidden states on one rank."""
+        """Number of elements in a microbatch's hidden states on one rank."""
         job = self.job
         return job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
 
@@ -253,7 +252,7 @@ class MemoryModel:
         return peak
 
     def shared(self, rank: int) -> list[float]:
-        """Bytes that split vocabulary layers need on a rank during each pass of the rank's order."""
+        """Bytes that a rank needs for split vocabulary layers during each pass of its order."""
         placement, order, rows = self.schedule.placement, self.schedule.ranks[rank], self._rows(rank)
         if self.schedule.vocab is VocabMethod.NONE or not (rows or rank in (placement.first_rank, placement.last_rank)):
             return [0.0] * len(order)
@@ -277,9 +276,10 @@ class MemoryModel:
         return kept
 
     def offloaded(self, rank: int) -> dict[int, float]:
-        """Bytes of activations that leave the device when a stage is offloaded; see `small_activations`.
+        """Bytes of activations that leave the device when a stage is offloaded.
 
-        Logits of an unsplit output layer stay on the device, because the backward of the last stage follows at once.
+        Small tensors stay on the device (see `small_activations`). Logits of an unsplit output layer also stay, because
+        the backward of the last stage follows at once.
         """
         kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
@@ -291,7 +291,8 @@ class MemoryModel:
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
 
-        A chunk needs one host buffer for each microbatch whose activations are on the host at the same time.
+        Each chunk has its own buffers, enough for the largest number of microbatches whose activations are on the host
+        at once.
         """
         order, moved = self.schedule.ranks[rank], self.offloaded(rank)
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -301,7 +302,9 @@ class MemoryModel:
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
     def _embedding_s_backward(self, waiting: float) -> float:
-        """Change in bytes when a split backward reaches the embedding: in the paper's code, one layer then waits."""
+        """Change in the layers' memory, in bytes, when a split backward reaches the embedding. In the paper's code,
+        only one of the stage's layers still keeps tensors for W at that point.
+        """
         return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:
@@ -310,7 +313,7 @@ class MemoryModel:
         return {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
 
     def _letters(self, rank: int) -> dict[int, str]:
-        """The letters of each virtual stage of a rank; empty for a GPT model."""
+        """The part of `ModelShape.pattern` for each virtual stage of a rank; empty strings if there is no pattern."""
         starts = [0, *accumulate(self.layers)]
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
@@ -327,7 +330,8 @@ class MemoryModel:
                     (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
                 )
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # This project's code adds only a dropout mask. The embedding rows are counted as the first layer's input.
+            # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
+            # rows. In this project, the embedding rows are counted as the first layer's input.
             held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
         return held
 

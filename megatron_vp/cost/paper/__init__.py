@@ -1,1 +1,1 @@
-"""The paper's tables: published cells, predictions, the fit of the constants, and jobs that run the cells again."""
+"""The paper's tables: published results, predictions, the fit of the constants, and jobs that repeat the runs."""

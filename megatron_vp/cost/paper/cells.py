@@ -1,4 +1,4 @@
-"""Turns the paper's tables into jobs that can be run: lists of cells, each with the arguments that train it."""
+"""Writes lists of jobs that repeat the runs in the paper's tables. Each line has a job's name and arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = {
     5: {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"},
     6: {16: "gpt_7b", 24: "gpt_16b", 32: "gpt_30b"},
 }
-"""The configuration of each table's model, by number of GPUs."""
+"""Names of the models' configurations, by table of the paper and by number of GPUs."""
 
 _COLUMNS = ("cell", "arguments")
 
@@ -48,7 +48,7 @@ def cell_arguments(cell: Cell) -> list[str]:
 def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, int]]:
     """Write FOLDER/N_gpus.tsv for every number of GPUs N: a header, then one line per cell with its name and arguments.
 
-    Returns, for each number of GPUs, the path and the number of cells.
+    Returns the path and the number of cells of each file, by number of GPUs.
     """
     by_gpus: dict[int, list[Cell]] = {}
     for cell in sorted(cells):

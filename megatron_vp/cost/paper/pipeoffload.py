@@ -1,7 +1,7 @@
 """Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's pass orders.
 
 As in the published figure, memory includes only activations: the largest number of layers whose activations a rank
-holds at once, times the bytes of one layer.
+holds at once, times the activation bytes of one layer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ which split the backward. PO-H offloads half of the chunks, rounded up; PO-F off
 """
 
 VOCABULARY = 50_304
-"""Assumed vocabulary size, because the paper does not publish it."""
+"""The vocabulary size is assumed, because the paper does not publish it."""
 
 KEPT = 16.7
-"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Of the usual 34 bytes, 16
-remain without keys, values, dropout masks, and the norms and GELU, which are recomputed; small tensors add 0.7.
+"""Bytes per token and hidden unit that a layer keeps in addition to its keys and values. Without keys and values (4),
+dropout masks (2), and the recomputed outputs of norms and GELU (12), 16 of the usual 34 bytes remain. Small tensors add
+0.7.
 """
 
 COMPUTED_AGAIN = 12
@@ -68,7 +69,7 @@ MODELS = {"10.5B": Model(38, 40, 5120, 64, 8, 5), "18.1B": Model(46, 48, 6144, 1
 
 
 class Cell(NamedTuple):
-    """One run of the figure."""
+    """One run shown in figure 15 of PipeOffload."""
 
     model: str
     sequence: int
@@ -107,7 +108,7 @@ class Cell(NamedTuple):
 
 
 KEYS_AND_VALUES = 8
-"""Number of query groups in both models."""
+"""Number of query groups in each of the figure's models."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def published() -> dict[Cell, Measurement]:
 
 
 def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
-    """Largest number of (layer, microbatch) pairs whose activations a rank holds at once; `layers`: those of every
-    stage.
+    """Largest number of (layer, microbatch) pairs whose activations a rank holds at once; `layers`: the number of
+    layers of each stage.
     """
     most = 0
     for rank, order in enumerate(schedule.ranks):
@@ -149,10 +150,10 @@ def resident_layers(schedule: Schedule, layers: Sequence[int]) -> int:
 
 
 def predict_cell(cell: Cell) -> CellPrediction:
-    """Predict a cell with the cost model.
+    """Predict the MFU and the activation memory of one run in figure 15.
 
-    With offloading, the activations of one more layer and the tensors that its backward recomputes are counted, because
-    the published figures with offloading include a buffer for reloading a layer.
+    With offloading, the published memory includes a buffer for reloading one layer. The prediction therefore adds the
+    activations of one layer and the tensors that its backward recomputes.
     """
     job, plan = cell.job, cell.plan
     simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
@@ -166,7 +167,7 @@ def predict_cell(cell: Cell) -> CellPrediction:
 
 def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPrediction]:
     """Yield the predictions of `cells`, in the order in which they finish."""
-    # The largest cells start first, so that none of them is left running alone at the end.
+    # Predictions for models on the most GPUs start first, so that no slow one is left running alone at the end.
     ordered = sorted(cells, key=lambda cell: (MODELS[cell.model].gpus, cell.plan.offload_chunks), reverse=True)
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(predict_cell, cell) for cell in ordered):
@@ -174,7 +175,9 @@ def predict_cells(cells: Iterable[Cell], processes: int) -> Iterator[CellPredict
 
 
 def to_csv(predictions: Iterable[CellPrediction]) -> str:
-    """Format one CSV line per cell. Published fields are empty if no value was published or memory ran out."""
+    """Format the predictions as CSV, one line each. Published fields are empty if the published run ran out of memory
+    or the paper gives no value.
+    """
     out, known = io.StringIO(), published()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -186,7 +189,7 @@ def to_csv(predictions: Iterable[CellPrediction]) -> str:
 
 
 def to_text(predictions: Iterable[CellPrediction]) -> str:
-    """Format a block for each model, with a line for each method; published figures follow the predicted ones."""
+    """Format a block per model, with a line per method. Each predicted value is followed by the published one."""
     known = published()
     found = {each.cell: each for each in predictions}
     lines = [
@@ -214,7 +217,7 @@ def _entry(predicted: CellPrediction | None, of_paper: Measurement | None, which
 
 
 def in_order(predictions: Iterable[CellPrediction]) -> list[CellPrediction]:
-    """Sort predictions in the figure's order."""
+    """Sort predictions by model, sequence length and method, in the order of figure 15."""
     return sorted(
         predictions,
         key=lambda each: (list(MODELS).index(each.cell.model), each.cell.sequence, METHODS.index(each.cell.method)),

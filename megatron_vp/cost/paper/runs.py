@@ -1,4 +1,4 @@
-"""Predicts the runs of the paper's tables, as the authors ran them or with this project on other hardware."""
+"""Predicts the paper's runs, as the authors ran them or as this project would run them on given hardware."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
-"""The A100 without sustained rates, so that the model uses the constants that were fitted to the authors' kernels."""
+"""The A100 without `rates`, so that the cost model uses the constants that were fitted to the authors' kernels."""
 
 PEAK_FLOPS = {5: 320e12, 6: 312e12}
 """Peak FLOP/s in the definition of each table's MFU. For table 5, 320 TFLOP/s reproduces the MFU of all runs on 8 GPUs.
-Table 6 is assumed to use the nominal 312 TFLOP/s of the authors' scripts, because its output layer then takes as long
-as in table 5.
+For table 6, the nominal 312 TFLOP/s of the authors' scripts is assumed, because it implies the same time for the output
+layer as in table 5.
 """
 
 NOMINAL_CELL = {"vocab_k": 64, "sequence": 2048}
@@ -36,17 +36,17 @@ same model and method. This order is at most 0.3 percent slower than one compute
 
 
 EQUAL = PassCosts(F=1, B=1, W=1)
-"""Costs by which the passes of V-Half's baseline are ordered, as in the published building block. The real costs
-include an output layer that is not split; if they determined the order, W would be delayed while rank 0 holds the most
-activations, and memory would be up to 16 percent higher than published.
+"""Equal costs, as in the published building block of V-Half. They determine the pass order of V-Half without vocabulary
+parallelism. The real costs include an output layer that is not split; if they determined the order, W would be delayed
+while rank 0 holds the most activations, and memory would be up to 16 percent higher than published.
 """
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Hardware and precision for running the tables' cells with this project instead of the authors' code on A100s.
+    """Hardware and precision for predicting how this project would run the cells of the paper's tables.
 
-    Training is in bf16 with gradients in fp32. If `fp8` names a recipe, the layers' matrix products are in fp8.
+    Training is in bf16 with gradients in fp32. If `fp8` is set, the layers' matrix products use this fp8 recipe.
     """
 
     hardware: Hardware
@@ -64,7 +64,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layout."""
+    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layers per
+    stage.
+    """
 
     cell: Cell
     mfu: float
@@ -74,7 +76,7 @@ class CellPrediction:
 
 
 def plan_of(cell: Cell) -> Plan:
-    """Schedule, vocabulary method and layout of a cell."""
+    """The plan of a cell's run: schedule, vocabulary method and number of layers per stage."""
     schedule = "v-half" if cell.table == 6 else "1f1b"
     match cell.method:
         case "redis":
@@ -92,7 +94,7 @@ def software(constants: Constants, table: int) -> Constants:
 
 
 def simulator_of(cell: Cell) -> Simulator:
-    """The simulator of `cell`'s pass order, which is shared by all cells of the same model and method."""
+    """The simulator of `cell`'s pass order. All cells with the same model and method share this simulator."""
     plan = plan_of(cell)
     return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
@@ -104,7 +106,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
         # The authors' baseline uses the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
         return Simulator(made, EQUAL)
-    # No further orders are compared, because none were when the constants were fitted.
+    # `further_orders` was also False when the constants were fitted.
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 
@@ -119,7 +121,7 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, .
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:
-    """MFU in percent of `peak_flops`, counted as in the paper, which does not halve attention for causality."""
+    """MFU in percent of `peak_flops`. As in the paper, the causal mask does not halve attention's FLOPs."""
     return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
 
 
@@ -140,12 +142,14 @@ def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Settin
 def predict_cells(
     cells: Sequence[Cell], processes: int, setting: Setting | None = None
 ) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions of `cells`, as the authors ran them or in `setting`, in groups that share a pass order."""
+    """Yield the predictions for `cells`, in one list per combination of table, number of GPUs, schedule and vocabulary
+    method. Without a `setting`, predict the cells as the authors ran them.
+    """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         plan = plan_of(cell)
         groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # The largest groups start first, so that none of them is left running alone at the end.
+    # Groups with the most GPUs take longest. They start first, so that none of them is left running alone at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
         for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):
@@ -157,7 +161,9 @@ def _predict_group(cells: list[Cell], setting: Setting | None) -> list[CellPredi
 
 
 def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
-    """Layouts of a `redis` cell whose last stage has one layer more or fewer than `redistributed_layers` gives."""
+    """For a `redis` cell, return layouts with one layer more or fewer on the last stage than `redistributed_layers`
+    assigns to it.
+    """
     layers = redistributed_layers(jobs()[cell])
     found = []
     for last in (layers[-1] - 1, layers[-1] + 1):

@@ -40,7 +40,7 @@ class Row:
 
     @property
     def cell(self) -> Cell:
-        """The cell of this row."""
+        """The run of the paper that `predicted` describes."""
         return self.predicted.cell
 
     @property
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Errors:
-    """Mean and largest absolute relative error in percent, and the number of errors."""
+    """Mean and maximum of the absolute values of `count` relative errors, in percent."""
 
     mean: float
     largest: float
@@ -86,15 +86,16 @@ def _order(cell: Cell) -> tuple:
 
 
 def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and largest absolute value of `of(row)` over all rows; None if `of` returns None for every row."""
+    """Mean and maximum of the absolute values of `of(row)` over all rows; None if `of` returns None for every row."""
     found = [abs(error) for error in map(of, rows) if error is not None]
     return Errors(fmean(found), max(found), len(found)) if found else None
 
 
 def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """Predict `redis` cells of unknown layout with the layout that matches the published MFU best.
+    """Rows of the `redis` cells whose layer layout is unknown, each with the layout that gives the smallest MFU error.
 
-    Only cells with an MFU error above `worse_than` percent are predicted.
+    The candidates are the layout assumed in `rows` and `other_layouts`. Cells whose MFU error in `rows` is at most
+    `worse_than` percent are left out.
     """
     found = []
     for row in rows:
@@ -107,7 +108,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """Format one CSV line per cell; fields without a published value or an error are empty."""
+    """Format the rows as CSV with a header; a missing published value or error becomes an empty field."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

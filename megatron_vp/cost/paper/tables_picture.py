@@ -16,7 +16,10 @@ COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "in
 
 
 def picture(rows: Sequence[Row], memory: float = 80) -> bytes:
-    """Draw a PNG: lines are predictions, crosses published values, dotted lines the device's `memory` in GiB."""
+    """Draw a PNG.
+
+    Solid lines show predictions, and crosses show published values. Dotted lines show the device's `memory` in GiB.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Computes bounds for plans whose layers and vocabulary rows have yet to be chosen by `balance.balanced`."""
+"""Computes lower bounds on a plan's time and memory before `balance.balanced` chooses its layers and rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
     """Lower bounds on time and memory that hold for every layout and row assignment that `balance.balanced` may choose.
 
     The bounds are means over the ranks, because the total work and memory do not depend on the choice. Raises UserError
-    if the job cannot run the plan.
+    if the job cannot run under the plan.
     """
     seconds = least_of_all(job, plan, hardware, constants)
     single, model = single_microbatch(plan, job), job.model
@@ -51,5 +51,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
 def bounds_of_choices(
     plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Bound]:
-    """The bounds of each layout that `balance.balanced` may choose for `plan` within `limit` bytes per rank."""
+    """One `Bound` for each distribution of layers and rows that `balance.balanced` may choose for `plan` within `limit`
+    bytes per rank.
+    """
     return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]

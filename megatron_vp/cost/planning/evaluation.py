@@ -63,7 +63,7 @@ class Evaluation:
     vocab_rows: tuple[int, ...] | None = None
     """Vocabulary rows of every pipeline rank, summed over its tensor ranks; None if the vocabulary is not split."""
     copies: tuple[RankCopies, ...] = ()
-    """Copies of offloaded activations, by pipeline rank."""
+    """Copies between device and host, by pipeline rank; empty without offloading."""
 
     @property
     def peak_memory(self) -> float:
@@ -75,7 +75,7 @@ class Evaluation:
         return self.peak_memory <= limit
 
     def is_tight(self, limit: float) -> bool:
-        """Whether the memory would exceed `limit` bytes if it were underestimated by the error in ERROR_BAND."""
+        """Whether peak memory would exceed `limit` bytes if the prediction were too low by the largest known error."""
         return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
 
     def bound_by(self, limit: float) -> str:
@@ -131,7 +131,7 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
 
 
 def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simulator, job: Job) -> Evaluation:
-    """Evaluate `candidate` for all microbatches of `job` from `prediction`, which may cover only some of them."""
+    """Evaluate `candidate` for all microbatches of `job`. `prediction` may cover only some of the microbatches."""
     timeline = prediction.timeline
     assert isinstance(timeline.costs, StageCosts)
     quiet = replace(timeline.costs, messages={}, collectives={})

@@ -27,26 +27,32 @@ from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 
 STEPS = 3
-"""Number of memory limits to try, in steps of one chunk's activations, because the first limit is only an estimate."""
+"""Number of memory limits to try. The first is only an estimate, and each further one is lower by one chunk's
+activations.
+"""
 
 FITTED_PER_RANK = 3
-"""Microbatches per rank with which `plan` searches for a shape. Training uses all microbatches and may find another."""
+"""When `plan` searches for a flexible schedule's shape, it uses at most this many microbatches per pipeline rank. A
+training job searches with all its microbatches and may find a different shape.
+"""
 
 
 def flexible_candidates(
     job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
 ) -> list[Candidate]:
-    """Candidates for `fitted_evaluation`: each flexible schedule with each method, in the layout of its largest base.
+    """Candidates for `fitted_evaluation`: each flexible schedule with each vocabulary method.
 
-    With `offload`, each candidate is also tried with one chunk in host memory, if passes can hide its copies. (With all
-    chunks in host memory, shapes differ little.) The list is empty for more than MOST_BALANCED ranks, because the
-    search for a shape would take too long.
+    Each candidate has the same layers per stage as the candidate for the base of its schedule that needs the most
+    memory. With `offload`, each candidate is also tried with the activations of one chunk per rank in host memory, if
+    the candidate's passes can hide the copies. The list is empty for more than MOST_BALANCED ranks, because the search
+    for a shape would take too long.
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
     tried, found = candidates(job, hardware, constants), []
     for record in FAMILIES.values():
-        # The dict keeps only the last candidate for each vocabulary method: the redistributed one, if there is one.
+        # The dict keeps only the last candidate for each `vocab`. For NONE, REDISTRIBUTED candidates come after the
+        # PLAIN one.
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
@@ -81,7 +87,8 @@ def fitted_evaluation(
 ) -> Evaluation | None:
     """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it.
 
-    Returns None if the largest base fits, if no shape fits, or if a base that fits is at least as fast.
+    Returns None if the largest base fits, if none of the schedules tried fits, or if a base that fits is at least as
+    fast as the fitted schedule.
     """
     record = family(candidate.plan.schedule)
     try:
@@ -95,13 +102,13 @@ def fitted_evaluation(
             if found.fits(limit):
                 rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
                 return found if found.iteration_seconds < min(rivals, default=math.inf) else None
-    except UserError:  # The job cannot run one of the bases, or no shape stays within the limit.
+    except UserError:  # One of the bases cannot run the job, or no block of the flexible schedule fits.
         pass
     return None
 
 
 def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
-    """Evaluate a candidate with the layers and rows that training would use."""
+    """Evaluate a candidate with the distribution of layers and vocabulary rows that training would use."""
     plan = candidate.plan
     if plan.vocab.is_sharded:
         plan = balanced(job, plan, hardware, constants, limit).plan(plan)
@@ -109,7 +116,9 @@ def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, 
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:
-    """Limits to try, in microbatches per rank; the first is an estimate that assumes linear memory."""
+    """Activation limits to try, in microbatches per rank, largest first. The largest would just fit if memory were
+    linear in the activation limit.
+    """
     fullest, least = bases[0], bases[-1]
     more = fullest.peak_memory - least.peak_memory
     if fullest.fits(limit) or more <= 0:
@@ -129,7 +138,7 @@ def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardwar
 
 
 def _held(plan: Plan, job: Job, hardware: Hardware) -> int:
-    """Largest number of (chunk, microbatch) pairs whose activations one rank keeps on the device, with offloading."""
+    """Largest number of (chunk, microbatch) pairs whose activations are in one device's memory at once."""
     sample = _sample(job)
     placed = plan.request(sample, costs=order_costs(sample, plan, hardware)).placed().schedule
     return max(peak(order, Held.ACTIVATIONS) for order in placed.ranks)

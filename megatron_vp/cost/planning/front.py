@@ -1,4 +1,4 @@
-"""Keeps the frontier of time and memory of a search's runs, and decides whether more runs may improve the frontier."""
+"""Keeps the frontier of time and memory during a search, and decides whether further runs may improve the frontier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from megatron_vp.cost.prediction.bounds import ROUNDING, Bound
 
 SLOWEST = 1.5
-"""Runs that take more than this many times as long as the fastest run do not count as part of the frontier."""
+"""The frontier leaves out runs whose time is above this multiple of the fastest run's time."""
 
 
 @dataclass
 class Front:
-    """The simulated runs that fit `limit` and that no other run beats in both time and memory, fastest first."""
+    """The simulated runs whose memory is at most `limit` and that no other run beats in both time and memory, fastest
+    first.
+    """
 
     limit: float
     points: list[tuple[float, float]] = field(default_factory=list)
@@ -31,8 +33,8 @@ class Front:
         """Whether a run with these lower bounds may improve the front.
 
         A run whose time lies between those of two neighbouring points improves the front only if it needs less memory
-        than the faster point. The lower bound on memory falls with time, so it is enough to check it at the slower
-        point's time.
+        than the faster point. The longer a run takes, the lower its bound on memory, so it is enough to check this
+        bound at the slower point's time.
         """
         if not self.points:
             return bound.memory <= self.limit

@@ -27,10 +27,11 @@ WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bas
 def offloaded_evaluations(
     base: Evaluation, job: Job, hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """Evaluate `base`, which does not offload, with different numbers of offloaded chunks.
+    """Offload different numbers of chunks in the plan of `base`, which does not offload, and evaluate each variant.
 
-    Half of the chunks and as many as MOST_LOAD allows are tried first, then one chunk more and one fewer than the best
-    number. Plans that offload no chunk or need more host memory than `host_room` are left out.
+    The numbers tried first are half of all chunks and the largest number that MOST_LOAD allows. The numbers directly
+    above and below the best number so far are tried next. Plans that offload no chunk or need more host memory than
+    `host_room` are left out.
     """
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
@@ -93,7 +94,9 @@ def with_chosen_offload(
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """The largest ratio of copy time to pass time over all ranks, if each one offloads the `chunks` slowest to copy."""
+    """The largest ratio of a rank's copy time to its pass time. Each rank offloads the `chunks` chunks that take
+    longest to copy.
+    """
     single = single_microbatch(plan, job)
     costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
     loads = []
@@ -105,7 +108,7 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: 
 
 
 def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the fastest run of every schedule and method."""
+    """Return the fastest run for each combination of schedule and vocabulary method."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
         candidate: Candidate = each.candidate

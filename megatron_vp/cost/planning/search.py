@@ -2,11 +2,12 @@
 slower but need less memory.
 
 Every combination gets a lower bound on its time, and one on its memory as a function of its time (`bounds`). The first
-round simulates combinations that are expected to improve the frontier of time and memory, the second round those that
-may improve it. A combination is skipped if its bounds show that a simulated combination beats it in both time and
-memory. The third round finds the fastest runs without vocabulary parallelism, for comparison. Next, the search may try
-to offload activations to host memory (`searched_offload`). Finally, flexible schedules are fitted to the memory for the
-job's own sizes and for the sizes of the fastest run.
+round simulates combinations that are expected to improve the frontier of time and memory. The second round simulates
+each remaining combination whose bounds allow an improvement. A combination is skipped if its bounds show that a
+simulated combination beats it in both time and memory. The third round finds the fastest runs without vocabulary
+parallelism, for comparison. Next, if requested, the search also tries runs that offload activations to host memory
+(`searched_offload`). Finally, with the parallel sizes of the job itself and of the fastest run, flexible schedules are
+fitted to the available memory.
 
 The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
 decision to simulate uses the results of all earlier simulations except the last WINDOW.
@@ -40,13 +41,13 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 BUDGET = 250
-"""Default limit on the number of simulations, not counting those with the job's own sizes and those of `_compare`."""
+"""Default limit on the number of simulations that `search` counts against its `budget`."""
 
 BALANCED = 4
-"""A combination with balanced shards counts as this many simulations, because several layouts are simulated for it."""
+"""A combination with balanced shards counts as this many simulations, because balancing its shards takes several."""
 
 COMPARED = 48
-"""`_compare` simulates at most this many options to find each of the two runs to compare with the recommended run."""
+"""Each of the two searches in `_compare` simulates at most this many combinations."""
 
 TOGETHER = 4
 """The number of simulations that `_compare` starts together."""
@@ -64,7 +65,7 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration."""
+        """Seconds per iteration."""
         return self.evaluation.iteration_seconds
 
     @property
@@ -75,16 +76,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """The results of a search, fastest first.
+    """The results of a search.
 
-    too_large: number of combinations whose memory bound exceeds the limit.
+    found: simulated combinations, fastest first.
+    too_large: number of combinations whose lower bound on memory exceeds the limit.
     dominated: number of combinations that a simulated one beats, that cannot run, or that equal another combination.
-    untried: number of combinations that may be on the frontier but exceed the `budget` of simulations; each takes at
-        least `untried_seconds`.
-    offload_sizes: number of parallel sizes for which offloading was tried; None: offloading was not requested.
+    untried: number of combinations that may be on the frontier but were not simulated, because the `budget` of
+        simulations was used up.
+    untried_seconds: lower bound on the iteration time of the untried combinations.
+    offload_sizes: number of combinations of parallel sizes for which offloading was tried; None: not requested.
     likely: number of untried combinations that are expected to be on the frontier.
-    compared: runs without vocabulary parallelism that `found` lacks, because a run in `found` beats them or because
-        they do not fit; `dominated` counts them.
+    compared: further simulated runs without vocabulary parallelism, none of which is on the frontier. They are not in
+        `found`; `dominated` counts them.
     """
 
     variants: Sequence[Variant]
@@ -111,7 +114,8 @@ class Search:
     def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
         """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`).
 
-        Runs whose free memory exceeds the error of predicted memory come first, and then simpler runs.
+        Runs whose free memory exceeds the error of predicted memory precede all others. In both groups, simpler runs
+        come first.
         """
         fitting = self.fitting(limit)
         near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
@@ -135,12 +139,15 @@ class Search:
         return [each for each in self.found if each.memory <= limit]
 
     def without_split(self, limit: float) -> list[Found]:
-        """Runs of `found` and `compared` without vocabulary parallelism and within `limit`, fastest first."""
+        """Runs in `found` or `compared` that have no vocabulary parallelism and stay within `limit`, fastest first."""
         runs = [each for each in [*self.found, *self.compared] if each.evaluation.candidate.without_split]
         return sorted((each for each in runs if each.memory <= limit), key=lambda each: each.seconds)
 
     def frontier(self, limit: float) -> list[Found]:
-        """The fitting runs that no other beats in both time and memory, fastest first, except those above SLOWEST."""
+        """Runs within `limit` that no other run beats in both time and memory, fastest first.
+
+        Runs that take more than SLOWEST times as long as the fastest run are left out.
+        """
         kept: list[Found] = []
         for each in self.fitting(limit):
             if not kept or (each.memory < kept[-1].memory and each.seconds <= SLOWEST * kept[0].seconds):
@@ -158,13 +165,16 @@ def search(
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     offload: bool = False,
 ) -> Search:
-    """Simulate the combinations that fit `limit` and may be on the frontier of time and memory.
+    """Simulate the combinations of parallel sizes, schedule and vocabulary method that fit `limit` and may be on the
+    frontier of time and memory.
 
     Args:
-        budget: the largest number of simulations, not counting those with the job's own sizes and those of `_compare`.
+        budget: the largest number of simulations, not counting those with the job's own parallel sizes and those of
+            `_compare`, `_offloaded` and `_fitted`.
         chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
-        progress: called with the current step, the number done and the total.
-        offload: whether to try the job's own sizes and a few other sizes with chunks in host memory.
+        progress: called with the name of the current step, the number of its tasks that are done, and their total.
+        offload: whether to also try offloading activations to host memory, with the job's own parallel sizes and a few
+            other combinations of sizes.
 
     Raises UserError if nothing fits.
     """
@@ -213,7 +223,9 @@ def search(
 
 
 def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: Front) -> list[int]:
-    """The job's own sizes, and other sizes for which offloading activations may improve the frontier."""
+    """Indices of the variants for which to try offloading: the job's own, and others that offloading may bring onto the
+    frontier of time and memory.
+    """
     offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
     own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
     least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
@@ -231,7 +243,7 @@ def _offloaded(
     chunks: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Found]:
-    """Evaluate the variants with the indices `sizes`, with chunks in host memory."""
+    """Evaluate runs that offload chunks, for the variants whose indices in `tried` are listed in `sizes`."""
     bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
     running = [
         (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
@@ -255,7 +267,9 @@ def _fitted(
     progress: Callable[[str, int, int], None],
     offload: bool,
 ) -> list[Found]:
-    """Evaluate flexible schedules for the job's own sizes and for the sizes of the fastest run that fits."""
+    """Fit flexible schedules to `limit` bytes per rank, and evaluate them. Use the parallel sizes of the job itself,
+    and those of the fastest run in `found` that stays within `limit`.
+    """
     fitting = [each for each in found if each.memory <= limit]
     fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
     chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
@@ -274,11 +288,12 @@ def _compare(
     front: Front,
     progress: Callable[[str, int, int], None],
 ) -> tuple[list[_Option], list[Found]]:
-    """Simulate options until no other can be the fastest run that Megatron itself supports and that fits, and then
-    until no other can be the fastest run without vocabulary parallelism that fits.
+    """Search for the fastest run that fits, once among runs that Megatron itself supports, and once among runs without
+    vocabulary parallelism. In each search, simulate options until no other option can be faster.
 
-    The most promising options come first, and at most COMPARED of each kind are simulated. Runs that improve the front
-    are added to `front` and `found`. Returns the options that still wait, and the other runs.
+    The most promising options come first, and each search simulates at most COMPARED of them. Runs that improve the
+    front are added to `front` and `found`. Returns the remaining options, and the simulated runs that do not improve
+    the front.
     """
     left, others = list(waiting), list[Found]()
     kinds: tuple[Callable[[Candidate], bool], ...] = (lambda each: each.in_megatron, lambda each: each.without_split)
@@ -334,7 +349,7 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
 
 
 class _Simulations:
-    """Runs at most WINDOW simulations at once; adds results to `front` and `found` in the order of their starts."""
+    """Runs at most WINDOW simulations at once. Adds their results to `front` and `found` in the order of submission."""
 
     def __init__(
         self,
@@ -385,7 +400,9 @@ class _Simulations:
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
-    """Order options: all with the job's own sizes, then each neighbouring variant's lowest bound, then the others."""
+    """Reorder options that are sorted by their lower bounds on time. First come all options with the job's own sizes,
+    then the first option of each variant with similar sizes (see `is_neighbour`), then all others.
+    """
     own = next((index for index, each in enumerate(tried) if each.own), None)
     if own is None:
         return list(options)
@@ -399,7 +416,8 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
 
 
 class _Option(NamedTuple):
-    """A combination of parallel sizes, schedule and vocabulary method, ordered by its lower bound on iteration time.
+    """A combination of parallel sizes, schedule and vocabulary method. Options are sorted by their lower bounds on
+    iteration time.
 
     balanced: whether layers and rows are chosen later, by `balance.balanced`.
     """
@@ -412,9 +430,8 @@ class _Option(NamedTuple):
 
 
 def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
-    """Evaluate an option; None if it cannot run.
-
-    A balanced option also returns None if it cannot improve the front, or if balancing keeps even shards.
+    """Evaluate an option, or return None if it cannot run. A balanced option also gives None if it cannot improve the
+    front or if its shards stay even.
     """
     candidate = option.candidate
     try:
@@ -433,13 +450,14 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
 def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
     """The options of one variant: all schedules except `interlaced`, which exists only for comparison.
 
-    Balanced shards are included for the job's own sizes, and if the layers do not divide equally among the stages.
+    They include balanced shards if the variant is the job as configured, or if the layers do not divide equally among
+    the stages.
     """
     job = what.job
     if job.pipeline == 1:
         tried = [Candidate(PLAIN, Plan())]
     elif job.pipeline > min(LARGEST, job.model.layers):
-        tried = []  # Only the job's own sizes can be this large; `candidates` would refuse them.
+        tried = []  # Only the job itself can set a pipeline size this large. `candidates` would refuse it.
     else:
         tried = [
             each

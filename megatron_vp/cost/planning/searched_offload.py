@@ -15,14 +15,16 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
 SIZES = 4
-"""A search tries offloading with at most this many sizes besides the job's own, at up to about 50 simulations each."""
+"""Besides the job's own parallel sizes, a search tries offloading with at most this many other combinations of sizes.
+Each combination takes up to about 50 simulations.
+"""
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """Find the variants on the frontier of the lower bounds in `least`, fastest first; if there are more than SIZES,
-    choose SIZES that are spread over the frontier.
+    """Find the variants with runs on the Pareto frontier of the time and memory bounds in `least`, fastest first. If
+    there are more than SIZES, return only SIZES of them, spread over the frontier.
 
-    least: for each run, the lower bounds as if activations took no device memory, and the index of the run's variant.
+    least: for each run, its lower bounds without the memory of activations, and the index of its variant.
     """
     kept: list[tuple[Bound, int]] = []
     for each in sorted(least):
@@ -50,7 +52,9 @@ def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks:
 def offloaded_runs(
     base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
 ) -> list[Evaluation]:
-    """Evaluate `base` without offloading and as `offloaded_evaluations` does; [] if the job cannot run `base`."""
+    """Evaluate `base` without offloading, and with the numbers of offloaded chunks that `offloaded_evaluations`
+    chooses. The list is empty if the job cannot run under the plan of `base`.
+    """
     try:
         found = evaluate(base, job, hardware, constants)
         return [found, *offloaded_evaluations(found, job, hardware, limit, constants)]

@@ -3,7 +3,8 @@
 Between a stage's F and B of a microbatch, all later stages run their F and B of this microbatch, so a rank holds each
 microbatch for at least a known time. By Little's law, the average number of microbatches that a rank holds is the total
 number of microbatches times the time for which each is held, divided by the iteration's time. The peak is at least as
-high as the average, so a short iteration needs much memory, and a schedule that holds few microbatches takes long.
+high as the average, so a short iteration needs a lot of memory, and a schedule that holds few microbatches takes a long
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}
-"""At most this many vocabulary passes of each kind run before a rank's first forward or after its last backward."""
+"""Maximum number of IF passes before a rank's first forward, and of T and IB passes after its last backward."""
 
 ROUNDING = 1e-9
 """Tolerance for rounding: bounds and simulations add the same seconds in different orders."""
@@ -35,7 +36,8 @@ ROUNDING = 1e-9
 @dataclass(frozen=True, order=True)
 class HeldBytes:
     """A rank's memory during an iteration: `always` bytes throughout, plus activations. `byte_seconds` is the integral
-    of the activations' bytes over time. For up to `idle` seconds, the rank may hold no activations.
+    of the activations' bytes over time, for the simulated microbatches only. For at least `idle` seconds, the rank runs
+    microbatches that are not simulated or holds no activations.
     """
 
     always: float
@@ -45,12 +47,12 @@ class HeldBytes:
 
 @dataclass(frozen=True, order=True)
 class Bound:
-    """Lower bounds: an iteration takes at least `seconds`; one of t seconds needs at least `memory_within(t)` bytes.
+    """An iteration takes at least `seconds`. If it takes t seconds, it needs at least `memory_within(t)` bytes.
 
-    memory: bytes that an iteration needs, however long it takes.
-    ranks: the memory that every rank holds, from which `memory_within` is computed.
-    expected: an estimate, not a bound: bytes on the fullest rank if it holds as many activations as the schedule
-        family allows, as it does in most pass orders.
+    memory: the fewest bytes that the fullest rank can need, however long the iteration takes.
+    ranks: each rank's memory, from which `memory_within` is computed.
+    expected: the estimated bytes on the fullest rank, which are not a bound. The estimate assumes that every rank holds
+        as many activations as the schedule family allows, which is the case in most pass orders.
     """
 
     seconds: float
@@ -77,7 +79,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
     A rank does its work for all microbatches after every earlier stage has run its first forward, and before the
     earlier stages run their last backwards. It may run a few vocabulary passes (OUTSIDE) before its first forward and
-    after its last backward. If chunks are offloaded to host memory, `memory` and `ranks` are not bounds.
+    after its last backward. If chunks are offloaded to host memory, the result's `memory` and `ranks` are not bounds.
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
@@ -91,13 +93,15 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
     after = after_passes(job, plan, single, hardware, constants)
     simulated = sampled(job).microbatches
-    later = (job.microbatches - simulated) * max(work) + after  # Seconds after the simulated microbatches.
+    # In seconds: the busiest rank's work on microbatches that are not simulated, plus the work after all passes.
+    later = (job.microbatches - simulated) * max(work) + after
     seconds, least, expected, ranks = job.microbatches * max(work) + after, 0.0, 0.0, []
     for rank, stages in enumerate(placement.stage_of):
         first, own = min(stages), memory.rank(rank)
         outside = (
             sum(most_outside * costs.named()[kind][rank] for kind, most_outside in OUTSIDE.items()) if sharded else 0.0
         )
+        # If backwards are split, Ws may fill the time in which earlier stages run their last Bs.
         drain = 0.0 if split else behind[first]
         seconds = max(seconds, before[first] + job.microbatches * work[rank] + drain - outside + after)
         kept = memory.held(rank, {kind: each.kept for kind, each in layers.items()})
@@ -109,7 +113,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
             held += stays + weight
             byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
             byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
-        idle = later + before[first] + drain  # `drain` is 0 if backwards are split, because a W may follow the last B.
+        idle = later + before[first] + drain
         if not plan.offload_chunks:
             seconds = max(seconds, idle + simulated * held / peaks[rank])
         least = max(least, own.total)
@@ -126,7 +130,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
 
 
 def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """Shortest time from F to B of a microbatch on the last stage, while ranks compute their output layer shards."""
+    """Shortest time between F and B of a microbatch on the last stage, while all ranks run S and, with vocab-1, T."""
     if not vocab.is_sharded:
         return 0.0
     return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)

@@ -12,7 +12,7 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 
 HOST_SHARE = 0.8
-"""Share of a node's host memory for activations; the remainder is for processes, data and checkpoint writing."""
+"""Share of a node's host memory that activations may use; the rest is for processes, data and checkpoint writing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def host_room(hardware: Hardware) -> float:
 
 
 def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
-    """Bytes of host memory on the fullest node, given the bytes of each pipeline rank (`host`).
+    """Bytes of host memory that the fullest node needs; `host[r]`: bytes that each GPU of pipeline rank r needs.
 
     The ranks of a stage have consecutive numbers.
     """

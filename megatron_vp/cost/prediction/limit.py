@@ -20,10 +20,10 @@ GIB = 2**30
 
 
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
-    """Fit the shape of `plan`'s flexible schedule to `limit`, given in microbatches per rank or in GiB.
+    """Fit the shape of `plan`'s flexible schedule to `limit`: activations per rank, in microbatches or in GiB.
 
-    The passes are ordered by `costs`, which by default come from `order_costs`. Raises UserError if `fitted` does, or
-    if the limit is less than the activations of one chunk.
+    The order of the passes follows from `costs`. If `costs` is None, `order_costs` computes them. Raises UserError if
+    `fitted` does, or if the limit is less than the activations of one chunk.
     """
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()

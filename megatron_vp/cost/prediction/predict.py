@@ -47,12 +47,12 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time between the first and the last pass that is not spent computing."""
+        """Fraction of the makespan during which a rank is idle, averaged over ranks."""
         return self.timeline.bubble_fraction
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank computes in an iteration."""
+        """Seconds that each rank spends computing in an iteration."""
         return self.timeline.busy
 
     @cached_property
@@ -96,7 +96,9 @@ def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
 
 
 def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
-    """Seconds after the last pass, on the rank with the most parameters: gradient synchronisation and the optimizer."""
+    """Seconds that gradient synchronisation and the optimizer take after the last pass, on the rank with the most
+    parameters.
+    """
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
@@ -118,7 +120,8 @@ def make_simulator(
     constants: Constants = CALIBRATED,
     further_orders: bool = True,
 ) -> Simulator:
-    """The simulator of `plan`'s schedule in the order that training runs; jobs with nearly equal costs share it.
+    """Return a simulator of `plan`'s schedule, whose passes are ordered by the same costs as in training. Results are
+    cached.
 
     `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """
@@ -139,6 +142,6 @@ def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
     return Simulator(_schedule(request), request.costs, one_queue)
 
 
-@lru_cache(maxsize=64)  # More than simulators, because a schedule takes much less memory than its simulator.
+@lru_cache(maxsize=64)  # Schedules take much less memory than simulators, so more of them are cached.
 def _schedule(request: ScheduleRequest) -> Schedule:
     return request.schedule()

@@ -1,4 +1,4 @@
-"""Extrapolates a job with very many microbatches from a simulation that is just long enough to have a steady state."""
+"""Extrapolates the time of a job with very many microbatches from a simulation just long enough for a steady state."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
-"""Simulations have SAMPLED / p microbatches for p ranks, but at least SAMPLED_PER_RANK microbatches per rank. With
-these values, extrapolated times are accurate to 0.3 percent, or to 4 percent for `v-min`, whose order depends on the
-number of microbatches.
+"""A simulation of p ranks has SAMPLED / p or SAMPLED_PER_RANK * p microbatches, whichever is larger. With these values,
+extrapolated times are accurate to 0.3 percent, or to 4 percent for `v-min`, whose order depends on the number of
+microbatches.
 """
 
 MANY, SAMPLED_OF_MANY = 16, 3
-"""With more than MANY ranks, fewer microbatches per rank are simulated, to save time."""
+"""With more than MANY ranks, SAMPLED_OF_MANY replaces SAMPLED_PER_RANK, to save time."""
 
 STEADY = (0.4, 0.75)
-"""Start and end of the steady state as shares of the makespan, well after warm-up and before cool-down."""
+"""Start and end of the interval in which steady-state time is measured, as fractions of the makespan."""
 
 
 def sampled(job: Job) -> Job:
-    """Return the job with just enough microbatches for a steady state; `extended` adds the time of the others."""
+    """Return the job with just enough microbatches for a steady state; `extended` adds the time of the omitted ones."""
     per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
@@ -45,7 +45,7 @@ def extended(timeline: Timeline, microbatches: int) -> float:
 
 
 def _steady_seconds(timeline: Timeline) -> float:
-    """Steady-state seconds per microbatch on the busiest rank: the mean over forwards and backwards of all chunks."""
+    """Steady-state seconds per microbatch on the busiest rank: mean time between a chunk's forwards (or backwards)."""
     schedule, busiest = timeline.schedule, timeline.busy.index(max(timeline.busy))
     ends: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for step, (_, end) in zip(schedule.ranks[busiest], timeline.spans[busiest], strict=True):

@@ -19,7 +19,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, ScheduleRequest, StageCosts, VocabMethod
 
 IDLE = 0.85
-"""If a rank has less than this share of the busiest rank's work, its clock is not throttled."""
+"""If a rank's work is less than this fraction of the busiest rank's work, the rank's clock is not throttled."""
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
 
 
 def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
-    """Seconds of a microbatch's copies to the host and back, by rank and chunk, in the form of `StageCosts.copies`."""
+    """Seconds that a microbatch's copies to the host and back take; the keys are those of `StageCosts.copies`."""
     host, found = memory.hardware.host, {}
     for rank, stages in enumerate(memory.schedule.placement.stage_of):
         moved = memory.offloaded(rank)
@@ -96,8 +96,8 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
 def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
     """The costs by which the passes of `plan`'s schedule are ordered, in training and in simulation.
 
-    The costs are rounded to hundredths of a mean rank's F + B + W, so that all ranks compute the same order. All GPUs
-    are assumed to be equally fast, because it is not known before a run which of them is the slowest.
+    The costs are rounded, so that all ranks compute the same order. Their unit is 1/100 of F + B + W, averaged over the
+    ranks. All GPUs are assumed to be equally fast, because it is not known before a run which of them is the slowest.
     """
     alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = single_microbatch(plan, job)
@@ -113,16 +113,17 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants =
         **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
         messages={link: round(value) for link, value in scaled.messages.items()},
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
-        # Unlike the others, copy times keep two decimals, because they are only a few hundredths of F + B + W.
+        # Unlike all other times, copy times keep two decimals, because they are only a few hundredths of F + B + W.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
         other={},
     )
 
 
 def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], split_backward: bool) -> list[Split]:
-    """Seconds of F, B and W of every virtual stage, at the speed of a mean rank and without vocabulary passes.
+    """Seconds of F, B and W of every virtual stage, assuming that all GPUs are equally fast.
 
-    If the vocabulary is not split, the first and the last stage include the vocabulary layers.
+    Vocabulary passes are not included. If the vocabulary is not split, the first and the last stage include the
+    vocabulary layers.
     """
     communication = CommunicationModel(times.job, times.hardware, times.constants)
     held = stage_layers(times.job, layers)
@@ -155,10 +156,11 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
 
 
 def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
-    """Each rank's slowdown relative to a mean rank at sustained speed, given every rank's `work` in a microbatch.
+    """The factor by which each rank's pass times are multiplied; `work` is every rank's time per microbatch.
 
-    The slowest of all `gpus` GPUs (expected maximum of normal samples, Blom's approximation) is assumed to be in the
-    middle of the pipeline. The other tensor ranks and replicas of the same stage wait for the slowest GPU.
+    The factor of a mostly idle rank (see `IDLE`) is below 1. The slowest GPU is assumed to be in the middle of the
+    pipeline, and the other tensor ranks and replicas of its stage wait for it. Its slowdown is estimated as the
+    expected maximum of `gpus` normal samples (Blom's approximation).
     """
     pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
     slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))

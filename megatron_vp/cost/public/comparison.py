@@ -1,4 +1,4 @@
-"""Predicts published runs, and computes the error of each run and of each group."""
+"""Predicts published runs, and computes the error of each run and of each group of runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from megatron_vp.jobs.job_config import read_job_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """A published run with predicted tokens/s per GPU and bytes on the fullest rank, or why it was refused."""
+    """A published run with its prediction (tokens/s per GPU, bytes on the fullest rank) or the reason why there is
+    none.
+    """
 
     row: PublicRow
     tokens_per_second: float | None = None
@@ -71,7 +73,7 @@ def layout(row: PublicRow) -> str:
 
 
 def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
-    """Predict a run on its own GPUs, or on `hardware` if given, by simulating some of its microbatches (`samples`)."""
+    """Predict a run on its own GPUs, or on `hardware` if given, by simulating some microbatches (see `sampled`)."""
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)
@@ -90,7 +92,7 @@ def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:
 
 
 def group_errors(found: Iterable[tuple[str, float]]) -> list[GroupError]:
-    """Compute the errors of each group, and of all groups together, from (group, error) pairs."""
+    """Compute a `GroupError` for each group, and one for all groups together, from (group, error) pairs."""
     groups: dict[str, list[float]] = {}
     for group, error in found:
         groups.setdefault(group, []).append(error)

@@ -1,8 +1,8 @@
 """Fits the H100's constants to published runs, and computes the errors on runs that a fit left out.
 
-Errors are almost linear in small changes of the constants' logarithms. Each constant is therefore changed slightly
-once, and all fits are computed from the resulting slopes (one Gauss-Newton step). Runs of the same model, precision and
-layout are one family.
+Errors are almost linear in small changes of the constants' logarithms. The constants are therefore changed slightly,
+one at a time, and all fits are computed from the resulting slopes (one Gauss-Newton step). Runs of one model that
+differ mainly in the number of GPUs form one family and are left out together.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from megatron_vp.cost.public.comparison import GroupError, group_errors, predict
 from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 
 MOVED = 0.02
-"""Relative change of each constant when the slopes are computed."""
+"""Each constant is changed by this fraction to measure how the errors depend on it."""
 
 SPREAD, NOISE = 0.05, 0.06
-"""Prior uncertainty of a constant, and the part of a run's error that no constant explains, both as logarithms."""
+"""Standard deviation of the prior for the logarithm of each constant, and standard deviation of the logarithmic error
+that a run would have even with exact constants.
+"""
 
 NINETY = 1.645
 """Half-width of a 90 percent interval in standard errors."""
@@ -32,7 +34,7 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant of the H100 to be fitted; `times` returns the hardware with the constant multiplied by a factor."""
+    """A constant that is fitted; `times` returns the hardware with this constant multiplied by a factor."""
 
     name: str
     value: Callable[[Hardware], float]
@@ -95,9 +97,11 @@ class Interval:
 class PublicFit:
     """The result of fitting the constants to published runs.
 
-    present: errors by group with the current constants.
-    fitted: errors by group with constants fitted to all runs.
-    left_out: errors by group if each family of runs is predicted with constants fitted to all other families.
+    Errors are given for each `PublicRow.group`.
+
+    present: errors with the current constants.
+    fitted: errors with constants fitted to all runs.
+    left_out: errors when each family of runs is predicted with constants fitted to all other families.
     """
 
     runs: int
@@ -109,7 +113,9 @@ class PublicFit:
 
 
 def fit_to_public_runs(tick: Callable[[int, int], None] = lambda done, of: None, processes: int = 1) -> PublicFit:
-    """Fit the constants to all judged runs on H100; `tick` is called with the predictions done and their total."""
+    """Fit the constants to all `judged` runs on H100. `tick` is called with the number of finished predictions and the
+    total.
+    """
     rows = [row for row in read_rows() if row.judged and row["gpu"] == "h100"]
     hardware = find_hardware("h100")
     settings = [hardware, *(each.times(hardware, 1 + MOVED) for each in VARIED)]
@@ -135,7 +141,10 @@ def _error(row: PublicRow, hardware: Hardware) -> float:
 
 
 def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, hardware: Hardware) -> PublicFit:
-    """Fit the constants to the errors and slopes of all rows, both given as logarithms."""
+    """Fit the constants to the errors of all rows, as `_error` returns them.
+
+    `slopes`: derivatives of the errors with respect to the logarithms of the constants.
+    """
     families = sorted({row["family"] for row in rows})
     whole = _solved(errors, slopes)
     left_out, moves = np.zeros(len(rows)), []
@@ -161,7 +170,9 @@ def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, ha
 
 
 def _solved(errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """The least-squares changes of the constants' logarithms, with SPREAD as the width of the prior around 0."""
+    """The changes of the constants' logarithms that minimise the squared errors, given a normal prior with mean 0 and
+    standard deviation SPREAD.
+    """
     count = slopes.shape[1]
     equations = np.vstack([slopes / NOISE, np.eye(count) / SPREAD])
     return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(count)]), rcond=None)[0]

@@ -12,9 +12,9 @@ from megatron_vp.errors import UserError
 def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
     """Whether each of the model's `layers` has experts.
 
-    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list of 0 and 1. A string
-    with an expression of numbers, lists, + and * is also accepted, such as "([0]*3+[1]*58)". Raises UserError for
-    anything else.
+    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list (1 for each layer with
+    experts, 0 for each layer without). A string with an expression of numbers, lists, + and * is also accepted, such as
+    "([0]*3+[1]*58)". Raises UserError for anything else.
     """
     found = frequency
     if isinstance(frequency, str):

@@ -11,7 +11,7 @@ from megatron_vp.cost.sizes.shapes import Job
 
 
 class Matrix(NamedTuple):
-    """Weight matrices of the same shape on one rank; each of the `copies` multiplies `tokens` tokens per microbatch."""
+    """Weight matrices of one shape on one rank: `copies` matrices, each applied to `tokens` tokens per microbatch."""
 
     inputs: int
     outputs: int
@@ -76,7 +76,7 @@ def attention_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
 
 
 def layer_flops(job: Job, kind: LayerType = LayerType.WHOLE) -> float:
-    """FLOPs of one layer's forward for a microbatch on one rank, including both halves of attention."""
+    """FLOPs of one layer's forward for a microbatch on one rank, with attention not halved for causality."""
     return sum(matrix.flops for matrix in layer_matrices(job, kind)) + attention_flops(job, kind)
 
 
@@ -88,12 +88,13 @@ def output_flops(job: Job) -> float:
 def model_flops(job: Job) -> float:
     """FLOPs of one iteration of the whole job as Megatron's `--log-throughput` counts them.
 
-    The count is three times the forward FLOPs of the output layer and all layers, with only the causal half of
-    attention. Multi-token prediction adds the norms and the matrix product that join two embeddings; latent attention
-    adds its norms. The input embedding, routers and recomputation are not counted. For an MLP with quick GeGLU, this
-    count has three matrices and Megatron's only two.
+    The count is three times the forward FLOPs of the model's layers, including the output layer. Only the causal half
+    of attention is counted. Multi-token prediction adds its norms and the matrix product that combines hidden states
+    with embeddings. Latent attention adds its norms. The input embedding, routers and recomputation are not counted.
+    For an MLP with quick GeGLU, this function counts three matrices, but Megatron counts only two.
     """
-    # Count for a single rank, because tensor ranks beyond the number of key-value groups compute the same keys again.
+    # Count as if nothing were split over ranks: with more tensor ranks than key-value groups, several ranks compute the
+    # same keys.
     whole = replace(job, tensor=1, context=1, expert=1, expert_tensor=1, sequence_parallel=False)
     hidden, heads = job.model.hidden, 0 if job.model.is_hybrid else len(job.model.mtp_heads)
     joined = 2 * whole.tokens * heads * (3 * hidden + 2 * hidden**2)
@@ -104,7 +105,7 @@ def model_flops(job: Job) -> float:
 
 
 def paper_flops(job: Job) -> float:
-    """FLOPs of one iteration of the whole job as the paper counts them for its MFU, with both halves of attention."""
+    """FLOPs of one iteration of the whole job as the paper's MFU counts them: attention is not halved for causality."""
     return _flops(job, 1.0)
 
 
@@ -125,6 +126,6 @@ def layer_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
 
 
 def expert_weights(job: Job, kind: LayerType = LayerType.WHOLE) -> int:
-    """Parameters of one layer's experts on one rank, which are the layer's last two matrices."""
+    """Parameters of one layer's experts on one rank. The experts' weights are the layer's last two matrices."""
     mlp = mlp_of(job.model, kind)
     return sum(matrix.weights for matrix in layer_matrices(job, kind)[-2:]) if mlp and mlp.experts else 0

@@ -1,14 +1,16 @@
 """Counts the bytes that fp8 recipes move and keep in transformer layers. None of these counts was measured.
 
 The matrix products of a layer (queries, keys and values; output projection; both products of the MLP) read fp8 operands
-and write 16-bit results. Norms, attention, routers, vocabulary layers, gradients and the optimizer do not use fp8.
+and write 16-bit results. Norms, attention, routers, vocabulary layers, gradient buffers and the optimizer do not use
+fp8.
 
-    F   quantises X for X W^T and, in columns, for the weight gradient; W only once per iteration
+    F   quantises X for X W^T and, in columns, for the weight gradient; quantises the weights once per iteration
     B   quantises dY for dY W and, in columns, for the weight gradient
     W   computes dY^T X from the tensors that F and B have quantised
 
 With one scale per tensor, "in columns" means the transpose, which is needed on GPUs whose tensor cores multiply fp8 in
-only one layout. With one scale per block, "in columns" means a second quantisation.
+only one layout. With one scale per block, "in columns" means that the tensor is quantised again, in blocks along its
+columns.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron_vp.errors import UserError
 
 
 class Quantised(NamedTuple):
-    """Bytes per element to quantise a tensor for two products: bytes read, and bytes written in rows and in columns."""
+    """Bytes per element to quantise a tensor: bytes read, and bytes written for its row-wise and column-wise copies."""
 
     read: float
     rows: float
@@ -36,7 +38,7 @@ class Quantised(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """Bytes kept per element of a weight, for F (rows) and for B (columns)."""
+        """Bytes kept per element of a weight: its row-wise copy for F and its column-wise copy for B."""
         return self.rows + self.columns
 
     @property
@@ -50,7 +52,7 @@ _SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32}
 
 
 def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
-    """Bytes per element that quantising by `recipe` moves on `hardware`.
+    """Bytes per element that quantising a tensor with `recipe` reads and writes on `hardware`.
 
     `tensorwise` reads a tensor twice: to find its maximum, and to scale it.
     """
@@ -76,7 +78,7 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 
 def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """The matrices of a layer that are multiplied in fp8: all but the router's, which precedes the experts' two."""
+    """A layer's matrices that are multiplied in fp8: all `layer_matrices` except the router's (third from the end)."""
     matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
     return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
 
@@ -88,7 +90,7 @@ def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOL
 
 
 def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
-    """Bytes of a microbatch's activations that fp8 saves in a layer on one rank, compared with 16 bits.
+    """Bytes by which fp8 reduces a layer's activations per microbatch on one rank, compared with 16 bits.
 
     The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
     input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.

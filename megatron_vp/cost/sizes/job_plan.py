@@ -49,7 +49,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
     **dict.fromkeys(("delay_wgrad_compute",), ()),
     **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
-    # Options that set the layers of a stage or the microbatches of an iteration.
+    # Options for the number of layers per stage, the batch size, the vocabulary size and frozen layers.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "vocab_extra_ids", "freeze_all_layers"), ()),
@@ -61,7 +61,7 @@ COUNTED_MODULES = ("mlp", "moe", "moe_act")
 
 
 def uncounted(config: JobConfig) -> list[str]:
-    """List what affects time or memory but is not in the cost model: options of the job, and layers of its pattern."""
+    """List the job's options whose effect on time or memory the cost model ignores, at least in part."""
     values = config.values
     found = [
         option_of(name)
@@ -150,11 +150,13 @@ _LAYOUT_OPTIONS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Arguments that divide a GPT model into stages; bars in the pattern divide a hybrid model."""
+"""Arguments that divide a GPT model into stages. A hybrid model is divided by bars in --hybrid-layer-pattern."""
 
 
 def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The number of layers per stage in training if no layout is given; None if it is the same for all stages."""
+    """The number of layers that each virtual stage gets if the job has no layout. None with one chunk per rank, or if
+    all stages get the same number.
+    """
     chunks = chosen.chunks or 1
     if chunks == 1:
         return None
@@ -216,14 +218,16 @@ def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
 
 
 def _shards_text(plan: Plan) -> str | None:
-    """The value of --vocab-shards, with the predicted rows, so that training does not choose different rows."""
+    """The value of --vocab-shards for the plan's rows. Without this option, training may split the vocabulary
+    differently.
+    """
     if not plan.vocab.is_sharded:
         return None
     return "even" if plan.vocab_rows is None else ",".join(map(str, plan.vocab_rows))
 
 
 def chunks_given(config: JobConfig) -> int | None:
-    """The number of chunks per rank in the configuration; None for one chunk, or if the sizes contradict each other."""
+    """The configuration's number of chunks per rank; None if the number is 1, not given, or invalid."""
     try:
         return _chunks(config)
     except UserError:

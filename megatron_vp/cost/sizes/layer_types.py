@@ -33,7 +33,7 @@ class LayerType(StrEnum):
 
     @property
     def share(self) -> float:
-        """Fraction of a transformer layer's norms, dropouts and sums over tensor ranks that this layer type has."""
+        """Norms, dropouts and residual additions of this layer type, as a fraction of those of a transformer layer."""
         return 1.0 if self in (LayerType.WHOLE, LayerType.DENSE) else 0.5
 
 
@@ -60,7 +60,7 @@ class MlpRecompute(StrEnum):
 
     NONE = "none"
     ACTIVATION = "activation"
-    """the input of the MLP's second matrix product, from the result of the first product"""
+    """the input of the MLP's second matrix product, recomputed from the result of the first product"""
     ALL = "all"
     """everything between the MLP's input and its result"""
 
@@ -68,7 +68,7 @@ class MlpRecompute(StrEnum):
 def mlp_recompute(job: Job, kind: LayerType) -> MlpRecompute:
     """The parts of a layer's MLPs that `--recompute-modules` makes the backward recompute.
 
-    `mlp` applies to MLPs, `moe` and `moe_act` to experts.
+    `mlp` applies to dense MLPs. `moe` and `moe_act` apply to MLPs with experts.
     """
     mlp = mlp_of(job.model, kind)
     if mlp is None or job.recompute is Recompute.FULL:
@@ -87,7 +87,7 @@ def type_of(letter: str) -> LayerType:
 
 
 UNKNOWN_LETTERS = "MGD+"
-"""Letters of other layers that are counted as attention."""
+"""Letters of layers that are counted as attention because their costs are unknown."""
 
 Counts = Mapping[LayerType, int]
 """The number of layers of each type."""

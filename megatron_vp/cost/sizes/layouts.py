@@ -45,8 +45,8 @@ def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
     """Layers per virtual stage in the paper's method `redis`: fewer layers on the rank with the output layer.
 
-    The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the number of layers
-    with as many FLOPs as the output layer. This formula reproduces all four published layouts for eight GPUs. The other
+    The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the output layer's
+    FLOPs divided by those of one layer. This formula reproduces all four published layouts for eight GPUs. The other
     stages share the remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there
     are too few layers.
     """
@@ -68,9 +68,9 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
 def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
     """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
 
-    At first, each stage except the model's first and last gets one layer. Then each other layer goes to the rank with
-    the least work. Each rank's layers are spread evenly over its stages, with fewer layers in the model's first and
-    last stage.
+    At first, each stage except the model's first and last gets one layer. Then each remaining layer goes to the rank
+    with the least work so far. Each rank's layers are spread evenly over its stages. Any remainder goes to inner stages
+    if possible, not to the model's first or last stage.
 
     layer: seconds of one layer.
     work: seconds that each rank spends outside its layers.

@@ -19,8 +19,8 @@ HALF = 350
 """Keys per sequence at which fused kernels reach half of their peak rate. Published times on H100 imply 200 to 500."""
 
 NARROW = 0.4
-"""Share of their rate that kernels would lose at head width 0. The loss falls linearly with the width, to 0 at 128.
-Published rates for heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
+"""Kernels would lose this share of their rate at head width 0. The lost share falls linearly with the head width, to 0
+at 128. Published rates for heads of width 64 are 0.77 to 0.84 of the rates for heads of width 128.
 """
 
 TILE = 128
@@ -32,7 +32,9 @@ scaling imply a weight of 0.25 to 0.8 for EITHER.
 """
 
 SCORE_BYTES = 13
-"""Bytes moved per score in unfused attention's forward: results of product, softmax and dropout, written and read."""
+"""Bytes per score that the forward of unfused attention writes and reads: the results of the query-key product, the
+softmax and the dropout.
+"""
 
 
 class AttentionTimes(NamedTuple):
@@ -65,7 +67,9 @@ def attention_times(
 
 
 def _seen(job: Job) -> float:
-    """Share of the causal scores that are computed, because some layers may see only the last `window` tokens."""
+    """The share of the causal scores that attention computes. Sliding-window layers skip all but the last `window`
+    tokens.
+    """
     model = job.model
     inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
     return 1 - model.windowed * (1 - inside)

@@ -1,4 +1,4 @@
-"""Computes times of messages and collectives, over NVLink or similar inside a node and the network between nodes."""
+"""Computes times of messages and collectives inside a node (over NVLink or similar) and between nodes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LINK_SHARE = 0.7
 """Share of the nominal NVLink bandwidth that NCCL reaches with messages of about ten megabytes."""
 
 EXPOSED_SUM = 0.4
-"""Share of tensor-parallel communication time that `--tp-comm-overlap` cannot hide, because the first and the last
-piece have no matrix product to overlap with.
+"""Share of tensor-parallel communication time that `--tp-comm-overlap` cannot hide. The option splits each transfer
+into pieces, and the first and the last piece have no matrix product to overlap with.
 """
 
 BUCKET = 40e6
@@ -27,7 +27,9 @@ larger. No backward remains to hide the last bucket's reduction.
 """
 
 CONTENTION = 0.4
-"""Fraction of its duration by which a hidden collective delays matrix products: both use SMs and memory bandwidth."""
+"""A hidden collective delays matrix products by this fraction of the collective's duration, because both use SMs and
+memory bandwidth.
+"""
 
 LATENCY, NETWORK_LATENCY = 2e-6, 12e-6
 """Latency per hop of a message or collective in seconds, inside a node and between nodes. NCCL's own tuning tables
@@ -39,8 +41,9 @@ assume 0.6 to 3.4 microseconds inside a node and 2.7 to 14 between nodes, depend
 class CommunicationModel:
     """Communication times in seconds for `job`; as in Megatron, a stage's GPUs have consecutive ranks.
 
-    `nodes` is the number of nodes over which a collective's members are distributed. Between nodes, a collective uses
-    the network bandwidth of one GPU per node, even if several GPUs of a node are members, except in `replicas_sum`.
+    The methods' parameter `nodes` is the number of nodes over which a collective's members are distributed. Between
+    nodes, a collective uses the network bandwidth of one GPU per node, even if several GPUs of a node are members. Only
+    `replicas_sum` adds up the bandwidth of all members on a node.
     """
 
     job: Job
@@ -52,7 +55,7 @@ class CommunicationModel:
         return rank * self.job.gpus_per_stage // self.hardware.gpus_per_node
 
     def bandwidth(self, within_a_node: bool) -> float:
-        """Bytes/s of one GPU, inside a node or between nodes."""
+        """Bytes/s that one GPU can send inside a node or between nodes."""
         if within_a_node:
             return self.hardware.link_bandwidth * LINK_SHARE
         return self.hardware.network_bandwidth * self.constants.network
@@ -67,19 +70,19 @@ class CommunicationModel:
         return math.ceil(gpus / self.hardware.gpus_per_node)
 
     def hops(self, ranks: int, nodes: int) -> float:
-        """Latency of one round through a ring of `ranks` ranks on `nodes` nodes; the ring leaves each node once."""
+        """Latency of one trip around a ring of `ranks` ranks on `nodes` nodes; the ring leaves each node once."""
         crossings = min(ranks, nodes) if nodes > 1 else 0
         return LATENCY * (ranks - crossings) + NETWORK_LATENCY * crossings
 
     def broadcast(self, count: float, ranks: int, nodes: int) -> float:
-        """Seconds to broadcast `count` bytes to `ranks`, pipelined along a chain; a reduction takes as long."""
+        """Seconds to broadcast `count` bytes to `ranks` ranks, pipelined along a chain; a reduction takes as long."""
         return self.hops(ranks, nodes) + count / self.bandwidth(nodes == 1) if ranks > 1 else 0.0
 
     def all_reduce(self, count: float, ranks: int, nodes: int) -> float:
-        """Seconds of an all-reduce of `count` bytes over `ranks`.
+        """Seconds that an all-reduce of `count` bytes over `ranks` ranks takes.
 
-        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring, whose transfers hide the sums
-        inside nodes.
+        Inside one node, the ranks form a ring. Across nodes, the nodes form a ring. The sums inside each node take no
+        extra time, because they overlap with the ring's transfers.
         """
         if ranks == 1:
             return 0.0
@@ -123,10 +126,10 @@ class CommunicationModel:
         return took
 
     def collectives(self, method: VocabMethod, members: Sequence[int] = ()) -> dict[CollectiveKind, float]:
-        """Seconds of a microbatch's collectives over the pipeline ranks, including sums and gathers over tensor ranks.
+        """Seconds that a microbatch's collectives take, by kind, including sums and gathers over tensor ranks.
 
-        `members` are the pipeline ranks that take part; if it is empty, all take part. Each embedding row is sent only
-        once, among the pipeline ranks with the same tensor rank as the rank that holds the row.
+        `members` lists the pipeline ranks that take part; if it is empty, all take part. An embedding row is sent only
+        to the pipeline ranks with the same tensor rank as the row's owner.
         """
         members = members or range(self.job.pipeline)
         p, nodes = len(members), self.nodes_of(members)
@@ -149,7 +152,7 @@ class CommunicationModel:
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
     def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """Seconds of exposed communication in one layer's forward, without keys and values (see `exposed_keys`)."""
+        """Seconds of exposed communication in one layer's forward, except for keys and values (see `exposed_keys`)."""
         return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
 
     def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
@@ -170,7 +173,8 @@ class CommunicationModel:
         """Seconds to send a rank's tokens to their experts or back.
 
         `count` is the size of the tokens in bytes, counting each token once for each of its `per_token` experts. The
-        flexible dispatcher sends a token once per node and once per rank; NVLink and the network work in parallel.
+        flexible dispatcher sends a token over the network once to each node that needs it, and over NVLink once to each
+        rank that needs it. The network and NVLink work in parallel.
         """
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
@@ -184,7 +188,8 @@ class CommunicationModel:
     def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
         """Seconds that a layer's forward waits for keys and values of other context ranks.
 
-        Keys and values are passed around a ring, while attention (`attention` seconds in total) runs on those received.
+        Keys and values are passed around a ring. Meanwhile, attention runs on those that have arrived. It takes
+        `attention` seconds in total.
         """
         job = self.job
         if job.context == 1 or not kind.attends:
@@ -197,10 +202,10 @@ class CommunicationModel:
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 
     def replicas_sum(self, count: float, ranks: int, spread: int) -> float:
-        """Seconds to all-gather or reduce-scatter `count` bytes over `ranks` replicas, which are among the `spread`
-        GPUs of a stage.
+        """Seconds to all-gather or reduce-scatter a full buffer of `count` bytes over `ranks` GPUs. These GPUs are
+        distributed over the nodes of a stage with `spread` GPUs.
 
-        Each replica in a node has its own network port, and the links inside the node can keep all ports busy.
+        Each GPU has its own network port, and the links inside a node can keep all ports busy.
         """
         if ranks == 1:
             return 0.0
@@ -212,7 +217,7 @@ class CommunicationModel:
     def gradient_sync(
         self, shared: float, experts: float, narrow: float = 0.0, forward: float = 0.0, backward: float = 0.0
     ) -> float:
-        """Exposed seconds per iteration of reducing gradients over the replicas and gathering parameters.
+        """Exposed time per iteration, in seconds, for reducing gradients over the replicas and gathering parameters.
 
         shared: number of parameters outside experts, which all replicas hold.
         experts: number of parameters in experts, each of which is on `job.expert_replicas` ranks.

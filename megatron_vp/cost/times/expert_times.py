@@ -1,4 +1,6 @@
-"""Models the work in a layer with experts other than matrix products: launches, copies and unfused activations."""
+"""Models what experts cost in addition to their matrix products: kernel launches, copies, and unfused activation
+functions.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, 
 from megatron_vp.cost.sizes.shapes import Dispatcher, Job
 
 LAUNCHES = 0.4e-3
-"""Seconds per layer with experts for work that is too small to keep a GPU busy: the router's top k, counts for which
-the host waits, and about a hundred launches. The backward takes twice as long.
+"""Seconds that a layer with experts spends on work that is too small to keep a GPU busy: the router's top-k selection,
+token counts that the host waits for, and about a hundred kernel launches. In the backward, this work takes twice as
+long.
 """
 
 PRODUCT = 20e-6
@@ -19,24 +22,27 @@ wave of tiles that leaves SMs idle. The value was chosen by hand; published runs
 """
 
 COPIES, SORTED = 8, 4
-"""How often the all-to-all dispatcher reads or writes the experts' tokens: COPIES times to exchange and sort them by
-rank and back; SORTED more times to sort them by expert and back if a rank has several experts.
+"""How often the all-to-all dispatcher reads or writes the experts' tokens. COPIES is for sorting the tokens by rank,
+exchanging them, and undoing both. If a rank has several experts, SORTED is added for sorting the tokens by expert and
+undoing this.
 """
 
 FLEXIBLE, FLEXIBLE_DISTINCT = 2, 6
-"""How often the flexible dispatcher reads or writes tokens: FLEXIBLE times per expert of a token, to sort by expert and
-back; FLEXIBLE_DISTINCT times per rank that has some of a token's experts, to send it there.
+"""How often the flexible dispatcher reads or writes a token. FLEXIBLE applies once per expert chosen for the token, and
+covers sorting the tokens by expert and restoring their order. FLEXIBLE_DISTINCT applies once per rank that has any of
+the token's experts, and covers sending the token to that rank and the result back.
 """
 
 CLAMP_FORWARD, CLAMP_BACKWARD = 16, 24
-"""Bytes moved per element to clamp an expert's gated activation in 16 bits: its gate and its linear input are each
-read, written, and copied into one tensor. The backward reads the gate and the linear input again.
+"""Bytes moved per element of an expert's gated activation to clamp its gate and linear input in 16 bits. Each of the
+two is read and written, then both are copied into one tensor. The backward handles the gradients in the same way. It
+also reads the gate and the linear input, and writes and reads a mask for each of them.
 """
 
 BIAS_FORWARD, BIAS_BACKWARD = 28, 36
-"""Bytes moved per element of the experts' results to add biases, each multiplied by its token's probability in fp32.
-The forward moves 4 bytes to multiply, 10 to add, 8 to concatenate and 6 to convert to 16 bits. The backward moves 6
-bytes to convert to fp32, 6 to convert back, and 12 for each of two products with its sum.
+"""Bytes moved per element of the experts' results to multiply biases by the token's probability in fp32 and to add
+them. The forward moves 4 bytes to multiply, 10 to add, 8 to concatenate and 6 to convert to 16 bits. The backward moves
+6 bytes to convert to fp32, 6 to convert back, and 12 each for the gradients of the biases and of the probabilities.
 """
 
 
@@ -48,19 +54,27 @@ class Separate(NamedTuple):
 
 
 def distinct(places: int, per_token: int) -> float:
-    """Expected number of distinct `places` that hold a token's uniformly chosen experts, divided by `per_token`."""
+    """Expected number of different places that hold a token's `per_token` experts, divided by `per_token`.
+
+    Each expert is in one of `places` places, chosen uniformly.
+    """
     return places * (1 - (1 - 1 / places) ** per_token) / per_token
 
 
 def is_flexible(job: Job, hardware: Hardware) -> bool:
-    """Whether the flexible dispatcher moves the tokens; if the job names no dispatcher, it is assumed between nodes."""
+    """Whether the flexible dispatcher moves the tokens.
+
+    A job that names no dispatcher is assumed to use it if the expert-parallel ranks span several nodes.
+    """
     if job.dispatcher is Dispatcher.UNSAID:
         return job.expert * job.expert_tensor > hardware.gpus_per_node
     return job.dispatcher is Dispatcher.FLEXIBLE
 
 
 def copies(job: Job, kind: LayerType, hardware: Hardware) -> float:
-    """How often the tokens of a layer's experts are read or written, counting a token once for each of its experts."""
+    """Number of times that the dispatcher reads or writes a token in one layer, divided by the number of the token's
+    experts.
+    """
     mlp = mlp_of(job.model, kind)
     if mlp is None or not mlp.experts:
         return 0.0

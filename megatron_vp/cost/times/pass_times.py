@@ -1,4 +1,4 @@
-"""Computes the time of each pass on one rank: tensor cores limit matrix products, memory bandwidth all other work."""
+"""Computes the time of each pass on one rank from the FLOPs and the memory traffic of its operations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ WHOLE_SCORES = {
 }
 """Bytes per logit that each cross-entropy implementation moves in the forward and in the backward. The forward of
 NATIVE moves 6 bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward
-moves 10 bytes to scale and convert to 16 bits. TE stays in 16 bits: its forward reads 2 bytes, then reads and writes 4,
-and its backward moves 4 to scale.
+moves 10 bytes to scale and convert to 16 bits. TE leaves the logits in 16 bits. Its forward moves 2 bytes to find the
+softmax's maximum and sum, and 4 to replace the logit by its gradient. Its backward moves 4 bytes to scale the gradient.
 """
 
 EMBED_FORWARD, EMBED_BACKWARD = 115, 55
 """Bytes that IF and IB move per hidden unit of a token, derived from their published times."""
 
 SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
-"""Bytes moved per element of an embedding's dense gradient. A shard's is filled with zeros and then added to the
-accumulated gradient, as published times of IB imply. A whole embedding's is only filled with zeros, as the published
-V-Half baselines imply.
+"""Bytes moved per element of an embedding's dense gradient. The gradient of a shard is filled with zeros and then added
+to the accumulated gradient, as published times of IB imply. The gradient of a whole embedding is only filled with
+zeros, as the published V-Half baselines imply.
 """
 
 FUSED_HIDDEN = 22
@@ -50,13 +50,18 @@ a norm, and 7 bytes to add the residual and copy the sum. Dropout masks are coun
 """
 
 OWN_SHARE = 0.4
-"""Share of norms, dropouts and residuals in the bytes that the paper's layers move between matrix products."""
+"""Norms, dropouts and residuals move this fraction of the bytes that the paper's layers move outside matrix products.
+"""
 
 SHARED_HIDDEN = 50
-"""Bytes that S and T move per hidden unit of a token: the layer's input and its gradient, in fp32 and in 16 bits."""
+"""Bytes that S and T move per hidden unit of a token. Together, they read and write the output layer's input and its
+gradient several times, in fp32 and in 16 bits.
+"""
 
 EARLY_HIDDEN, EARLY_SCORES = 26, 8
-"""Additional bytes of vocab-2, per hidden unit of a token and per logit, to scale a gradient after computing it."""
+"""Additional bytes that vocab-2 moves because it computes the input gradient before the scale factor is known: per
+hidden unit of a token, and per logit.
+"""
 
 
 class Split(NamedTuple):
@@ -69,14 +74,14 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch's work on one rank of `job`, at the average sustained speed of ranks on `hardware`."""
+    """Seconds of one microbatch's work on one rank of `job`, at the sustained speed of `hardware`."""
 
     job: Job
     hardware: Hardware
     constants: Constants
 
     def compute(self, flops: float, share: float) -> float:
-        """Seconds of `flops` operations at `share` of the hardware's peak rate."""
+        """Seconds that `flops` operations take at the fraction `share` of the hardware's peak rate."""
         return flops / (self.hardware.peak_flops * share)
 
     def memory_time(self, count: float) -> float:
@@ -84,7 +89,7 @@ class PassTimes:
         return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
-        """Seconds of one matrix product, limited by arithmetic or by reading and writing its operands."""
+        """Seconds of one matrix product: the longer of its arithmetic and its memory traffic."""
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
         arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
@@ -123,7 +128,7 @@ class PassTimes:
         return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
 
     def plain_layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """Seconds of one layer in 16 bits."""
+        """Seconds of one layer without fp8."""
         job, constants = self.job, self.constants
         matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
@@ -161,7 +166,7 @@ class PassTimes:
 
     @property
     def counted(self) -> bool:
-        """Whether layers are modelled as Transformer Engine's, which requires known attention rates."""
+        """Whether the job runs Transformer Engine's layers on hardware with known attention rates."""
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
 
@@ -172,31 +177,31 @@ class PassTimes:
 
     @property
     def accumulated(self) -> int:
-        """Bytes per element to add a weight gradient to the accumulated gradient, which is read and written."""
+        """Bytes moved per element to add a weight gradient to the accumulated gradient, which is read and written."""
         return 8 if self.job.wide_gradients else 2 * self.job.element_bytes
 
     @property
     def gap(self) -> float:
-        """Fixed seconds per pass, for kernel launches and the transition to the next pass."""
+        """Constant time in seconds that every pass takes for kernel launches and the transition to the next pass."""
         rates = self.hardware.rates
         return rates.gap if rates and rates.gap else self.constants.gap
 
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its matrix products; the backward moves twice as many.
 
-        The bytes of fused layers, and of Megatron's local layers on GPUs, are counted (`FUSED_HIDDEN`). For all other
-        layers, the number of bytes is a fitted constant.
+        If `counted` or `fused_local` is true, the bytes of the layer's operations are added up. Otherwise, the result
+        is proportional to a fitted constant.
         """
         job, model, t = self.job, self.job.model, self.job.tensor
         units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
         if not (self.counted or self.fused_local):
-            # Without sequence parallelism, tensor ranks share only the work between the two matrix products of a block.
+            # Without sequence parallelism, only the work between a block's two matrix products is divided by t.
             inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
             return kind.share * self.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
         if kind.attends:
-            # Splitting the joint projection reads and writes queries, keys and values, and so do rotary positions and
-            # norms.
+            # Query and key norms, rotary embedding, and the split of the joint projection are each counted as one read
+            # and one write of queries, keys and values.
             keys = max(model.keys // t, model.head_size) + max(model.values // t, model.value_size)
             inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
         if mlp:
@@ -205,7 +210,7 @@ class PassTimes:
         return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
 
     def whole_output(self) -> Split:
-        """Seconds of the last stage's output layer if it is not split, including the loss."""
+        """Seconds that the unsplit output layer and the loss take on the last stage."""
         matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
         logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
         forward, backward = WHOLE_SCORES[self.job.cross_entropy]
@@ -226,7 +231,7 @@ class PassTimes:
         )
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
-        """The model of this project's vocabulary kernels on a shard of `rows` vocabulary rows (None: an even shard).
+        """The cost model of this project's vocabulary kernels on a shard of `rows` rows (None: an even shard).
 
         Returns None if the hardware's rates are unknown; callers then model the paper's code.
         """
@@ -266,7 +271,7 @@ class PassTimes:
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """Seconds of IF and IB.
 
-        Pipeline ranks with the same tensor rank exchange only the tokens whose rows are in their own shards.
+        An embedding row is exchanged only among the pipeline ranks with the same tensor rank as its owner.
         """
         job, own = self.job, self.own_kernels(rows)
         if own:
@@ -278,12 +283,14 @@ class PassTimes:
         )
 
     def placed_rows(self) -> float:
-        """Extra seconds of F and B on the first stage to reorder exchanged rows; the paper's IF and IB include that."""
+        """Seconds that F and B of the first stage each take to reorder exchanged embedding rows. The result is 0 with
+        the paper's kernels, whose IF and IB include this time.
+        """
         own = self.own_kernels()
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
-        """Seconds of the embedding's forward and backward in a pass V (interlaced), without waiting for exchanges."""
+        """Seconds that the embedding's forward and backward take in pass V (interlaced), without communication."""
         job = self.job
         return (
             self.memory_time(2 * job.element_bytes * job.tokens * job.model.hidden),
@@ -291,6 +298,6 @@ class PassTimes:
         )
 
     def optimizer_step(self, parameters: float) -> float:
-        """Seconds of mixed-precision Adam: convert gradients to fp32, compute norms, read and write states."""
+        """Seconds of mixed-precision Adam: gradient conversion to fp32, norms, and reads and writes of states."""
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
         return self.memory_time((46 - spared) * parameters)

@@ -1,4 +1,4 @@
-"""Finds what limits S and T; run as a script, it prints the table in docs/evidence/predictions.md."""
+"""Prints the table in docs/evidence/predictions.md that compares the times of S and T with those of their GEMMs."""
 
 from __future__ import annotations
 

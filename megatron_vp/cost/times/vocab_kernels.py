@@ -1,11 +1,12 @@
 """Computes the times of S, T, IF and IB from the times of their GEMMs and of this project's kernels.
 
-S computes the logits Y = X W^T, where X is the output layer's input and W its shard, then runs a softmax kernel that
-overwrites Y with exponentials E. T runs a kernel that enters the targets into E and scales X, which gives E' and X',
-then computes the weight gradient E'^T X'. E W is computed and its rows are rescaled in S with vocab-2, and in T with
-vocab-1. IF looks up rows, and IB adds up rows.
+S computes the logits Y = X W^T, where X is the output layer's input and W the rank's shard of the weight, then runs a
+softmax kernel that overwrites Y with exponentials E. T runs a kernel that enters the targets into E and scales X, which
+gives E' and X', then computes the weight gradient E'^T X'. With vocab-2, S also computes E W, whose rows are rescaled
+in the barrier after S. With vocab-1, T computes and rescales E W. IF looks up embedding rows, and IB adds up their
+gradients.
 
-A kernel that is not a GEMM takes as long as it takes to move its bytes at the speed of a copy, or to issue its
+The time of a kernel that is not a GEMM is the time to move its bytes at the speed of a copy or the time to issue its
 instructions at the issue rate, whichever is longer. Nothing here was measured: bytes were counted in the source code,
 and instructions in the machine code for compute capability 9.0.
 """
@@ -21,19 +22,23 @@ LAUNCH = 2.5e-6
 """Fixed seconds per kernel that is not a GEMM: its start-up, its tail and the gap before it."""
 
 ISSUE_SHARE = 0.75
-"""Share of the issue rate that a kernel of independent loads, arithmetic and stores reaches."""
+"""Assumed fraction of `Rates.issue` that the non-GEMM kernels of S and T reach."""
 
 LONGEST_ROW = 32_768
 """Length in logits of the longest row that fits in registers and is read only once; longer rows are read twice."""
 
 WHOLE_ROW_INSTRUCTIONS, LONG_ROW_INSTRUCTIONS = 16, 13
-"""Largest number of instructions per logit in the softmax, for rows of up to LONGEST_ROW logits and for longer rows."""
+"""Instructions per logit in the softmax: for rows of up to LONGEST_ROW logits, and for longer rows. Each number is the
+maximum over the row lengths that need no mask.
+"""
 
 RESCALE_INSTRUCTIONS, TARGET_INSTRUCTIONS = 20, 16
 """Instructions per element to rescale E W, and to scale the rows of X in T."""
 
 ADD_LAUNCHES = 4
-"""Kernels in IB: two of PyTorch find the rows of owned tokens, and two of this project add up these rows."""
+"""Number of kernels in IB: two PyTorch kernels find the rows of owned tokens, and two Triton kernels add up the
+gradients of these rows.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class ShardPasses:
         return Kernel(moved * elements / self.rates.copy, issue)
 
     def output(self, method: VocabMethod) -> tuple[float, float]:
-        """Seconds of S and T. vocab-2 rescales E W at its barrier; the time of this kernel is counted in S."""
+        """Seconds of S and T. With vocab-2, the time of S includes the rescaling of E W in the barrier after S."""
         scores = self.gemm() + self.softmax().seconds
         gradients = self.enter_targets().seconds + self.weight_gemm()
         early = self.gemm() + self.rescale().seconds
@@ -118,5 +123,5 @@ class ShardPasses:
         return looked_up, ADD_LAUNCHES * LAUNCH + added
 
     def placed_rows(self) -> float:
-        """Seconds on the first stage to scatter received rows into token order, or to gather rows from token order."""
+        """Seconds that the first stage takes to put rows sorted by owner into token order, or to sort them by owner."""
         return LAUNCH + 2 * self.element_bytes * self.tokens * self.hidden / self.rates.copy

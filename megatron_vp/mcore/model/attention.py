@@ -38,10 +38,10 @@ class ScaledDotProductAttention(MegatronModule):
 
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
     of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences in this way to balance
-    causal attention. The queries of a piece attend to all keys up to the end of the piece.
+    causal attention. The attention of a piece uses the keys up to the end of the piece, with a causal mask.
 
-    Raises UserError if PyTorch's attention does not support the softmax or the window, or if a layer with context
-    parallelism is not causal.
+    Raises UserError for a softmax type that PyTorch's attention does not support, for a sliding window, and for a
+    non-causal layer with context parallelism.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ScaledDotProductAttention(MegatronModule):
             )
         if config.window_size is not None:
             raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
-        # A replay that counts memory for Transformer Engine does not gather, because Transformer Engine passes keys and
-        # values around a ring, and each rank keeps only its own part of the sequence.
+        # A replay that counts the memory that Transformer Engine would use does not gather keys and values. Transformer
+        # Engine passes them around a ring, and each rank keeps only those of its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
@@ -88,7 +88,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Compute attention; in a packed sequence, separately for each document.
+        """Compute attention. The documents of a packed sequence do not attend to each other.
 
         Args:
             query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and [s, b,
@@ -99,7 +99,7 @@ class ScaledDotProductAttention(MegatronModule):
                 dimension b.
 
         Returns:
-            The context, [s, b, heads * dv]; for a packed sequence [s, heads * dv].
+            The context, [s, b, heads * dv], or [s, heads * dv] for a packed sequence.
         """
         assert attention_bias is None, "an attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal

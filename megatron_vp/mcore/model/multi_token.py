@@ -74,9 +74,10 @@ def attach_mtp_block(chunk: nn.Module) -> None:
 def _within_documents(
     ahead: Iterator[torch.Tensor], beyond_b1h: torch.Tensor, ends: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yield the rows [b, s, h] of the following tokens, with `beyond_b1h` past the end of each document.
+    """For each layer of the block, yield the embedding rows [b, s, h] of the tokens that follow in the same document.
+    Past the end of the document, the row is `beyond_b1h`.
 
-    Megatron does the same. No loss is computed at the replaced rows, but the block's experts process them.
+    Megatron does the same. No loss is computed for the rows past the end, but the block's experts process them.
 
     Args:
         ahead: yields rows that are shifted by one more position each time.
@@ -91,13 +92,13 @@ def _within_documents(
 def append_next_tokens(
     values_bs: torch.Tensor, count: int, cp_chunks: int, context_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Append the values of the `count` positions after each chunk of the sequence to this rank's values [b, s].
+    """Extend this rank's values [b, s] by the values at the `count` positions after each of its sequence chunks.
 
     With context parallelism, these positions can be on other ranks, so Megatron's `roll_tensor` fetches their values.
 
     Args:
         cp_chunks: how many chunks of the sequence this rank holds.
-        context_group: the ranks that share the sequence; all of them must call this together.
+        context_group: this rank's context-parallel group; all its ranks must call this function together.
 
     Returns:
         [b, s + cp_chunks * count], with 0 for positions past the end of a sequence.
@@ -112,7 +113,7 @@ def append_next_tokens(
 
 
 class _FinishedOutputLayer:
-    """Stands in for the output layer when Megatron attaches the further losses, which are already computed."""
+    """Stands in for the output layer in `process_mtp_loss`. Returns its input, which already holds the token losses."""
 
     def __init__(self, target_is_argmax_kbs: list[torch.Tensor]) -> None:
         self._target_is_argmax_kbs = iter(target_is_argmax_kbs)
@@ -138,8 +139,8 @@ def with_further_predictions(
     Args:
         token_loss_ks: the token losses of all predictions, [(1 + k) b, s].
         target_is_argmax_ks: whether the target's logit is the largest logit; same shape as `token_loss_ks`.
-        context_group: the ranks that share the sequence; all of them must call this together, because shifting the mask
-            exchanges values between them.
+        context_group: this rank's context-parallel group; all its ranks must call this function together, because
+            shifting the mask exchanges values between them.
         packed_seq_params: where the documents of a packed sequence end; None for other sequences.
     """
     _, *further = target_is_argmax_ks.chunk(1 + config.mtp_num_layers)

@@ -1,1 +1,1 @@
-"""Reads and checks the user's options: arguments, configuration files, refusals, and options without effect."""
+"""Reads arguments and configuration files, refuses unsupported options, and warns about options without effect."""

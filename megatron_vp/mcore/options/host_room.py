@@ -21,8 +21,8 @@ from megatron_vp.schedule.request import AUTO
 
 
 def chosen_offload(args: argparse.Namespace) -> str:
-    """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if the
-    job does not fit with any number of chunks, or if the cost model does not cover the job.
+    """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if no
+    number of offloaded chunks makes the job fit into memory, or if the cost model does not cover the job.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -48,7 +48,10 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
-    """Put this node's number of ranks and host memory into `hardware`, unless the job will run on other nodes."""
+    """Return `hardware` with this node's number of ranks and its host memory per rank.
+
+    If the job will run on other nodes, `hardware` is returned unchanged.
+    """
     if installed.of_nodes is not None:
         return hardware
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Chooses the costs by which this job's passes are ordered: the predicted pass times, as in `megatron-vp plan`."""
+"""Predicts the pass times by which this job's passes are ordered, as `megatron-vp plan` does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_vp.schedule.flex import shaped
 
 
 def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
-    """Return the costs of passes for the layers and rows in `args`, which need not be validated yet.
+    """Return the costs of passes for the layers and vocabulary rows in `args`, which need not be validated yet.
 
-    An order depends only on the ratios between costs, so options that the cost model does not cover are ignored.
+    Options that the cost model does not cover are ignored, because approximate costs are enough to order passes.
     Returns None if the job uses Megatron's own schedule or a schedule file, or if the cost model cannot predict the
-    job. In the last case, all ranks order passes by `PassCosts()`.
+    job. In the last case, all ranks use the default costs, `PassCosts()`.
     """
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
@@ -36,8 +36,8 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
 def predicted_plan(
     args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
 ) -> PredictedJob:
-    """Return the cost model's inputs for the layers and rows in `args`. Raises UserError if the cost model cannot
-    predict the job.
+    """Return the cost model's inputs for the layers and vocabulary rows in `args`. Raises UserError if the cost model
+    cannot predict the job.
     """
     job, plan, hardware = prediction.job(in_proportion)
     placement = settings.family.placement_of(job.pipeline, plan.chunks)
@@ -70,7 +70,7 @@ def fit_schedule(
 
 
 def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Return the number of layers of each virtual stage, divided as in Megatron. Return None unless an option sets the
+    """Compute the number of layers of each virtual stage by Megatron's rules. Return None unless an option sets the
     number of layers of the first or last rank, or counts a vocabulary layer as one of the layers.
     """
     ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers

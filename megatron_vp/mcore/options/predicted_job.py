@@ -34,7 +34,9 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """The plan in the user's arguments; `predicted_plan` adds the layers and vocabulary rows that were chosen."""
+    """The plan that the user's arguments describe. `predicted_plan` adds the plug-in's choice of layers and vocabulary
+    rows.
+    """
     hardware: Hardware
 
 
@@ -53,7 +55,7 @@ class Prediction:
         return padded_vocabulary(self._args)
 
     def job(self, in_proportion: bool = False) -> PredictedJob:
-        """Return the sizes of this job, its plan, and the hardware of this rank.
+        """Return the job's sizes and plan, and this rank's hardware.
 
         Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the ratios
         between pass times matter, so options that the cost model does not cover are ignored.
@@ -66,11 +68,11 @@ class Prediction:
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 
     def _config(self) -> JobConfig:
-        """Return the job's configuration, as read by all commands. Its sizes come from the arguments, because a
-        checkpoint may have replaced those of the command line. Raises UserError.
+        """Read the job's configuration as the commands do, but take its sizes from Megatron's arguments, because a
+        checkpoint may have replaced the sizes given on the command line. Raises UserError.
 
-        A replay uses the configuration of the whole job, so that the rank gets the same rows and order of passes as in
-        the job.
+        A replay uses the configuration of the whole job, so that the replayed rank gets the same rows and order of
+        passes as in the job.
         """
         args = self._args
         if self.vocabulary is None:
@@ -85,7 +87,9 @@ class Prediction:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """Return the cost model's hardware for this rank's device: a CPU core, the GPU of the same name, or UNKNOWN_GPU."""
+    """Return the HARDWARE entry for this rank's device: a CPU core, the GPU that the device's name mentions, or
+    UNKNOWN_GPU.
+    """
     if installed.of_nodes is not None or replay().meter is not None:  # The job will run on another machine.
         return HARDWARE[UNKNOWN_GPU]
     # Do not ask torch here: during Megatron's startup on a CPU, torch reports that CUDA is available.

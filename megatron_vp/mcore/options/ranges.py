@@ -1,4 +1,4 @@
-"""Checks the ranges of Megatron's sizes, intervals and rates.
+"""Checks that Megatron's arguments for sizes, intervals and rates are in range.
 
 Megatron does not check these ranges: a wrong number either goes unnoticed, or later causes an error on every rank.
 """

@@ -1,4 +1,4 @@
-"""Refusals of jobs that offload activations to host memory."""
+"""Refusals of settings with which activations cannot be offloaded to host memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Refusals of jobs whose ranks, batch or layers cannot be divided, and of saving without an interval.
+"""Refusals of jobs whose ranks, batch or layers cannot be divided equally, and of --save without --save-interval.
 
-Megatron refuses most of these jobs too, but does not name the options, so they are checked before Megatron validates
-the arguments.
+The jobs are checked before Megatron validates the arguments. Megatron would refuse most of them too, but without naming
+the options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _evenly_cut(a: argparse.Namespace) -> bool:
 
 
 def _tensor(a: argparse.Namespace) -> int:
-    """The number of ranks that share a weight, which may be sharded further than tensor parallelism does."""
+    """The number of ranks over which each weight is sharded, which can exceed the tensor-parallel size."""
     return a.tensor_parallel_num_weight_shards or a.tensor_model_parallel_size
 
 
@@ -53,7 +53,7 @@ SIZE_REFUSALS = (
             and a.global_batch_size
             and a.micro_batch_size
             and a.global_batch_size % _samples(a)
-            # Megatron can reduce the batch of training, but not that of evaluation.
+            # Megatron can reduce the batch size of training, but not that of evaluation.
             and not (a.decrease_batch_size_if_needed and a.eval_global_batch_size)
         ),
         UNEVEN_BATCH,
@@ -68,7 +68,7 @@ SIZE_REFUSALS = (
 
 
 def refuse_sizes(args: argparse.Namespace) -> None:
-    """Raise one UserError that lists every refusal in SIZE_REFUSALS that applies to parsed arguments."""
+    """Raise one UserError with all refusals in SIZE_REFUSALS that apply to `args`, if there are any."""
     reasons, replicas = Reasons(), args.world_size // _replica(args)
     found = {
         **vars(args),

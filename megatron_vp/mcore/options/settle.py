@@ -40,12 +40,12 @@ from megatron_vp.mcore.storage.save_folder import saves_to
 def settled_job(
     megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
 ) -> SettledJob:
-    """Validate parsed arguments with Megatron's own function and our refusals, and return the resulting job.
+    """Validate parsed arguments with Megatron's own function and our own checks, and return the resulting job.
 
     Args:
         megatron: Megatron's `validate_args`.
-        args: parsed arguments, into which the function writes the layout, the rows and our other choices that Megatron
-            must know.
+        args: parsed arguments. The function writes our choices into them, such as the pipeline layout and the number
+            of vocabulary rows per rank.
         defaults: the script's defaults for Megatron's arguments.
         files: whether to run `check_files` too, which finds the checkpoint to load.
 
@@ -95,7 +95,7 @@ def settled_job(
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
-    """Write our choices into `args`, from which Megatron builds its stages and which it saves in checkpoints."""
+    """Write our choices into `args`. Megatron builds its stages from `args`, and saves `args` in checkpoints."""
     args.vocab_rows = shards.rows
     if shards.layout is not None and pattern_in(vars(args)) is None:
         args.pipeline_model_parallel_layout = shards.layout
@@ -127,7 +127,8 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
 def check_files(args: argparse.Namespace) -> str | None:
-    """Check the data, tokenizer, checkpoint and output folders that validated arguments name. Creates nothing.
+    """Check the data, the tokenizer, the checkpoint and the output folders that validated arguments name. Creates
+    nothing.
 
     Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if any file or folder
     cannot be used.
@@ -149,7 +150,7 @@ def check_files(args: argparse.Namespace) -> str | None:
 
 @contextmanager
 def refused_by_megatron() -> Iterator[None]:
-    """Turn the assertions and errors by which Megatron rejects arguments into a UserError."""
+    """If Megatron rejects arguments with a failed assertion or another error, raise UserError instead."""
     try:
         yield
     except UserError:
@@ -161,7 +162,7 @@ def refused_by_megatron() -> Iterator[None]:
 
 
 def _condition(error: Exception) -> str:
-    """The condition of the assertion that failed, with options instead of names of arguments."""
+    """The condition of the assertion that failed, with each `args.name` replaced by its command-line option."""
     condition = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
     condition = re.sub(r"\bargs\.(\w+)", lambda name: option_of(name[1]), condition)
     condition = re.sub(r"(--[\w-]+) is not None", r"\1", condition)
@@ -169,7 +170,7 @@ def _condition(error: Exception) -> str:
 
 
 def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
-    """Raise UserError for options that set the number of chunks if the schedule already sets this number."""
+    """Raise UserError if an option sets the number of chunks per rank although the schedule already fixes it."""
     chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = settings.family.chunks or 1
     if chunks > 1 and any(value is not None for value in chosen):

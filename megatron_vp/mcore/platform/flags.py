@@ -65,9 +65,9 @@ def uses_cpu(arguments: list[str]) -> bool:
 
 
 def quiet_fallback_warnings() -> None:
-    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing, also in child processes.
+    """Silence the import-time warnings that Transformer Engine, Apex or a device is missing.
 
-    This package logs once what is missing.
+    Instead, a job's banner names the implementations that the job uses.
     """
     # PyTorch's logger for extensions warns if a CUDA toolkit is installed but the machine has no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -83,7 +83,7 @@ def prepare_environment(cpu: bool) -> None:
     if cpu:
         # Megatron requires this value for tensor parallelism, even without a device.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Hide the devices of this machine, if any, from code that asks torch.
+        # Hide the devices of this machine, if any, from PyTorch.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # Megatron warns if the CPU's generator was used, which is expected without a device.

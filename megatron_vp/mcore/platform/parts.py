@@ -17,8 +17,8 @@ TITLES = {
 
 
 def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> dict[str, str]:
-    """Return the implementation of layers, norms, softmax, accumulation of weight gradients, and the optimizer step, as
-    keys of TITLES.
+    """Return which implementation (a key of TITLES) the job uses for layers, norms, softmax, accumulation of weight
+    gradients, and the optimizer step.
 
     `w_is_ours` says whether a pass W computes the weight gradients of local layers.
     """

@@ -58,7 +58,7 @@ def pretend_gpu(nodes: Installed) -> Iterator[None]:
 
 
 def assumed_nodes(asks_for_engine: bool) -> Installed:
-    """The packages assumed on a job's nodes: this machine's, and Transformer Engine if the job asks for its layers."""
+    """Assume that a job's nodes have this machine's packages, and Transformer Engine if the job asks for it."""
     machine = installed.here()
     if asks_for_engine and machine.engine is None and machine.engine_fault is None:
         machine = replace(machine, engine=ENGINE)

@@ -1,4 +1,4 @@
-"""Replaces Apex's kernel that accumulates weight gradients into `main_grad`, if Apex is not installed.
+"""Accumulates weight gradients into `main_grad` with our own kernel where Apex is not installed.
 
 Megatron's linear layers, including its vocabulary layers, use Apex's extension `fused_weight_gradient_mlp_cuda` for
 this. Without the extension, Megatron builds the layers only if fused accumulation is switched off, which would affect

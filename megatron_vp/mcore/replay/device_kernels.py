@@ -1,5 +1,5 @@
-"""Replaces operations that are one kernel on a GPU. On a CPU, PyTorch runs several operations instead, which save more
-tensors for the backward.
+"""Replaces operations that run as one kernel on a GPU. On a CPU, PyTorch splits each of them into several operations,
+which save more tensors for the backward.
 
 A replay with --shapes-only runs on a CPU but counts memory for a GPU. Inside `device_kernels`, the replacements save
 the same tensors as the GPU kernels: a norm saves its input, dropout saves a mask of one byte per element, and attention
@@ -41,8 +41,8 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention for queries [b, heads, s, d] and values [b, groups, s, dv]. The result [b, heads, s, dv] is laid
-    out in memory as [s, b, heads, dv].
+    """Flash attention for queries [b, heads, s, d], keys [b, groups, s, d] and values [b, groups, s, dv]. The result
+    [b, heads, s, dv] is laid out in memory as [s, b, heads, dv].
     """
 
     @staticmethod
@@ -95,7 +95,8 @@ def _halved(original: Callable[..., Any]) -> Callable[..., Any]:
 def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def like_input(first: torch.Tensor, second: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
-        # The arguments are (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result is shaped like y, the largest.
+        # The arguments are (bias, y), (g, bias, y), (g, y) or (g, y, bias). The result has the shape of y, the largest
+        # argument.
         return _zeros(max((first, second, *third), key=torch.Tensor.numel))
 
     return like_input

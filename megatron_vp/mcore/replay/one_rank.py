@@ -41,12 +41,12 @@ LEFT_OUT = {
 """Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""Options for packed data, which a replay also ignores. The replay's data has no document boundaries, so attention
-takes at least as much time and memory as with packed data.
+"""A replay ignores these flags for packed data. The replay's data has no document boundaries, so attention takes at
+least as much time and memory as with packed data.
 """
 
 ROUNDS = 3
-"""After this many microbatches per pipeline rank, activation memory has reached its peak under every schedule."""
+"""With p pipeline ranks, activation memory reaches its peak within ROUNDS * p microbatches, under every schedule."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
 """Options that --shapes-only ignores: they need Transformer Engine, but do not change which tensors are saved."""
@@ -65,12 +65,12 @@ class Replayed:
     pass_milliseconds: dict[str, float]
     """The time of each kind of pass for one microbatch, summed over the rank's chunks; empty with --shapes-only."""
     host_milliseconds: dict[str, float]
-    """The host time of each kind of pass. On a GPU, this is the time to issue kernels and Megatron's waits for them."""
+    """The host time of each kind of pass. On a GPU, the host spends this time issuing kernels or waiting for them."""
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]
     """Bytes by name. `parameters` and `gradients` are always given. `allocated` (before an iteration) and `peak`
-    (during an iteration) are given on a GPU and with --shapes-only. `reserved` (by PyTorch's allocator) and `outside`
+    (during an iteration) are given on a GPU or with --shapes-only. `reserved` (by PyTorch's allocator) and `outside`
     (in use outside of the allocator) are given only on a GPU.
     """
     played: int | None = None
@@ -79,7 +79,7 @@ class Replayed:
     """With --shapes-only, the kind of layers whose memory was counted (Megatron's local or Transformer Engine's)."""
 
     def costs(self) -> str:
-        """Format the pass times as `megatron-vp schedule --cost` expects them. A pass that did not run takes no time.
+        """Format the pass times as `megatron-vp schedule --cost` expects them. Passes that did not run get the time 0.
 
         If the schedule has no W passes, B includes the weight gradients.
         """
@@ -179,8 +179,8 @@ def run_alone(
 
 
 def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """Return how many microbatches suffice to reach the memory peak, and how many the job has. The numbers are equal if
-    all must run, as with a schedule from a file.
+    """Return how many microbatches suffice to reach the memory peak, and how many the job has. The two numbers are
+    equal if all microbatches must run, as with a schedule from a file.
     """
     each = job.whole_number("micro_batch_size", 1) * replicas
     batch = job.whole_number("global_batch_size", 0)

@@ -2,8 +2,8 @@
 on a laptop.
 
 All tensors are PyTorch's fake tensors. The rank builds the same layers and the same optimizer as in the job, and runs
-the same program including autograd, but computes nothing. The replay counts the storages of all live tensors. It does
-not count allocator overhead (rounding, fragmentation), library workspaces, or communicators.
+the same program including autograd, but computes nothing. The replay counts the bytes of all live storages. It does not
+count allocator overhead (rounding, fragmentation), library workspaces, or communicators.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def _communicated(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _read(function: Any, tensor: torch.Tensor) -> Any:
-    """Return the value that the host reads. An unknown value becomes NaN, False or 0, which pass Megatron's checks."""
+    """Return the value that the host reads. An unknown value becomes NaN, False or 0.
+
+    Megatron's checks for NaN pass, because they read only the result of `isnan`, which becomes False.
+    """
     try:
         return function(tensor)
     except DataDependentOutputException:
@@ -114,7 +117,8 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
     live = LiveStorages()
     with (
         device_kernels(),
-        # PyTorch's `_apply`, which moves and converts models, would swap parameters. Fake tensors do not support this.
+        # PyTorch's `_apply`, which moves and converts models, would swap fake parameters with their converted copies.
+        # The swap would fail, because weak references to the parameters exist.
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # PyTorch gathers objects as bytes, which fake tensors do not have. Return this rank's object for every rank.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),

@@ -30,5 +30,5 @@ def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
         return pattern.layers
     try:
         return None if layout is None else layers_in(str(layout))
-    except UserError:  # One number per stage cannot describe several kinds of layers.
+    except UserError:  # `layers_in` does not parse every layout that Megatron accepts.
         return None

@@ -1,4 +1,4 @@
-"""Counts a rank's memory: from the CUDA allocator or, in a replay with --shapes-only, by adding up storages."""
+"""Measures a rank's memory with the CUDA allocator or, in a replay with --shapes-only, by adding up storage sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Meter(Protocol):
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes allocated at once since `restart`."""
+        """The largest number of bytes that were allocated at the same time since `restart`."""
 
     def restart(self) -> None:
         """Reset the peak to the bytes that are currently allocated."""
@@ -48,7 +48,7 @@ def meter() -> Meter | None:
 
 
 def around_tensors() -> dict[str, int]:
-    """Return two more measures of device memory, in bytes; an empty mapping without a CUDA device.
+    """Return two measures of device memory that a `Meter` lacks, in bytes. The mapping is empty without a CUDA device.
 
     reserved: the largest amount that PyTorch's allocator reserved since `restart`.
     outside: what the CUDA context, kernels, library workspaces, communicators and other processes use now.

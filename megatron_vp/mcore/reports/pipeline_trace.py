@@ -21,8 +21,8 @@ def pipeline_trace(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Pipelin
     """Return the trace that records the next training iteration. Call this function once before each iteration.
 
     Returns None without --pipeline-trace, outside the requested iterations, and in all pipelines except the first. All
-    ranks of a pipeline must call this function together, because before a requested iteration it compares the clocks of
-    these ranks. `pipeline` returns the group through which the ranks communicate.
+    ranks of a pipeline must call this function together, because it compares their clocks before each requested
+    iteration. `pipeline` returns an interface to these ranks.
     """
     global _current
     args = job.args

@@ -144,4 +144,4 @@ PATCHES = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
-"""Applied if iterations of Megatron's own schedules should be recorded. Our runtime needs no patch for this."""
+"""Patches that record Megatron's own schedules. Our runtime records our schedules without patches."""

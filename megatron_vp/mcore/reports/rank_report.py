@@ -3,7 +3,7 @@
 Every rank of the first pipeline writes DIR/rank_<pipeline rank>.json after every training iteration. The report
 contains the time of the rank's passes in the last KEPT iterations. On a GPU, this is the device time between CUDA
 events. Without a GPU, it is the CPU time of the computing thread, not including waits for a core. The report also
-contains the time that the host spent on the same passes, and the peaks of memory over the whole run.
+contains the time that the host spent on the same passes, and the peak memory of the whole run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import PassKind
 
 KEPT = 200
-"""The number of iterations whose times a report contains; the limit keeps reports of long runs small."""
+"""The largest number of iterations whose times a report contains. This limit keeps reports of long runs small."""
 
 
 class RankReport:
     """Writes a summary of this rank's training iterations to the folder that --rank-report names.
 
-    `run` describes the run and is the same on all ranks.
+    `run` has the run's name, schedule and vocabulary method, which are the same on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
@@ -80,7 +80,9 @@ class RankReport:
         self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
 
     def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Record an iteration's peaks: how many microbatches had activations, and how many had logits, in memory."""
+        """Record an iteration's peaks: `in_flight` microbatches had activations in memory, and `logits_in_flight` had
+        logits.
+        """
         self._peak_in_flight = max(self._peak_in_flight, in_flight)
         self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
 
@@ -106,7 +108,7 @@ class RankReport:
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Count the bytes of weights and main gradients, and add the counts of `meter` and `around_tensors`, if any."""
+        """Bytes by name: weights, main gradients, allocated and peak memory (if measured), and `around_tensors()`."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
@@ -122,7 +124,8 @@ def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def in_first_pipeline(job: SettledJob) -> bool:
-    """Whether this rank belongs to the pipeline that writes reports: tensor rank 0 of the first data-parallel replica.
+    """Whether this rank belongs to the pipeline that writes reports. All ranks of this pipeline have tensor, context
+    and data-parallel rank 0.
 
     A rank that is replayed without peers always writes reports, because no other rank exists.
     """

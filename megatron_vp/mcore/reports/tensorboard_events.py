@@ -1,6 +1,7 @@
 """Lets a run continue if its TensorBoard events can no longer be written.
 
-TensorBoard writes events in a separate thread. If a write fails, a later call raises the error during training.
+TensorBoard writes events in a separate thread. If a write fails, TensorBoard raises the error in the training loop, at
+the next call that logs or flushes events.
 """
 
 from __future__ import annotations

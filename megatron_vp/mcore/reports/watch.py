@@ -30,7 +30,8 @@ class Watch:
     def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
         """Finish the iteration on this rank, and pass the recording to the reports.
 
-        in_flight, logits: the largest numbers of microbatches whose activations, or logits, this rank held at once.
+        in_flight: the largest number of microbatches whose activations this rank held at once.
+        logits: the largest number of microbatches whose logits this rank held at once.
         """
         if self.report or self.trace:
             self.recorder.finish()
@@ -46,8 +47,8 @@ class Watch:
 def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
     """Return the watch for the next training iteration; None if nothing is recorded. Call before each iteration.
 
-    All ranks of a pipeline must call this function together. `pipeline` returns the group through which the ranks
-    communicate; it is called only with --pipeline-trace.
+    All ranks of a pipeline must call this function together. `pipeline`, which returns an interface to these ranks, is
+    called only with --pipeline-trace.
     """
     report, trace, scalars = rank_report(job), pipeline_trace(job, pipeline), pipeline_scalars(job)
     if report is None and trace is None and scalars is None:

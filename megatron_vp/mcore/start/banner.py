@@ -64,7 +64,7 @@ def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str
 
 
 def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[str]:
-    """Lines that describe a job on `ranks` ranks: its sizes, schedule, method, rows, layers and implementations."""
+    """Lines that describe a job on `ranks` ranks, such as its sizes, schedule, vocabulary method and precision."""
     args, file = job.args, job.settings.file
     lines = (
         describe_sizes(job, ranks, knows_batch),
@@ -78,7 +78,9 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 
 
 def describe_prediction(job: SettledJob) -> list[str]:
-    """One line with the predicted bubble and memory, or the reason for no prediction; no line for a single stage."""
+    """A list with one line: the predicted bubble and memory, or the reason why they cannot be predicted. Without
+    pipeline parallelism, the list is empty.
+    """
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
@@ -97,7 +99,9 @@ def describe_prediction(job: SettledJob) -> list[str]:
 
 
 def _partition(job: SettledJob) -> list[str]:
-    """Lines with the vocabulary rows of each pipeline rank and the layers of each stage in model order, if known."""
+    """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known. The
+    last line may warn of ranks without layers.
+    """
     rows, layers = describe_rows(job), layers_given(job.args)
     with suppress(UserError):  # The cost model does not cover every job.
         sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
@@ -109,8 +113,8 @@ def _partition(job: SettledJob) -> list[str]:
 
 
 def _warn_of_empty_ranks(job: SettledJob, layers: Sequence[int]) -> str | None:
-    """A warning if there are fewer layers than stages, so that some pipeline ranks have none; None if there are enough
-    layers, or if the user gave the layout.
+    """Return a warning if some pipeline ranks have no layers because there are fewer layers than stages. Otherwise, or
+    if the user gave the layout, return None.
     """
     given, stages = job.given, job.placement.stage_of
     empty = sum(not any(layers[stage] for stage in own) for own in stages)

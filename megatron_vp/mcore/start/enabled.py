@@ -1,9 +1,9 @@
 """Implements `megatron_vp.enable`, for scripts and frameworks with their own training loops.
 
 `enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
-of the call act as flags in front of the command line. If Megatron does not parse arguments, the job is set up when the
-first model is built: the model's configuration and the sizes of Megatron's process groups replace Megatron's arguments,
-and the same checks run.
+passed to `enable` act like flags at the start of the command line. If Megatron does not parse arguments, the job is set
+up when the first model is built: the model's configuration and the sizes of Megatron's process groups replace
+Megatron's arguments, and the same checks run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Handle:
         self._hook = hook
 
     def disable(self) -> None:
-        """Undo the call and restore Megatron. Models that were built since the call can no longer be trained."""
+        """Undo the call of `megatron_vp.enable` and restore Megatron. Models built after that call can no longer be
+        trained.
+        """
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.clear()
         settled.note_own_loop(None)
@@ -53,7 +55,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
     before, hook = patches.in_force(), sys.excepthook
     handle = Handle(before, hook)
     try:
-        # The script's own command line is not read here, because it may not consist of Megatron's arguments.
+        # The script's own command line is not read here, because it can contain arguments that Megatron does not know.
         patch_megatron([""])
         args, words = _parsed(settings)
         settled.note_own_loop(_OwnLoop(settings, words))
@@ -61,7 +63,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Apply these before a model exists, so that no training loop silently uses Megatron's own schedule.
+        # Apply these patches before a model exists, so that no training loop silently uses Megatron's own schedule.
         patch_table.apply_early(run, "pipeline schedule", "models of custom scripts")
     except UserError:
         handle.disable()
@@ -107,7 +109,7 @@ _UNSAID = {
     **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
     **{"eval_iters": 0, "eval_interval": 1},
 }
-"""Values for arguments that Megatron's checks need but neither the model nor the process groups determine."""
+"""Defaults for arguments that Megatron's checks need, but that neither the model nor the process groups determine."""
 
 
 _NOT_COPIED = (
@@ -159,7 +161,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     _require_chunks(job, chunks)
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     require_same_job(facts(vars(args), job.parts, job.words.options), patience)
-    order = [job.order]  # All ranks use rank 0's costs, because costs depend on the device.
+    order = [job.order]  # Pass costs depend on the device, so all ranks order passes by rank 0's costs.
     dist.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
     settled.settle(job)
@@ -205,17 +207,18 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         "swiglu": config.gated_linear_unit,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
     }
-    # These fields are not copied, for different reasons. The layout is refused below. Our schedules ignore how
-    # Megatron's schedules overlap and group messages. Megatron's arguments do not accept the name that
-    # Megatron-Bridge's recipes use for the cross-entropy kernel. A configuration names Transformer Engine's layers by
-    # default, even if the model has local layers.
+    # The fields in _NOT_COPIED are left out for different reasons. A pipeline layout is refused below. Two fields set
+    # how Megatron's schedules overlap messages and group microbatches, which does not affect our schedules. Megatron's
+    # arguments do not accept the name that Megatron-Bridge's recipes use for the cross-entropy kernel. A configuration
+    # names Transformer Engine's layers by default, even if the model has local layers.
     for name in _NOT_COPIED:
         del said[name]
     for name, value in said.items():
         # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
         if hasattr(args, name) and value is not None and not callable(value):
             setattr(args, name, value)
-    # Balanced shards, which are the default, may move layers, but this script places its layers itself.
+    # By default, shards are balanced, which may move layers. Here, the user's script places the layers, so the default
+    # is even shards.
     unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
     for name, value in unsaid.items():
         if name not in settings:

@@ -23,14 +23,15 @@ _refusals = itertools.count()
 
 
 class _ToldToEnd(Exception):
-    """Raised if this rank gets SIGTERM while it waits for other ranks, because a launcher is stopping the job."""
+    """Raised if this rank, while it waits for other ranks, gets SIGTERM from a launcher that is stopping the job."""
 
 
 def refuse_together(reason: str, seconds: float) -> None:
-    """Print the error on one of the refusing ranks, in one line; if reasons differ, name the ranks that gave each.
+    """Print why the job is refused, in one line and on only one rank.
 
-    `seconds`: how long to wait for the other ranks, which may have no reason to refuse. Returns when this rank or
-    another rank has printed the line.
+    The line names the ranks that gave each reason, unless all ranks gave the same reason. Returns when this rank or
+    another rank has printed the line. Each wait for other ranks ends after `seconds`, because ranks without a reason to
+    refuse do not call this function.
     """
     at_last(lambda: None)  # Flush this rank's output, which must precede the line.
     printed, who = False, os.environ.get("RANK")
@@ -82,7 +83,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
 
 
 def _listen() -> None:
-    """From now on, let SIGTERM end the wait for other ranks instead of the process."""
+    """From now on, SIGTERM ends only the wait for other ranks, not the process."""
 
     def told(*_: object) -> None:
         raise _ToldToEnd
@@ -108,7 +109,7 @@ def _print(reasons: str | dict[str, str]) -> None:
     else:
         line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not cut off the line before this process exits.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not end this process before it prints the line.
     at_last(lambda: say(line))
     _tell_torchrun(line)
 

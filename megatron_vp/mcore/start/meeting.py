@@ -1,7 +1,8 @@
-"""Lets ranks compare values before Megatron creates process groups, through the store that the ranks connect to anyway.
+"""Lets ranks compare values before Megatron creates process groups. The ranks use the store of `torch.distributed`, to
+which they connect anyway.
 
-Without this comparison, ranks with different sizes or backends would create different groups and wait for each other
-until a timeout.
+Without this comparison, ranks that were given different parallel sizes or backends would create different groups and
+wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import text_of_file
 
 PATIENCE = timedelta(minutes=10)
-"""The time for which a rank waits for the other ranks, equal to Megatron's default timeout."""
+"""Default limit on how long a rank waits for other ranks: the default of `--distributed-timeout-minutes`."""
 _LEAVE_WITHIN_SECONDS = 10.0
 _PIECE = 4 << 20
 """The schedule file's text is stored in pieces of this many bytes, because the store accepts at most 8 MiB at once."""
@@ -76,7 +77,7 @@ def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str],
     store = _store()
     if rank == 0:
         _set(store, "facts", own)
-        # If only another rank was given a schedule file, it waits for rank 0's text: tell it that there is none.
+        # If rank 0 was given no schedule file, this entry ends the wait of ranks that were given one.
         store.compare_set(_SCHEDULE, "", json.dumps({"name": None}))
     first = _get(store, "facts", patience)
     if first != own:

@@ -1,4 +1,4 @@
-"""Checks that every part into which --split divides a dataset has tokens.
+"""Checks that --split divides a dataset into parts that all have tokens.
 
 Megatron repeats each part of a dataset until the part has enough tokens. If a part has no tokens, the rank that reads
 the data repeats the part forever, and the other ranks wait.
@@ -34,7 +34,7 @@ def check_split(split: str) -> None:
 
 
 def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError if a part into which `split` divides `dataset` has no tokens; `lengths`: tokens by document."""
+    """Raise UserError if a nonzero share in `split` gets no tokens of `dataset`. Document i has `lengths[i]` tokens."""
     places = split_documents(split, len(lengths))
     empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
     if empty:
@@ -46,7 +46,8 @@ def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndar
 
 
 def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
-    """Return the ranges of documents (first, last + 1) for training, validation and test; None for a share of zero.
+    """Return the ranges of documents, (first, last + 1), for training, validation and test. A part whose share in
+    `split` is 0 gets None.
 
     The ranges are computed as in Megatron's `BlendedMegatronDatasetBuilder`.
     """
@@ -60,7 +61,9 @@ def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:
 
 
 def split_with_documents(split: str, documents: int) -> str:
-    """Return a split with a document for every part of `split` or, with too few, with all documents for training."""
+    """Return a split in which every nonzero part of `split` has a document. If there are too few documents for this,
+    all of them are for training.
+    """
     shares = [*_shares(split), 0.0, 0.0]
     others = [int(share > 0) for share in shares[1 : len(PARTS)]]
     if not shares[0] or documents <= sum(others):

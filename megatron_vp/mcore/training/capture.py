@@ -65,7 +65,7 @@ class Capture:
     signature: inspect.Signature
 
     def argument(self, name: str) -> Any:
-        """Return the value that was passed for the model's parameter `name`; None if the argument was omitted."""
+        """Return the argument `name` that was passed to the model; None if it was omitted."""
         return self.arguments().get(name)
 
     def arguments(self) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             "this forward_step does not return the model's output unchanged: return the output itself, and move any "
             "computation with it to the loss function"
         )
-    # A loss function may refer to the model, as NVIDIA's does, and then keeps the probe alive. Remove the recorded call
-    # from the probe, so that the call's attention mask can be freed.
+    # A loss function that refers to the model, as NVIDIA's does, keeps the probe alive, because the probe stands in for
+    # the model. Remove the recorded call from the probe, so that the call's attention mask can be freed.
     args, kwargs = probe.calls.pop()
     captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
     asked = captured.arguments()

@@ -18,7 +18,7 @@ _deferred: list[Callable[[], None]] | None = None
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Inside this context, `validate_result` only records its calls. On exit, the checks run in order.
+    """Inside this context, calls to `validate_result` are only recorded. On exit, the recorded calls run in order.
 
     The checks still run before the optimizer step. After an exception, no checks run.
     """

@@ -33,10 +33,10 @@ def rehearse(
     shapes: Shapes,
     gradients: bool,
 ) -> None:
-    """Rehearse an iteration with these sizes as `Pipeline.rehearse` describes, unless this was done before. Before
-    training, rehearse an evaluation as well.
+    """Call `Pipeline.rehearse` for a training iteration (`gradients`) or an evaluation with these shapes, unless it has
+    been rehearsed already. For a training iteration, also rehearse an evaluation.
 
-    An evaluation with different sizes is rehearsed when it begins. All ranks of the pipeline must call this function.
+    Evaluations with other shapes are rehearsed when they begin. All ranks of the pipeline must call this function.
     """
     kinds = [(shapes, gradients)]
     if gradients:

@@ -30,14 +30,16 @@ class GradientSynchronisation:
         self._held.__enter__()
 
     def start(self) -> None:
-        """Leave `no_sync`, so that Megatron counts reports, and report the weights whose gradients are complete."""
+        """Exit `no_sync`, inside which Megatron ignores reports that gradients are ready. Then report to Megatron the
+        weights whose gradients are already complete.
+        """
         self._held.__exit__(None, None, None)
         self._started = True
         for parameter in self._waiting:
             self._report(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
-        """Record that the gradient of a weight, which a pass T, IB or W accumulates, is complete."""
+        """Record that a pass T, IB or W has completed the gradient of a weight."""
         if self._started:
             self._report(parameter)
         else:

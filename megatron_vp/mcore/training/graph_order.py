@@ -1,9 +1,9 @@
 """Captures Transformer Engine's CUDA graphs (`--cuda-graph-impl transformer_engine`) in the order of our schedules.
 
-Megatron lets Transformer Engine capture a graph for every layer and microbatch, in the order in which a rank runs its
-forwards and backwards. Graphs share buffers according to this order: an F reuses the input buffer of a microbatch whose
-B came earlier. Megatron always passes the order of 1F1B, so under another schedule an F would overwrite data that a
-later B reads.
+Megatron lets Transformer Engine capture a graph for every layer and microbatch, in a given order of forwards and
+backwards. Graphs share buffers according to this order: an F reuses the input buffer of a microbatch whose B came
+earlier. Megatron always gives the order of 1F1B, so under another schedule an F would overwrite data that a later B
+reads.
 
 Megatron's own graphs (`local`) need no change, because Megatron captures them in the order of the first iteration.
 """

@@ -68,7 +68,8 @@ class LossCheck:
 
 
 def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report a forward pass that produced NaN or infinity from finite input. The host waits for the pass.
+    """Report a forward pass that produced NaN or infinity from finite input. The host waits until the device has
+    finished the pass.
 
     given, made: the input and the output of the pass; `given` is None if the input is tokens.
     """

@@ -1,8 +1,8 @@
 """Checks packed sequences. A packed sequence (format THD) consists of several documents, and every attention layer must
 know where each document begins and ends.
 
-Each rank reads the document boundaries with its own data and passes them to its chunks. The pipeline therefore
-transports only activations, all of one shape.
+Each pipeline rank reads the document boundaries itself and passes them to its chunks. The pipeline therefore need not
+transport the boundaries.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ def packs_sequences(args: argparse.Namespace) -> bool:
 
 
 def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
-    """Raise UserError if our passes cannot run a microbatch's packed sequences. Tensors on a GPU are not read.
+    """Raise UserError if our passes cannot run a microbatch's packed sequences. The ends of documents are checked only
+    if they are in CPU memory.
 
-    `context_size`: the number of ranks that share a sequence.
+    `context_size`: the number of context-parallel ranks.
     """
     packed = captured.argument("packed_seq_params")
     if packed is None:

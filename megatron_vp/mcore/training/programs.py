@@ -18,7 +18,7 @@ from megatron_vp.schedule.request import ScheduleRequest
 def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Schedule, tuple[Program, ...]]:
     """Return the schedule of an iteration and the programs of all pipeline ranks.
 
-    The costs in the request decide the order of passes, and the positions of communication between the passes.
+    The costs in the request decide the order of passes and the points at which the programs communicate.
     `embeds_on_last_stage` is explained in `lower`.
     """
     schedule = expand_interlaced(request.schedule())

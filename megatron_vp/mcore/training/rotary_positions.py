@@ -13,7 +13,8 @@ import torch
 def own_positions(model: torch.nn.Module) -> Iterator[None]:
     """Inside this context, the model copies its rotary positions for every forward.
 
-    If several forwards share one tensor of positions, Megatron captures their backwards only after the last forward.
+    Without the copies, all microbatches share one tensor of positions. Megatron can then capture the CUDA graph of a
+    backward only after the graphs of all forwards, but a pipeline runs its first backward earlier.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with split backwards; groups of microbatches run through a rank's chunks in turn (PipeOffload)."""
+"""Interleaved 1F1B with split backwards (PipeOffload). A group of microbatches runs through one chunk after another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
     Each microbatch has three slots per chunk: for F, for B, and for W right after B.
     """
     p, v = pipeline_size, chunks
-    # With one microbatch per group, chunks that are `part` apart would share slots, so the start is delayed by one more
-    # microbatch every `part` chunks.
+    # With one microbatch per group, chunks that are `part` apart would share slots. Chunks from `part` on therefore
+    # start three slots later, chunks from 2 * `part` on six slots later, and so on.
     part = v // gcd(v, step // group)
     late = [3 * (step * chunk + group * (chunk // part)) for chunk in range(v)]
-    # A forward advances one rank every second slot for as long as it can reach the last rank before the next chunk
-    # starts, and then one rank every slot. So a chunk's backward on the last rank never comes before the next chunk's
-    # backward on rank 0, whose gradient it needs.
+    # Up to rank `room`, a forward starts two slots after the previous rank's forward. On later ranks, this delay is one
+    # slot. `room` is chosen such that a chunk's forward on the last rank ends before the next chunk's forward starts on
+    # rank 0. With this choice, a chunk's backward on the last rank never comes before the next chunk's backward on rank
+    # 0, whose gradient it needs.
     room = min([p - 1] + [after - before - p for before, after in pairwise(late)])
     shift = [min(rank, room) for rank in range(p)]
     forward = [late[chunk] + rank + shift[rank] for chunk in range(v) for rank in range(p)]
@@ -54,14 +55,14 @@ def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0F1F2F3f0b0w0f1b1w1f2b2w2f3b3w3B0..F4B1W0B2f4b4B3W1..B4W2W3w4W4
 
     1. Fill: p microbatches go through chunk 0, then through chunk 1 (`f`).
-    2. Steady: F, B and W take turns, each on one chunk.
+    2. Steady: F, B and W take turns.
     3. Drain: each W runs right after its B or in a later gap.
     """
     return _grouped(pipeline_size, pipeline_size, pipeline_size, chunks, costs)
 
 
 def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Groups have p/2 microbatches, rounded up. For even p, rank 0 needs 1/2 + 1/(2v) of the memory of `gis`.
+    """Groups have p/2 microbatches, rounded up. For even p, rank 0 has 1/2 + 1/(2v) of the peak activations of `gis`.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
@@ -71,7 +72,7 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 3  ......F0F1....f0b0w0f1b1w1F2B0W0F3B1W1f2b2w2f3b3w3F4B2W2B3f4b4W3w4..B4W4......
 
     1. Fill: groups of p/2 microbatches go through chunk 0, then through chunk 1 (`f`).
-    2. Steady: F, B and W take turns, each on one chunk.
+    2. Steady: F, B and W take turns.
     3. Drain: each W runs right after its B or in a later gap.
     """
     half = (pipeline_size + 1) // 2
@@ -79,7 +80,8 @@ def gis_h(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
 
 
 def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Like `gis_h`, but with groups of one microbatch, so a chunk's activations live equally long for all microbatches.
+    """Like `gis_h`, but with groups of one microbatch. In the steady phase, a chunk keeps each microbatch's activations
+    for the same length of time.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
@@ -88,8 +90,9 @@ def po(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 2  ....F0F1F2..f0f1..b0w0F3b1w1f2B0W0F4b2w2f3B1W1..b3f4B2..b4B3w3W2B4w4W3W4
         rank 3  ......F0F1F2..f0b0w0f1b1w1F3B0W0f2b2w2F4B1W1f3b3B2w3f4b4B3....B4W2w4W3W4
 
-    1. Fill: forwards of chunk 0; chunk 1 (`f`) starts p/2 microbatches later and takes turns with it.
-    2. Steady: F, B and W take turns, each on one chunk.
+    1. Fill: the first microbatches go through chunk 0. Chunk 1 (`f`) starts at least p/2 microbatches later (3 in the
+       drawing). Then the chunks take turns.
+    2. Steady: F, B and W take turns.
     3. Drain: each W runs right after its B or in a later gap.
     """
     return _grouped((pipeline_size + 1) // 2, 1, pipeline_size, chunks, costs)

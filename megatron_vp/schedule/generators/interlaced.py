@@ -9,11 +9,11 @@ from megatron_vp.schedule.placement import Placement
 
 
 def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
-    """Rank r holds at most floor(1.5 p) - r microbatches.
+    """Rank r of p holds the activations of at most floor(1.5 p) - r microbatches.
 
-    Between two Vs, every rank runs one forward and one backward. The last rank runs the backward first, the rank before
-    it the forward first, and so on alternately. So from one V to the next, forwards advance two ranks, and backwards
-    advance one rank.
+    In the steady state, every rank runs one forward and one backward between two Vs. The last rank runs the backward
+    first, the rank before it runs the forward first, and so on alternately. So from one V to the next, a microbatch
+    advances by two ranks in its forwards, and returns by one rank in its backwards.
 
     Five microbatches on four ranks; F, B and W take one unit of time each:
 

@@ -1,4 +1,6 @@
-"""Interleaved 1F1B: round-robin chunks; groups of p microbatches run through a rank's chunks one after another."""
+"""Interleaved 1F1B, with chunks placed round-robin. Each rank runs p microbatches through a chunk, then turns to its
+next chunk.
+"""
 
 from __future__ import annotations
 

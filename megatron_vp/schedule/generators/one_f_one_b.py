@@ -1,4 +1,4 @@
-"""1F1B: after the fill, every rank runs one forward and one backward in turn."""
+"""1F1B: after the fill, every rank alternates between one forward and one backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""V-Half: chunks in V shape with slack only on the way down. Peak activations are about half of 1F1B's."""
+"""V-Half: chunks in a V shape. Passes go up the V twice as fast as they go down. Peak activations are about half of
+1F1B's.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from megatron_vp.schedule.costs import PassCosts
 
 
 def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p/2 + 1 microbatches, or (p + 1)/2 if p is odd.
+    """Every rank holds the activations of at most p/2 + 1 microbatches. If p is odd, the limit is (p + 1)/2.
 
-    Forwards and backwards both advance one rank every second slot down the V, and one rank every slot back up. If p is
-    even, three empty slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot.
+    Forwards and backwards both go down the V at one rank per two slots, and back up at one rank per slot. If p is even,
+    three empty slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 
@@ -19,7 +21,7 @@ def v_half(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
         rank 2  ....F0F1F2f0F3f1....b0w0f2B0b1w1W0f3F4B1b2w2W1f4b3B2w3B3b4W2w4B4W3W4..
         rank 3  ......F0f0F1f1F2f2....b0B0w0F3W0f3b1B1w1F4W1f4b2B2b3B3w2W2b4B4w3W3w4W4
 
-    1. Fill: a forward goes down the V, one rank every second slot, and comes back up, one rank every slot.
+    1. Fill: only forwards run, down the V and back up.
     2. Steady: for each microbatch, one F, B and W per chunk.
     3. Drain: Bs run first, and Ws fill the gaps.
     """

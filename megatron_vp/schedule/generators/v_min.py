@@ -1,4 +1,6 @@
-"""V-Min: chunks in V shape without slack between ranks. Peak activations are about a third of 1F1B's."""
+"""V-Min: chunks in a V shape, with no spare time between a microbatch's passes on successive ranks. Peak activations
+are about a third of 1F1B's.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from megatron_vp.schedule.costs import PassCosts
 
 
 def v_min(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most ceil((p + 2)/3) microbatches.
+    """Every rank holds the activations of at most ceil((p + 2)/3) microbatches.
 
     Forwards and backwards advance one rank every slot, down the V and back up. If p is a multiple of three, two empty
-    slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot. As there is no slack,
-    unequal F, B and W or slow communication leave bubbles in the steady state.
+    slots between a microbatch's forwards and backwards ensure that a rank's passes share no slot. The ranks have no
+    slack, so slow communication and passes of unequal duration leave bubbles in the steady state.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 

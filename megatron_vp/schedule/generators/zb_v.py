@@ -1,4 +1,6 @@
-"""ZB-V: chunks in V shape with two slots of slack per stage. It has 1F1B's peak activations and almost no bubble."""
+"""ZB-V: chunks in a V shape, with spare time between a microbatch's passes on successive ranks, both down the V and
+back up. It has 1F1B's peak activations and almost no bubble.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,11 @@ from megatron_vp.schedule.costs import PassCosts
 
 
 def zb_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
-    """Every rank holds at most p microbatches.
+    """Every rank holds the activations of at most p microbatches.
 
-    Forwards and backwards both advance one rank every third slot, down the V and back up; only the step between the two
-    chunks of the last rank takes one slot. The slack of two slots per stage fills the warm-up and hides communication.
+    A slot holds one F, B or W. In the building block, a microbatch advances one rank every three slots, down the V and
+    back up, in forwards as in backwards. The exception is the step between the two chunks of the last rank, which takes
+    one slot. The two slots between successive ranks are slack, in which messages are sent and ranks run other passes.
 
     Five microbatches on four ranks; F, B and W take one unit of time each. Lowercase letters are chunk 1:
 

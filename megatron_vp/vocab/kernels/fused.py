@@ -12,7 +12,7 @@ from megatron_vp.vocab.owner_sort import sort_by_owner_
 def adds_into_fp32(version: TorchVersion) -> bool:
     """Whether `addmm` of this PyTorch version can add a product of 16-bit factors to an fp32 matrix.
 
-    PyTorch 2.8 and 2.9 also have `out_dtype`, but reject this combination of dtypes.
+    In PyTorch 2.8 and 2.9, `addmm` has an argument `out_dtype`, but rejects this combination of dtypes.
     """
     return version >= "2.10"
 

@@ -1,7 +1,7 @@
 """Triton kernels that apply the factors c and the entries e (`megatron_vp.vocab.derivative`) to E and X, or to E W.
 
-One launch serves the weight gradient in T, and one the input gradient in T (vocab-1) or C1 (vocab-2). With label
-smoothing, T launches a third kernel, which adds up `n / 32` partial sums of g X.
+One kernel is launched for the weight gradient, in T, and one for the input gradient, in T (vocab-1) or C1 (vocab-2).
+With label smoothing, T launches one more kernel, which adds up `n / 32` partial sums of the n rows of g X.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ TILE = (4, 512)
 """Number of tokens and number of elements per row of X that a program handles in T."""
 
 SUMMED_TILE = (32, 64)
-"""The tile with label smoothing, where a program also sums over its tokens; more tokens mean fewer partial sums."""
+"""Replaces `TILE` if labels are smoothed. Each program then also sums over its tokens, so more tokens per program leave
+fewer partial sums.
+"""
 
 CHUNK = 4096
 """Number of elements of a row of E that a program handles in T, `BLOCK` at a time."""
 
 SUMS_TILE = (128, 32)
-"""Number of partial sums, and of elements in each, that a program adds up at a time."""
+"""Number of partial sums that a program adds up at a time, and number of elements per sum that it handles."""
 
 
 # Vectors with one number per token. They are rows of packed tensors, so their alignment varies with the number of
-# tokens, and Triton must not compile for an alignment.
+# tokens. Triton must not compile separate kernels for aligned vectors.
 _VECTORS = ["largest", "target", "target_logit", "total_largest", "total_sum"]
 
 
 @triton.jit
 def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap):
-    """Compute the target's column, c and e for one or more tokens; e is zero if the shard does not own the target."""
+    """Compute the target's column, the factor c and the entry e of each token; e is 0 if the shard does not own the
+    target.
+    """
     top, total = tl.load(total_largest + token), tl.load(total_sum + token)
     own = tl.load(target + token)
     slope = 1.0 + 2.0 * z_loss * (top + tl.log(total))
@@ -94,7 +98,7 @@ def _rescale_if_taken(
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """If c is too small to be applied to X, scale a part of a row of E by c and enter the target's entry."""
+    """If c is too small to be applied to X, multiply a part of a row of E by c and replace the target's entry by e."""
     known = tl.minimum(token, tokens - 1)
     own, scale, entry = _row(
         known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
@@ -120,8 +124,7 @@ def _enter_targets(
     known = tl.minimum(token, tokens - 1)
     parts = tl.cdiv(hidden, BLOCK)
     if part < parts:
-        # Load everything first, so that the loads overlap. Then compute X' = c g X, and enter the target's entry in
-        # each row that has a target.
+        # Load everything first, so that loads overlap. Then compute X' = c g X, and enter the targets' entries into E.
         lane = part * BLOCK + tl.arange(0, BLOCK)
         here = inside[:, None] & (lane < hidden)[None, :]
         place = token.to(tl.int64)[:, None] * hidden + lane[None, :]
@@ -140,8 +143,9 @@ def _enter_targets(
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
     else:
-        # A row of E is multiplied by c if c is too small to be applied to X. In fp16, this applies to all rows whose
-        # targets this shard owns; in other dtypes, to hardly any row. Each program handles a part of the columns.
+        # If this shard owns a token's target and c is too small to be applied to X, the token's row of E is multiplied
+        # by c. In fp16, c always counts as too small. In other dtypes, c is hardly ever too small. Each program handles
+        # a part of the columns.
         own, scale, entry = _row(
             known, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap
         )

@@ -1,4 +1,4 @@
-"""Triton kernels for IB: add up the rows of the embedding's gradient that belong to the same word."""
+"""Triton kernels that add up, in pass IB, the rows of the embedding's gradient that belong to the same word."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Elements of a row that a program handles at a time."""
+"""A program handles this many elements of one row at a time."""
 
 SEGMENT = 32
-"""Largest number of sorted rows that one program adds. Another program adds the partial sums, of which there are at
-most about n / SEGMENT.
+"""Number of sorted row indices in a segment. One program adds up at most one segment. If an index occurs in several
+segments, another program adds up the partial sums.
 """
 
 
@@ -55,7 +55,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
     own = tl.load(row + after - 1, mask=after < count, other=-1)
     fills = tl.load(row + first) == own
     comes_in = fills & (tl.load(row + first - 1, mask=first > 0, other=-1) == own)
-    # If a row index occurs in several segments, the program of its first segment adds all its partial sums.
+    # If a row index occurs in several segments, the program of the first one adds up the index's partial sums.
     if (own >= 0) & (comes_in == 0):
         end = segment + 1
         while tl.load(row + end * SEGMENT, mask=end * SEGMENT < count, other=-1) == own:
@@ -76,10 +76,10 @@ def add_rows_(
 ) -> None:
     """Compute matrix[row_i] += source_i with sums in fp32; see `Operations.add_rows_`. Matrices are contiguous.
 
-    Row indices are sorted, then divided into segments. One program adds the sources of equal indices within a segment;
-    if an index occurs in several segments, another program adds the partial sums. So even if all n indices are equal
-    (padding, for example), no program adds more than the sources of a segment or one partial sum per segment. No
-    atomics are needed.
+    Row indices are sorted, then divided into segments. One program adds up the sources that have the same index within
+    a segment. If an index occurs in several segments, another program adds up the partial sums. So even if all n
+    indices are equal (padding, for example), each program adds at most the sources of one segment, or one partial sum
+    from each segment. No atomics are needed.
     """
     count, hidden = source_nh.shape
     assert matrix_vh.is_contiguous() and source_nh.is_contiguous()

@@ -1,9 +1,10 @@
-"""Triton kernels for the part of S after the GEMM (statistics, targets and E) and for folding C1's statistics.
+"""Triton kernels for the part of S after the GEMM (statistics, targets and E) and for combining the shards' statistics.
 
 A fast GPU needs about as long to move four bytes per logit (a 16-bit load and store) as to issue 20 instructions per
 logit, so both memory traffic and instruction counts matter. The kernels use one load, one store and one exponential per
-logit, and so few registers that a multiprocessor can run 64 warps. For some widths, up to two fifths of a row's logits
-are loaded again, from L1. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
+logit. For rows of up to `FULLY_OCCUPYING_ROW` logits, they use few enough registers for a multiprocessor to run 64
+warps. For some row lengths, up to two fifths of the logits are loaded again, from L1. Rows longer than `LARGEST_ROW`
+are loaded twice. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import triton
 import triton.language as tl
 
 LARGEST_ROW = 32768
-"""The longest row that one program holds in registers. A longer row is read twice, the second time from L2."""
+"""Length in logits of the longest row that one program holds in registers. A longer row is read twice, the second time
+from L2.
+"""
 
 LONG_ROW_BLOCK = 4096
 """Number of logits that a program handles at a time in rows longer than `LARGEST_ROW`."""
@@ -24,15 +27,17 @@ FULLY_OCCUPYING_ROW = 16384
 """Length of the longest rows whose programs fit in 32 registers per thread, so that a multiprocessor runs 64 warps."""
 
 CAPPED_PIECES = {torch.bfloat16: 3, torch.float16: 2, torch.float32: 2}
-"""Most pieces (see `Launch`) that fit in 32 registers per thread. In fp16, three spill at compute capability 10.0."""
+"""Largest number of pieces (see `Launch`) that fit in 32 registers per thread. In fp16, three pieces spill at compute
+capability 10.0.
+"""
 
 VECTOR = 8
-"""Number of logits in a 16-byte access to a 16-bit dtype. Widths and strides that are multiples of VECTOR are passed to
-the kernel in units of VECTOR, which tells the compiler that accesses are aligned.
+"""Number of 16-bit logits in a 16-byte access. Widths and strides that are multiples of VECTOR are passed to the kernel
+in units of VECTOR, which tells the compiler that accesses are aligned.
 """
 
 TOKENS_A_PROGRAM = 128
-"""Tokens per program when statistics are folded."""
+"""Number of tokens per program in the kernel that combines the shards' statistics."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -59,7 +64,7 @@ class Launch:
 
 
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
-    """Choose the launch for rows of a given width; up to 16,384 columns, a multiprocessor can then run 64 warps.
+    """Choose the launch settings for rows of `columns` logits.
 
     In a piece, every thread handles one vector. The number of threads in a program is a power of two, so most widths
     leave lanes of the last piece idle. In bf16, if two or three pieces would leave many lanes idle, the launch uses
@@ -101,9 +106,9 @@ def _comparable(logit, PIECES: tl.constexpr):
 
 @triton.jit
 def _widened(logit, PIECES: tl.constexpr):
-    """Return the logits in fp32. With more than two pieces in bf16, this function shifts bits instead of converting as
-    `_comparable` does. The compiler would otherwise convert only once and keep the result, which takes twice the
-    registers.
+    """Return the logits in fp32. For bf16 rows of more than two pieces, the conversion is a bit shift. If both this
+    function and `_comparable` called `to`, the compiler would convert only once and keep the result, which takes twice
+    the registers.
     """
     if PIECES > 2 and logit.dtype == tl.bfloat16:
         return (logit.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -123,13 +128,15 @@ def _addend(logit, lane, start, columns, MASKED: tl.constexpr):
 
 @triton.jit
 def _capped(logit, softcap):
-    """Return softcap * tanh(logit / softcap) to within 1e-6; without a softcap or beyond the row's end, the logit."""
+    """Return softcap * tanh(logit / softcap) with an error below 1e-6 * softcap. The logit is returned unchanged if
+    there is no softcap, or if the logit is -inf. Beyond the row's end, `_load` returns -inf.
+    """
     if softcap is None:
         return logit
     else:
         ratio = logit * (1.0 / softcap)
         square = ratio * ratio
-        # Near zero, the difference below would suffer from cancellation.
+        # Near zero, the subtraction in `far` would suffer from cancellation.
         near = ratio * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
         far = 1.0 - 2.0 / (tl.exp2(ratio * (2.0 * LOG2_E)) + 1.0)
         return tl.where(logit == -float("inf"), logit, softcap * tl.where(square < 0.0225, near, far))
@@ -137,7 +144,7 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _kept(exp, logit, softcap):
-    """Return the exponential to store; with a softcap, it is multiplied by the slope at the capped logit."""
+    """Return the value that is stored: `exp`, multiplied by the softcap's slope if there is one. `logit` is capped."""
     if softcap is None:
         return exp
     else:
@@ -170,18 +177,20 @@ def _exponentiate(
     if REVERSE:
         token = tokens - 1 - token
     columns = columns * UNIT
-    # V x n can exceed 2^31, so the row's address needs 64 bits. All other numbers fit in 32 bits.
+    # A matrix of logits can have more than 2^31 entries, so the row's offset needs 64 bits. Offsets within the row fit
+    # in 32 bits.
     row = logits + token.to(tl.int64) * stride * UNIT
     lane = tl.arange(0, PIECE)
     local = tl.load(labels + token) - first
-    # An id far outside the vocabulary becomes -1 before the id is narrowed to 32 bits.
+    # An id outside the shard becomes -1. Only then is the id narrowed to 32 bits, so that a large id cannot wrap around
+    # into the shard.
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
-        # 1. Load the row and compute its maximum. Only the maximum is capped, because capping keeps the order of
-        # logits. Pieces that are not held in registers are loaded first. All pieces but the last are full.
+        # 1. Load the row and compute its maximum. Capping keeps the order of logits, so only their maximum needs to be
+        # capped here. Pieces that are not held in registers are loaded first. All pieces but the last are full.
         held = ()  # type: tuple
         for part in tl.static_range(2):
             for i in tl.static_range((1 - part) * HELD, part * HELD + (1 - part) * PIECES):
@@ -200,8 +209,8 @@ def _exponentiate(
         largest = _capped(tl.max(compared.to(tl.float32), 0), softcap)
         if SMOOTHED:
             sum_of_logits = tl.sum(added, 0)
-        # 2. Store the exponentials, and add them up before rounding. The barrier below makes sure that every thread has
-        # read the target's logit.
+        # 2. Store the exponentials, and add them up before rounding. The barrier below makes sure that every thread
+        # reads the target's logit before it is overwritten.
         if PIECES > HELD:
             # The target's logit is loaded again below, because no register is free to keep it.
             tl.store(statistics + (3 * tokens + token), picked)
@@ -322,12 +331,13 @@ def _is_full(launch: Launch, columns: int) -> bool:
 
 
 def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
-    """Whether programs for aligned rows can be limited to 32 registers without spilling any."""
+    """Whether programs for aligned rows can be limited to 32 registers per thread without spilling registers."""
     if not 0 < min(launch.pieces, launch.held) <= CAPPED_PIECES[logits_nv.dtype]:
         return False
     if launch.warps > 4 or launch.pieces <= launch.held or logits_nv.device.type == "cpu":
         return True
-    # If programs of four warps read pieces again, Triton 3.9 needs 33 registers at compute capability 10.0.
+    # With Triton 3.9 at compute capability 10.0, programs of four warps that read pieces twice need 33 registers per
+    # thread.
     return triton.runtime.driver.active.get_current_target().arch < 100
 
 
@@ -355,7 +365,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed statistics of several shards, fp32 and contiguous, in shard order; see `Operations`."""
+    """Fold the packed fp32 statistics of several shards into `total_3n`, in shard order; see `Operations`."""
     shards, _, tokens = gathered_r3n.shape
     assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
     grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)

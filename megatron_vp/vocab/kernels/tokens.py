@@ -1,8 +1,9 @@
 """Triton kernel for the collective TOKENS: finds the owner of each position of a microbatch in one launch.
 
-A position's place in the sorted order is the number of positions that come before it. Each program computes the places
-of a few positions. The kernel makes n^2 comparisons, but needs neither a sort with many launches nor atomics. The
-comparisons take an estimated 80 us on an H100 for `MOST_TOKENS` tokens (instruction count; not yet run on a GPU).
+The positions are sorted by token id, and thus by owner. A position's place in this order is the number of positions
+that come before it. Each program computes the places of a few positions. The kernel makes n^2 comparisons, but needs
+neither a sort with many launches nor atomics. On an H100, the comparisons take about 80 us for `MOST_TOKENS` tokens.
+This time is estimated from an instruction count; the kernel has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ launches that they save.
 """
 
 QUERIES = 16
-"""Number of positions whose places a program computes, or of owners whose positions a program counts."""
+"""Number of positions whose places a program computes, or of owners whose positions it counts."""
 
 CHUNK = 512
 """Number of positions that a program compares with its own positions at a time."""
@@ -27,7 +28,7 @@ _LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _key(tokens, position, count, spans, owners, steps, vocab_size):
-    """Return the sort key of positions: the token id if a shard of this pipeline owns the token, and a larger number
+    """Return each position's sort key: its token id if a shard of this pipeline owns the token, and a larger number
     otherwise. A binary search finds this pipeline's last shard that starts at or before the token. If another
     pipeline's shard owns the token, the shard found is empty or ends before the token.
     """
@@ -87,7 +88,7 @@ def sort_by_owner_(
     """
     count, owners = len(tokens_n), len(counts)
     assert takes(tokens_n, vocab_size) and tokens_n.is_contiguous() and spans.is_contiguous() and counts.is_contiguous()
-    # The number of steps in a binary search among p shards.
+    # A binary search among `owners - 2` shards takes this many steps. The last two entries of `counts` are not shards.
     steps = (owners - 3).bit_length()
     _sort_by_owner[(triton.cdiv(count, QUERIES) + triton.cdiv(owners, QUERIES),)](
         order_n, counts, tokens_n, count, spans, owners, steps, vocab_size,
