@@ -4,7 +4,7 @@
 
 The steps run in this order; `losses` must run before the steps after it, which start from its checkpoint:
 
-    env       what a run would use on this machine
+    env       the software that a run would use on this machine
     nccl      communicators, streams and whole iterations over NCCL (tests/gpu/test_nccl.py)
     losses    plain Megatron, 1f1b with vocab-2, v-half with vocab-1: the same losses from the same weights
     blocking  three iterations with CUDA_LAUNCH_BLOCKING=1

@@ -23,7 +23,7 @@ def check(
     overlays: ConfigOption = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", min=1, help="Also check this machine as a node that runs this many ranks."),
+        typer.Option("--ranks-per-node", min=1, help="Also check whether this machine can run this many ranks."),
     ] = None,
     nodes: Annotated[
         str | None,
@@ -39,7 +39,8 @@ def check(
         str | None,
         typer.Option(
             "--script",
-            help="Check a job of `megatron-vp run SCRIPT`. Options that only SCRIPT knows are not checked.",
+            help="Check a job that `megatron-vp run SCRIPT` would start. Options that only SCRIPT knows are not "
+            "checked.",
         ),
     ] = None,
     output: Annotated[
@@ -53,7 +54,7 @@ def check(
 ) -> None:
     """Run the checks that a training job makes at startup, without starting the job.
 
-    All other arguments are the job's training arguments. The command checks them, and reads the tokenizer, the dataset
+    CONFIG and FLAGS are the job's training arguments. The command checks them, and reads the tokenizer, the dataset
     indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this machine: its GPUs, its
     network interface and the disk space for checkpoints.
 

@@ -43,8 +43,8 @@ def report(
 
     Shows how long each pipeline rank computed and waited, its memory, both loss curves and their largest difference.
 
-    Start each run with --rank-report DIR and a separate folder DIR. Save the run's log in this folder, as its only
-    *.log, *.out or *.txt file that contains losses, or name both logs with --logs.
+    Give each run its own folder with --rank-report DIR, and save the run's log there as the only *.log, *.out or *.txt
+    file with losses. Otherwise, name both logs with --logs.
 
     \b
     megatron-vp report plain/ vocab-2/

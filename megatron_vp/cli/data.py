@@ -27,7 +27,8 @@ def data(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; created if needed.")],
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="Train a byte-level BPE tokenizer with this many tokens.")
+        int | None,
+        typer.Option("--vocab-size", help="Train a byte-level BPE tokenizer with a vocabulary of this size."),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Use the tokenizer in this folder instead of training one.")
@@ -42,7 +43,7 @@ def data(
         bool, typer.Option("--split-lines", help="Make every line of a text file a separate document.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing dataset and tokenizer of this name.")
+        bool, typer.Option("--overwrite", help="Replace existing results that have the same --name.")
     ] = False,
     workers: Annotated[
         int | None,
@@ -51,8 +52,8 @@ def data(
 ) -> None:
     """Turn text into a tokenizer and a dataset for Megatron.
 
-    Trains a tokenizer on the text, or uses an existing one. Each file, line or JSON object becomes a document that ends
-    with the end-of-text token. At the end the command prints the flags for training on the dataset.
+    The command trains a tokenizer on the text, or uses an existing one. Each file, line or JSON object becomes a
+    document that ends with the end-of-text token. At the end the command prints the flags for training on the dataset.
     """
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -84,6 +85,6 @@ def data(
             "would leave the training, validation or test set empty: train with the --split below"
         )
     documents = f"{prepared.documents} document{'s' * (prepared.documents != 1)}"
-    counts = f"{documents}, {prepared.tokens} tokens, vocabulary {prepared.vocab_size}"
+    counts = f"{documents}, {prepared.tokens} tokens, vocabulary size {prepared.vocab_size}"
     typer.echo(f"{counts}. Train on this dataset with:")
     typer.echo("  " + shlex.join(flags))

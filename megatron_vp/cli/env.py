@@ -1,4 +1,4 @@
-"""`megatron-vp env`: list the software that a run on this machine would use, and what each missing part changes."""
+"""`megatron-vp env`: list the software that a run on this machine would use, and the effect of missing components."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("env", short_help="List what a run would use on this machine.")(env)
+    app.command("env", short_help="List the software that a run would use.")(env)
 
 
 def env() -> None:

@@ -16,14 +16,14 @@ JobArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [FLAGS]",
-        help="The job, as in training: a configuration file such as configs/llama3_8b.yaml, or the name of a "
-        "configuration that comes with megatron_vp (llama3_8b), followed by training flags.",
+        help="The training job: a configuration file such as configs/llama3_8b.yaml, or the name of a configuration "
+        "that comes with megatron_vp, such as llama3_8b. Training flags may follow.",
     ),
 ]
 ConfigOption = Annotated[
     list[Path] | None,
     typer.Option(
-        "--config", metavar="FILE", help="Overrides CONFIG and earlier files of this option; may be repeated."
+        "--config", metavar="FILE", help="File that overrides CONFIG and earlier --config files; may be repeated."
     ),
 ]
 

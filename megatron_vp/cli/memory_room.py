@@ -32,7 +32,7 @@ def memory_room(
     )
     if not found.is_tight(limit):
         return [line]
-    ways = ["a run that needs less memory (see the frontier)"] if searched else []
+    ways = ["a run in the table above that needs less memory"] if searched else []
     roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1

@@ -19,13 +19,15 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate() -> None:
-    """Fit the cost model's constants to the values of the paper's tables, and validate them.
+    """Fit the cost model's constants to the values of the paper's tables, and validate the fit.
 
     Prints the constants, and the errors with which they predict the pass times and table 3. For cross-validation, the
-    command repeats the fit without the cells of one setup (table, number of GPUs, sequence length) at a time, and once
-    without all cells of table 5 on 16 GPUs. It prints the errors for the cells that were left out. Finally the command
-    prints 90 % intervals of the H100's constants, estimated from published runs, and the errors for runs left out of a
-    fit. The command takes two or three minutes.
+    command repeats the fit once per setup (table, number of GPUs, sequence length), without the cells of that setup,
+    and once more without any cell of table 5 on 16 GPUs. It prints the errors for the cells that were left out. Finally
+    the command fits the constants to published runs on H100. It prints the constants' 90 % confidence intervals, and
+    the errors for these runs with three sets of constants: current, fitted to all runs, and fitted without the
+    predicted run's family (runs of one model that differ mainly in the number of GPUs). The command takes two or three
+    minutes.
     """
     from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
     from megatron_vp.cost.public.public_fit import fit_to_public_runs
@@ -43,7 +45,8 @@ def calibrate() -> None:
             lambda done, of: progress.update(task, completed=done, total=of), len(os.sched_getaffinity(0))
         )
     lines = [
-        f"fitted to {len(cells)} published cells of {len(setups)} setups, to pass times on 8 GPUs, and to table 3",
+        f"constants fitted to results of the paper: {len(cells)} cells of tables 5 and 6 ({len(setups)} setups), pass "
+        "times on 8 GPUs, and table 3",
         "",
     ]
     lines += [
@@ -62,13 +65,16 @@ def calibrate() -> None:
 
 def public_lines(found: PublicFit) -> list[str]:
     """Lines with the result of the fit to the published H100 runs."""
-    lines = [f"{found.runs} published H100 runs in {found.families} families (one model, precision and layout each)"]
+    lines = [
+        f"{found.runs} published H100 runs in {found.families} families (runs of one model that differ mainly in the "
+        "number of GPUs)"
+    ]
     lines.append("current constants, and their 90 percent confidence intervals from these runs")
     for each in found.intervals:
         lines.append(f"  {each.name:20}{each.value:9.4g}   {each.low:.4g} to {each.high:.4g} {each.unit}")
     lines.append(
-        "mean and largest error in percent with: current constants; constants fitted to all runs; constants fitted "
-        "to all other families"
+        "mean and largest error in percent with three sets of constants: current, fitted to all runs, and fitted "
+        "without the predicted run's family"
     )
     for row in zip(found.present, found.fitted, found.left_out, strict=True):
         errors = "".join(f"{100 * each.mean:9.1f} {100 * each.worst:5.1f}" for each in row)

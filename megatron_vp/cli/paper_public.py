@@ -45,16 +45,19 @@ def public(
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
+        typer.Option(
+            "--format", help="Output format (default: the one that the -o file's suffix names, else a table)."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
     ] = None,
 ) -> None:
-    """Predict published runs and print the predicted and published throughput by group, in tokens/s per GPU.
+    """Predict published runs and print the predicted and published throughput, in tokens/s per GPU.
 
-    The error of a group covers only its judged runs: the runs whose publication states every setting that affects time.
-    The command takes a minute or two.
+    The runs are grouped into dense bf16, dense fp8 and MoE runs, with separate groups for A100s. The error of a group
+    covers only its judged runs: the runs whose publication states every setting that affects time. The command takes a
+    minute or two.
     """
     from megatron_vp.cost.public.comparison import to_csv, to_document, to_markdown
     from megatron_vp.cost.public.public_rows import read_rows

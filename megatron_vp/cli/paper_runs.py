@@ -1,4 +1,4 @@
-"""`megatron-vp paper jobs` and `paper collect`: list the runs of the paper's tables, and collect their logs."""
+"""`megatron-vp paper jobs` and `paper collect`: list the runs of the paper's tables, and turn their logs into CSV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = ("table", "gpus", "seq_length", "method", "vocab_k", "mfu_percent", "p
 
 def register(app: typer.Typer) -> None:
     """Add both commands to `app`."""
-    app.command("jobs", short_help="Write job lists of the runs in the tables.")(list_jobs)
+    app.command("jobs", short_help="Write job lists for the paper's tables.")(list_jobs)
     app.command("collect", short_help="Turn the logs of the paper's runs into CSV.")(collect)
 
 
@@ -36,7 +36,7 @@ def list_jobs(
     """List the runs for all cells of the paper's tables, for submission as SLURM job arrays.
 
     Writes one list for each number of GPUs, and prints the command that submits it. When the runs have finished,
-    collect their logs with megatron-vp paper collect DIR.
+    turn their logs into CSV with megatron-vp paper collect DIR.
     """
     from megatron_vp.cost.paper.cells import write_lists
     from megatron_vp.cost.paper.published import jobs
@@ -53,12 +53,13 @@ def collect(
         str | None,
         typer.Option(
             "--hardware",
-            help="GPU whose peak FLOP/s are taken as 100 % MFU, such as h100 (default: the paper's A100 peaks).",
+            help="GPU, such as h100, whose peak FLOP/s are taken as 100 % MFU (default: the paper's A100s).",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
 ) -> None:
-    """Extract the results of the tables' runs from their logs, as CSV for `megatron-vp paper tables --published`.
+    """Extract results from the logs of the runs that `megatron-vp paper jobs` listed. The output is CSV that
+    `megatron-vp paper tables --published` reads.
 
     MFU is computed as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
     ran out of memory has empty fields. Missing and unusable logs are listed on standard error.
@@ -72,7 +73,7 @@ def collect(
     check_destination(False, output)
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder: give the folder that megatron-vp paper jobs created and that contains the "
+            f"{folder} is not a folder: give the folder that `megatron-vp paper jobs` created and that contains the "
             "runs' logs"
         )
     device = None if hardware is None else find_hardware(hardware)
@@ -86,7 +87,7 @@ def collect(
         rows.append(_row(cell, run, folder / cell_name(cell), peak))
     if not rows:
         raise UserError(
-            f"{folder} contains no finished run ({missing[0]}); submit the runs that megatron-vp paper jobs lists"
+            f"{folder} contains no finished run ({missing[0]}); submit the runs that `megatron-vp paper jobs` lists"
         )
     for line in missing:
         typer.echo(line, err=True)

@@ -45,7 +45,8 @@ def tables(
     published: Annotated[
         Path | None,
         typer.Option(
-            help="CSV file of published values to compare with, with the columns of the package's published_mfu.csv."
+            help="CSV file of published values to compare with. Its columns are those of the package's "
+            "published_mfu.csv."
         ),
     ] = None,
     hardware: Annotated[
@@ -61,18 +62,21 @@ def tables(
     ] = None,
     asked_format: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
+        typer.Option(
+            "--format", help="Output format (default: the one that the -o file's suffix names, else a table)."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
     ] = None,
 ) -> None:
-    """Predict every cell of the paper's tables 5 (1F1B) and 6 (V-Half), and table 3, without a GPU.
+    """Predict the paper's tables 5 (1F1B) and 6 (V-Half), and the output layer's part of table 3. No GPU is needed.
 
     MFU is the model's FLOP/s divided by 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak
     on the fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the
-    mean and largest absolute error. --hardware predicts the same jobs with this project's own code on the given
-    hardware. --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host memory.
+    mean and largest absolute value of these errors. --hardware predicts the same jobs with this project's own code on
+    the given hardware. --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host
+    memory.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
@@ -104,7 +108,7 @@ def tables(
 
 
 def _pipeoffload(output_format: Format, given: list[str]) -> str:
-    """Predict figure 15 of PipeOffload. Raises UserError if `given`, the options that do not apply, is not empty."""
+    """Predict figure 15 of PipeOffload. Raises UserError for options that do not apply (`given`), or --format png."""
     from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
 
     if given:

@@ -76,9 +76,9 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: run at most this many simulations (default 250), besides the simulations for the "
-            "sizes in the job's configuration and for the comparison with runs without vocabulary parallelism. "
-            "Unlike a time limit, this gives the same result on every machine.",
+            help="With --search: run at most this many simulations (default 250). Simulations of the job's own "
+            "parallel sizes, and of runs to compare with, do not count. Unlike a time limit, this limit gives the same "
+            "result on every machine.",
         ),
     ] = None,
     offload: Annotated[
@@ -87,21 +87,21 @@ def plan(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
             "under every schedule (--offload-chunks), and list slower runs that need less memory. With --search, "
-            "offloading is tried only for the parallel sizes that the job configures and for up to four others.",
+            "offloading is tried only for the job's own parallel sizes and up to four other combinations of sizes.",
         ),
     ] = False,
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --search: a setting not to vary: tensor, context, pipeline, expert, micro-batch or recompute. "
-            "May be repeated."
+            help="With --search: do not vary this setting (tensor, context, pipeline, expert, micro-batch or "
+            "recompute). May be repeated."
         ),
     ] = None,
 ) -> None:
-    """Rank all schedules for a job by predicted time: plain, plain with layers redistributed to balance the stages, and
-    vocabulary-parallel.
+    """Rank all plain and vocabulary-parallel schedules for a job by predicted time. Plain schedules are also tried with
+    layers redistributed to balance the stages.
 
-    All other arguments are the job's training arguments; flags override configuration files.
+    CONFIG and FLAGS are the job's training arguments. FLAGS override CONFIG.
 
     \b
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
@@ -260,7 +260,8 @@ def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
         ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
         said = "is also the fastest" if chosen is fastest else f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
         lines.append(
-            f"a tie: {len(choice.tied)} runs differ by at most {tie.text}; {chosen.candidate.name} is the simplest"
+            f"a tie: the iteration times of {len(choice.tied)} runs differ by at most {tie.text}; "
+            f"{chosen.candidate.name} is the simplest"
             + (" that leaves memory free; " if avoided else "; ")
             + (said if chosen is not fastest else f"it {said}")
         )

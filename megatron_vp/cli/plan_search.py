@@ -39,7 +39,7 @@ class Answer:
     search: Search
     chosen: Found
     refused: Sequence[tuple[Found, str]]
-    """Faster or simpler runs that training would refuse, with the reasons."""
+    """Runs that would have been preferred to `chosen`, but that training would refuse, with the reasons."""
     note: str | None
     """A note that is printed with the recommendation."""
     without_split: Found | None = None
@@ -48,13 +48,13 @@ class Answer:
     """The fastest run that Megatron itself supports, that fits and that training accepts."""
 
     def request(self, found: Found) -> Request:
-        """The planning request for the job with this run's parallel sizes."""
+        """The planning request for the job with the parallel sizes of the run `found`."""
         variant = self.search.variants[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
         return Request(config, variant.job, self.hardware, self.limit)
 
     def settings(self, found: Found) -> dict[str, object]:
-        """The settings in which this run differs from the configuration."""
+        """The settings in which the run `found` differs from the configuration."""
         from megatron_vp.cost.sizes.job_plan import settings_of
 
         request = self.request(found)
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def title(self) -> str:
-        """One line that says what was searched: the GPUs and the job."""
+        """One line with the GPUs, the number of ways to train, the tokens per iteration and the vocabulary."""
         job = self.search.variants[0].job
         batch = job.microbatches * job.micro_batch * job.data
         return (
@@ -89,11 +89,11 @@ class Answer:
             return "The frontier: runs that no other run beats in both time and memory."
         fastest = found.fitting(self.limit)[0].seconds
         return (
-            f"The frontier is partial: {found.untried:,} combinations were not tried, "
+            f"The frontier is partial: {found.untried:,} ways to train were not tried, "
             + ("possibly including the fastest" if found.untried_seconds <= fastest else "none of which is the fastest")
-            + f" (each takes at least {seconds(found.untried_seconds)} s); {found.likely or 'none'} of them probably "
-            f"belong to the frontier. All simulations of --search-budget {found.budget} were used; a larger budget "
-            "allows more."
+            + f" (each takes at least {seconds(found.untried_seconds)} s per iteration); {found.likely or 'none'} of "
+            f"them probably belong to the frontier. All simulations of --search-budget {found.budget} were used; a "
+            "larger budget allows more."
         )
 
 
@@ -164,7 +164,7 @@ def _chosen(config: JobConfig, hardware: Hardware, gpus: int, limit: float, foun
         if reason is None:
             return _compared(replace(answer, chosen=each, refused=refused), lambda each: why_not(each) is None)
         refused.append((each, reason))
-    note = f"training would refuse this job for all parallel sizes tried: {refused[0][1]}"
+    note = f"training would refuse this run, like all others that were tried: {refused[0][1]}"
     return _compared(replace(answer, note=note), lambda each: True)
 
 
@@ -213,7 +213,10 @@ def _table(answer: Answer) -> str:
     lines += _gains(answer)
     lines += memory_room(answer.request(answer.chosen), answer.chosen.evaluation, searched=True)
     lines += answer.request(answer.chosen).notes
-    lines += [f"not possible: {', '.join(_row(answer, each)[:9])}: {reason}" for each, reason in answer.refused]
+    for each, reason in answer.refused:
+        sizes = _sizes(answer.search.variants[each.variant].job)
+        run = ", ".join([*(f"{size} {value}" for size, value in sizes.items()), each.evaluation.candidate.name])
+        lines.append(f"not possible: {run}: {reason}")
     lines += [answer.note] if answer.note else []
     return "\n".join([*lines, *how_to_run(settings, answer.request(answer.chosen))])
 
@@ -229,28 +232,34 @@ def _counts(answer: Answer) -> list[str]:
 
     found, fastest = answer.search, answer.search.fitting(answer.limit)[0]
     lines = [
-        f"{found.count:,} combinations: {len(found.found):,} simulated, {found.too_large:,} too large for memory, "
-        f"{found.dominated:,} no better than a simulated combination"
+        f"{found.count:,} ways to train: {len(found.found):,} simulated, {found.too_large:,} too large for memory, "
+        f"{found.dominated:,} no better than a simulated one"
         + (f", {found.untried:,} not tried" if found.untried else "")
     ]
     if found.offload_sizes is not None:
         away = sum(1 for each in found.found if each.evaluation.candidate.plan.offload_chunks)
         lines.append(
-            f"offloading to host memory: simulated {away} runs for {found.offload_sizes} choices of parallel sizes"
-            + ("" if away else "; the copies would take longer than the passes")
+            f"offloading of activations to host memory: tried with {found.offload_sizes} combinations of parallel "
+            f"sizes, {away} runs simulated"
+            + (
+                ""
+                if away
+                else "; offloading needs a pipeline without recomputation, enough host memory, and passes that take "
+                "longer than the copies"
+            )
         )
     if answer.chosen is not fastest:
         slower = answer.chosen.seconds / fastest.seconds - 1
         tie = tie_of(found.variants[0].job, answer.hardware)
         lines.append(
-            f"the recommended run is {100 * slower:.1f} % slower than the fastest run, but simpler or with more "
-            f"free memory; times within {tie.text} count as a tie"
+            f"the recommended run is {100 * slower:.1f} % slower than the fastest run, but is simpler or leaves "
+            f"more memory free; differences up to {tie.text} count as a tie"
         )
     return lines
 
 
 def _gains(answer: Answer) -> list[str]:
-    """Lines that compare the recommended run with the best others, at any parallel sizes; see `planning.gains`."""
+    """Lines that compare the recommended run with the runs in `answer.others`; see `planning.gains`."""
     runs = [each for each in (answer.without_split, answer.in_megatron) if each is not None]
 
     def name(evaluation: Evaluation) -> str:
@@ -263,7 +272,7 @@ def _gains(answer: Answer) -> list[str]:
 
 
 def _sizes(job: Job) -> dict[str, int | str]:
-    """What a search varies, by its name in the table."""
+    """The values of `job` in the table's first columns, by column title."""
     names = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
     return {name.replace("_", " "): getattr(job, name) for name in names}
 

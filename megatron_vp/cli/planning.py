@@ -34,7 +34,7 @@ than 288 GiB; the ranks of a CPU job share a host's memory.
 """
 
 MOST_GPUS = 1_000_000
-"""The largest accepted number of GPUs, several times the size of the largest cluster."""
+"""The largest accepted number of GPUs, several times as many as in the largest existing cluster."""
 
 
 class Format(StrEnum):
@@ -54,7 +54,7 @@ MemoryOption = Annotated[
 ]
 FormatOption = Annotated[
     Format | None,
-    typer.Option("--format", help="Output format (default: the one that the file's suffix names, or a table)."),
+    typer.Option("--format", help="Output format (default: the one that the -o file's suffix names, else a table)."),
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
@@ -91,19 +91,19 @@ class Request:
     def shards(self) -> str:
         """One line that states the size of the largest shard in an even split, and its excess over the mean size."""
         job = self.job
-        return f"vocabulary shards of at most {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
+        return f"largest vocabulary shard: {job.shard_rows} rows, {100 * job.shard_imbalance:.1f} % above the mean"
 
     def shards_of(self, plan: Plan) -> str:
         """One line with the rows of each rank and the layers of each stage, or `shards` if the plan has even shards."""
         if plan.vocab_rows is None:
             return self.shards
-        rows = f"vocabulary rows by rank {','.join(map(str, plan.vocab_rows))}"
+        rows = f"vocabulary rows by rank: {','.join(map(str, plan.vocab_rows))}"
         if not plan.layers or self.job.model.is_hybrid:
             return rows
-        return f"{rows}; layers by stage {','.join(map(str, plan.layers))}"
+        return f"{rows}; layers by stage: {','.join(map(str, plan.layers))}"
 
     def segments_of(self, plan: Plan) -> list[str]:
-        """One line with the segments into which the plan cuts a hybrid model's layer pattern; empty for a GPT model."""
+        """A line with the segments into which the plan cuts a hybrid model's layer pattern; no line for a GPT model."""
         from megatron_vp.cost.sizes.job_plan import bars_of
 
         text = bars_of(self.config, plan, self.job)
@@ -114,7 +114,9 @@ class Request:
         """Lines that state what the predictions leave out, what they assume, and how accurate they are."""
         lines = []
         if self.uncounted:
-            lines.append(f"options that change time or memory but are not counted: {', '.join(self.uncounted)}")
+            lines.append(
+                f"options that change time or memory but are not counted in the prediction: {', '.join(self.uncounted)}"
+            )
         if self.assumed:
             lines.append(f"assumptions about what the job does not specify: {'; '.join(self.assumed)}")
         if self.unused:
@@ -150,9 +152,9 @@ class Request:
 
         time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
         return (
-            f"Predicted, not measured. {self._vocabulary_passes} On A100 setups that were left out of the fit, the "
-            f"error was at most {time} in time and {memory} in memory; other hardware is not calibrated "
-            f"(docs/evidence/predictions.md). {self._evidence}"
+            f"Predicted, not measured. {self._vocabulary_passes} On A100 setups to which the cost model was not "
+            f"fitted, its error was at most {time} in time and {memory} in memory; these limits do not apply to other "
+            f"hardware (docs/evidence/predictions.md). {self._evidence}"
         )
 
     @property
@@ -167,8 +169,8 @@ class Request:
             return "No published run of this kind has been compared with a prediction."
         return (
             f"For {found.runs} published runs of this kind ({found.kind}, without vocabulary parallelism), the mean "
-            f"error in time was {found.mean} % and the largest {found.worst} %; some constants were fitted to these "
-            "runs."
+            f"error of predicted tokens/s is {found.mean} % and the largest {found.worst} %; some constants were "
+            "fitted to these runs."
         )
 
     @property
@@ -176,7 +178,7 @@ class Request:
         if self.hardware.rates is None:
             return (
                 "The times of the vocabulary passes S and T assume the paper's eager code, because there is no "
-                f"estimate of this project's kernels for {self.hardware.name}."
+                f"estimate of how fast this project's kernels run on {self.hardware.name}."
             )
         return (
             "The times of the vocabulary passes S and T are estimated from the bytes and operations of this project's "
@@ -215,7 +217,7 @@ def read_request(
     memory: float | None,
     commands_own: Sequence[str] = (),
 ) -> Request:
-    """Read a job from its configuration and flags; `commands_own`: the command's own options. Raises UserError."""
+    """Read a job from its configuration and flags; `commands_own` is as in `read_sizes`. Raises UserError."""
     from megatron_vp.cost.sizes.fp8 import refuse_fp8
     from megatron_vp.cost.sizes.job_sizes import job_of
 
@@ -296,12 +298,12 @@ def gains(
     lines = (
         []
         if chosen.candidate.without_split
-        else [gain(without_split, "without vocabulary parallelism that fits in memory")]
+        else [gain(without_split, "that fits in memory and does not use vocabulary parallelism")]
     )
     if in_megatron is None:
-        return [*lines, "no run that Megatron itself supports fits in memory"]
+        return [*lines, "Megatron itself supports none of the runs that fit in memory"]
     if lines and in_megatron is without_split:
-        return [f"{lines[0]}, which Megatron itself supports"]
+        return [f"{lines[0]}; Megatron itself supports this run"]
     return [*lines, gain(in_megatron, "that Megatron itself supports and that fits in memory")]
 
 
@@ -314,11 +316,11 @@ def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """Lines that show how to configure a run: the flags to add, and the same settings as an overlay file."""
+    """Lines that show how to configure a run: the flags to add, and an overlay file with the same settings."""
     unset = [name for name, value in settings.items() if value is None or value is False]
     lines = ["", "use: " + (flags_of(settings) or "the configuration without changes")]
     if unset:
-        lines.append(f"and unset these options with a configuration file, such as the one below: {', '.join(unset)}")
+        lines.append(f"and unset {', '.join(unset)} with a configuration file, such as the one below")
     if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:
         lines.append(
             f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"

@@ -39,7 +39,7 @@ def replay(
         int, typer.Option("--iterations", min=1, help="Iterations to time, after one warm-up iteration.")
     ] = 3,
     shapes_only: Annotated[
-        bool, typer.Option("--shapes-only", help="Only count memory, on fake tensors; needs no GPU.")
+        bool, typer.Option("--shapes-only", help="Run on fake tensors, without a GPU, and count only memory.")
     ] = False,
     script: Annotated[str, typer.Option("--script", help="The training script.", show_default="megatron_vp's")] = str(
         TRAINING_SCRIPT
@@ -51,7 +51,7 @@ def replay(
     """Run one rank of a job alone: its real model chunks under its real schedule, on random inputs.
 
     Prints the time of each kind of pass and the rank's memory. One GPU is enough, however many ranks the job has. With
-    --shapes-only, the command needs no GPU and counts only memory. All other arguments are training arguments.
+    --shapes-only, the command needs no GPU and reports only memory. CONFIG and FLAGS are training arguments.
 
     \b
     megatron-vp replay configs/gpt_21b.yaml --rank 31 --vocab-parallel --pipeline-schedule 1f1b
@@ -81,7 +81,8 @@ def _without_log() -> Iterator[None]:
 
 def _table(found: Replayed) -> str:
     place = (
-        f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, {found.microbatches} microbatches, run alone"
+        f"pipeline rank {found.pipeline_rank} of {found.pipeline_size}, run alone, with {found.microbatches} "
+        "microbatches"
     )
     if found.played is not None and found.played < found.microbatches:
         place += f" ({found.played} simulated; the others need no additional memory)"
@@ -96,18 +97,18 @@ def _table(found: Replayed) -> str:
         place,
         f"{'pass':>12}  {head}",
         *(f"{kind:>12}  {value:15.3f}{host[kind]}" for kind, value in found.pass_milliseconds.items()),
-        f"{'iteration':>12}  {found.iteration_milliseconds:15.3f}  (without waiting for other ranks)",
+        f"{'iteration':>12}  {found.iteration_milliseconds:15.3f}  ms in total, without waiting for other ranks",
         *memory,
     ]
     if not on_a_device:
-        lines.append("activations and buffers: not measured without a GPU; --shapes-only counts them")
+        lines.append("activations and buffers: not measured without a GPU; --shapes-only counts their bytes")
     else:
         times = found.pass_milliseconds.items()
         held_up = [kind for kind, value in times if found.host_milliseconds[kind] > 0.9 * value]
         if held_up:
             lines.append(
-                f"{', '.join(held_up)}: the host took as long as the device, so these times may measure only kernel "
-                "launches or waiting"
+                f"{', '.join(held_up)}: the host took about as long as the device, so these times may include time in "
+                "which the device waited for kernel launches"
             )
     lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
     return "\n".join(lines)

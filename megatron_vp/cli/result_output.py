@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
-"""Suffixes of output files that select a format."""
+"""Suffixes that select the format of an output file."""
 
 UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
 """Common suffixes of file formats that no command can write."""
@@ -31,7 +31,7 @@ _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
 
 def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F], otherwise: str = "table") -> F:
-    """Choose the format of a command's result: the requested one, else the one that the suffix names, else `otherwise`.
+    """Choose a result's format: the requested one, else the one named by the suffix of `output`, else `otherwise`.
 
     Call this function before the command starts its work. Raises UserError if the suffix contradicts the requested
     format or names a format that the command cannot write, if a picture has no output file, or if the file cannot be
@@ -81,7 +81,7 @@ def write(content: str | bytes, output: Path | None) -> None:
         return
     data = content if isinstance(content, bytes) else content.encode()
     try:
-        if output.exists() and not output.is_file():  # A device or a pipe cannot be replaced by a file.
+        if output.exists() and not output.is_file():  # Write into a device or a pipe instead of replacing it.
             output.write_bytes(data)
             return
         with replacing(output.resolve()) as file:  # If `output` is a link, replace its target, not the link.
@@ -94,7 +94,7 @@ def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
     """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
 
     With `transient`, the bar is removed at the end. Without `columns`, the bar has the default columns of the `rich`
-    library. The bar is drawn without a thread, only when progress is reported, because a process with threads cannot
+    library. The bar is redrawn only when progress is reported, not by a thread, because a process with threads cannot
     safely fork workers.
     """
     from rich.console import Console

@@ -77,7 +77,7 @@ def sbatch(
         typer.Option(
             "--container-mounts",
             metavar="FROM:TO,...",
-            help="Folders to mount in the container, such as the data. The current folder is always mounted.",
+            help="Folders to mount in the container, such as the data folder. The current folder is always mounted.",
         ),
     ] = None,
     python: Annotated[
@@ -92,7 +92,7 @@ def sbatch(
 ) -> None:
     """Check a job, then submit it to SLURM with one rank per GPU; SLURM requeues the job until it has finished.
 
-    Run this command in a folder that all nodes can access; logs go to runs/slurm in that folder. All other arguments
+    Run this command in a folder that all nodes can access; logs go to runs/slurm in that folder. CONFIG and FLAGS
     are the job's training arguments.
 
     \b
@@ -110,8 +110,8 @@ def sbatch(
     own = script is not None
     if not files and not own:
         raise UserError(
-            "the job has no configuration file: give CONFIG first, as in `sbatch configs/llama3_8b.yaml`, or give "
-            "--script FILE"
+            "the job has no configuration file: give CONFIG first, as in `megatron-vp sbatch configs/llama3_8b.yaml`, "
+            "or give --script FILE"
         )
     if script is not None and not Path(script).is_file():
         raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
@@ -141,7 +141,7 @@ def sbatch(
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if not dry_run:
         check_files(checked.args)
-    typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node}; " + "\n".join(describe_job(checked, ranks)))
+    typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node} ranks; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
         # Only warn about missing input files, because this machine may not be the one that submits the job.

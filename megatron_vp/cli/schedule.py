@@ -61,13 +61,14 @@ def schedule(
         typer.Option(help="Ranks that hold vocabulary rows and run vocabulary passes, such as 0,2 (default: all)."),
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Model chunks per rank in the schedule interleaved (default 2).")
+        int | None,
+        typer.Option(help="For interleaved, gis, gis-h and po: number of model chunks per rank (default 2)."),
     ] = None,
     offload_chunks: Annotated[
         str,
         typer.Option(
             help="Number of chunks per rank (or half, or all) whose activations are in host memory between forward and "
-            "backward. The chunks whose activations are kept longest are offloaded first."
+            "backward. The chunks whose activations live longest are chosen."
         ),
     ] = "0",
     activation_limit: Annotated[
@@ -80,19 +81,20 @@ def schedule(
     cost: Annotated[
         str,
         typer.Option(
-            help="Durations in any unit, written without spaces. Default: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, "
-            "IB=0.05, comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are for all chunks of "
-            "a rank together, S and T are passes of the output layer, IF and IB of the embedding, "
-            "comm is for each message or collective, and copy is for moving a rank's activations of one microbatch to "
-            "host memory, or back."
+            help="Durations in any unit, such as F=1,B=2. Defaults: F=1, B=1, W=1, S=0.25, T=0.25, IF=0.05, "
+            "IB=0.05, comm=0, copy=0. F (forward), B (input gradient) and W (weight gradient) are the times for all "
+            "chunks of a rank together. S and T are passes of the output layer. IF and IB are passes of the embedding. "
+            "comm is one message or collective. copy moves a rank's activations of one microbatch to host memory or "
+            "back."
         ),
     ] = "",
     asked_format: Annotated[
         Format | None,
         typer.Option(
             "--format",
-            help="Output format (default: the one that the file's suffix names, or a table). `html` is a zoomable web "
-            "page that shows details of each pass. `programs` is JSON with every instruction that each rank runs.",
+            help="Output format (default: the one that the -o file's suffix names, else a table). `html` is a "
+            "zoomable web page that shows details of each pass. `programs` is JSON with every instruction that each "
+            "rank runs.",
         ),
     ] = None,
     output: Annotated[
@@ -112,16 +114,19 @@ def schedule(
         str | None,
         typer.Option(
             metavar="SCHEDULE",
-            help="With --format html: show a second schedule below the first, on the same time axis. Give a file, "
-            "or a schedule and a vocabulary method, such as v-half:vocab-2, to generate one with the sizes of the "
-            "first. --cost applies to both schedules.",
+            help="With --format html: show a second schedule below the first, on the same time axis. SCHEDULE is a "
+            "file, or a name and vocabulary method, such as v-half:vocab-2, from which a schedule for the same numbers "
+            "of ranks and microbatches is generated. --cost applies to both schedules.",
         ),
     ] = None,
     from_time: Annotated[
         float | None,
         typer.Option(help="Start of the time interval that a table or picture shows, in the unit of --cost."),
     ] = None,
-    until: Annotated[float | None, typer.Option(help="End of the time interval that a table or picture shows.")] = None,
+    until: Annotated[
+        float | None,
+        typer.Option(help="End of the time interval that a table or picture shows, in the unit of --cost."),
+    ] = None,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it cannot deadlock, and show it.
 

@@ -57,7 +57,8 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Use measured pass times from this --pipeline-trace folder instead of the cost model."
+            metavar="DIR",
+            help="Instead of the cost model's pass times, use those measured by a run with --pipeline-trace DIR.",
         ),
     ] = None,
     asked_format: FormatOption = None,
@@ -65,7 +66,7 @@ def simulate(
 ) -> None:
     """Predict the time and memory of every pipeline rank of a job under the schedule that the job sets.
 
-    All other arguments are the job's training arguments; flags override configuration files.
+    CONFIG and FLAGS are the job's training arguments. FLAGS override CONFIG.
 
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
@@ -126,7 +127,8 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         raise UserError(
             f"{job.pipeline} pipeline ranks x {job.microbatches} microbatches"
             f"{f' x {plan.chunks} chunks' if plan.chunks else ''} are {forwards:,} forward passes; simulate accepts at "
-            f"most {MOST_FORWARDS:,}: give a smaller --global-batch-size, or use plan, which extrapolates"
+            f"most {MOST_FORWARDS:,}: give a smaller --global-batch-size, or use `megatron-vp plan`, which simulates "
+            "fewer microbatches and extrapolates"
         )
 
 
@@ -157,15 +159,15 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "
-            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU as Megatron counts them, "
+            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU (by Megatron's formula), "
             f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
             f"bubble {100 * found.bubble_fraction:.1f} %",
             f"iteration time: mean work per rank {seconds(loss.work)} s, "
-            f"busiest rank over the mean {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
+            f"excess work of the busiest rank {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
             f"communication {loss.communication:.3g} s, gradient synchronisation and optimizer {loss.step:.3g} s"
             + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
-            f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; bound by "
-            f"{found.bound_by(request.limit)}",
+            f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; the run is "
+            f"bound by {found.bound_by(request.limit)}",
             *memory_room(request, found),
             "",
             rendered(table) + rendered(_outside(found)) + _copies(request, found) + "\n".join(request.notes),
@@ -178,7 +180,7 @@ def _outside(found: Evaluation) -> Table:
     from rich.table import Table
 
     parts = list(found.memory[0].outside.parts())
-    title = "estimated memory in GiB outside PyTorch's allocator, and number of communicators that this project adds"
+    title = "number of communicators that this project adds, and estimated memory in GiB outside PyTorch's allocator"
     table = Table(title=title, title_justify="left")
     for heading in ("rank", "communicators", "outside", *parts):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -197,7 +199,8 @@ def _copies(request: Request, found: Evaluation) -> str:
 
     if not found.copies:
         return ""
-    table = Table(title="activations in host memory (predicted; no copy was measured)", title_justify="left")
+    title = "activations in host memory (predicted; never measured on a GPU)"
+    table = Table(title=title, title_justify="left")
     for heading in ("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *_WAITS):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, each in enumerate(found.copies):
@@ -206,18 +209,18 @@ def _copies(request: Request, found: Evaluation) -> str:
         table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
     lines = [
-        f"on the fullest node, these activations take {taken / GIB:.0f} of {host_room(request.hardware) / GIB:.0f} GiB "
-        "of host memory"
+        f"host memory for offloaded activations on the fullest node: {taken / GIB:.0f} of "
+        f"{host_room(request.hardware) / GIB:.0f} GiB"
     ]
     if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
         lines.append(
-            "the activations of some chunks stay on the device, because their backward starts before a copy to the "
-            "host would finish"
+            "the activations of some chunks stay on the device, because the backward passes of these chunks start "
+            "before a copy to the host would finish"
         )
     if has_one_queue(request.job, request.hardware):
         lines.append(
             f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
-            "queued after it; this effect was not compared with a GPU run"
+            "queued after it (queue wait s)"
         )
     return rendered(table) + "\n".join(lines) + "\n"
 

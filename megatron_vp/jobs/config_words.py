@@ -40,7 +40,7 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
             nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
             raise UserError(f"{leaf} is not a known argument; the nearest known argument is '{nearest[0]}'")
         if action in seen:
-            raise UserError(f"{leaf} is also set in {seen[action]}; keep one of them")
+            raise UserError(f"{leaf} is also set in {seen[action]}; delete one of the two settings")
         seen[action] = leaf.section
         if leaf.value is not None:
             arguments += _argument(action, leaf.key, leaf.value, str(leaf))
@@ -74,7 +74,7 @@ def _text(action: argparse.Action, value: Any, where: str) -> str:
     if isinstance(value, bool) and action.type is bool:
         return "True" if value else ""  # bool("False") is true
     if isinstance(value, bool | list | Mapping) or value is None:
-        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; quote it if you mean text")
+        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; strings such as 'true' need quotes")
     text = str(value)
     try:
         converted = action.type(text) if callable(action.type) else text

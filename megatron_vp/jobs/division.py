@@ -10,6 +10,6 @@ UNEVEN_BATCH = (
     "data-parallel size {replicas}: use a multiple of {samples}"
 )
 UNEVEN_LAYERS = (
-    "{num_layers} layers cannot be split equally over {stages} stages: use a number of stages that divides the layers, "
-    "or assign the layers to stages with --pipeline-model-parallel-layout"
+    "{num_layers} layers cannot be split equally over {stages} stages: use a number of stages that divides the number "
+    "of layers, or assign the layers to stages with --pipeline-model-parallel-layout"
 )

@@ -84,7 +84,7 @@ LARGEST = {
     "seq_length": 2**26,
     "micro_batch_size": 2**20,
 }
-"""Largest accepted values of sizes, to catch typing errors; LARGEST_SIZE limits all other sizes."""
+"""Largest accepted values of sizes, to catch typos; LARGEST_SIZE limits all other sizes."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class JobConfig:
 
 
 def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
-    """Read overlaid files, then flags (`--name value`, `--name=value`, `--switch`); later values win.
+    """Read configuration files, then flags (`--name value`, `--name=value`, `--switch`). Later values override earlier
+    ones.
 
     Raises UserError for a file that cannot be read, a key that is in two sections, and a word that is not a flag.
     """
@@ -129,7 +130,7 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
     for leaf in read_leaves(files):
         before = origins.get(leaf.key)
         if isinstance(before, Leaf):
-            raise UserError(f"{leaf} was already set in {before.section}; keep one of them")
+            raise UserError(f"{leaf} was already set in {before.section}; delete one of the two settings")
         values[leaf.key], origins[leaf.key] = leaf.value, leaf
     for option, texts in flags_in(flags):
         name = name_of(option)
@@ -154,8 +155,8 @@ def read_sizes(
         value, least = config.values.get(name), LEAST.get(name, 1)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             bare = value is True and not isinstance(config.origins[name], Leaf)
-            said = "without a value" if bare else repr(value)
-            raise UserError(f"{config.origins[name]} {said} is not a whole number of at least {least}")
+            said = "needs a value:" if bare else f"{value!r} is not"
+            raise UserError(f"{config.origins[name]} {said} a whole number of at least {least}")
         largest = LARGEST.get(name, LARGEST_SIZE)
         if value is not None and value > largest:
             raise UserError(f"{config.origins[name]} {value} is too large; give at most {largest}")

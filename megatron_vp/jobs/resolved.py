@@ -32,7 +32,7 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
         with replacing(path, most_mode=0o640) as file:
             file.write(text.encode())
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free disk space or use another directory") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; use a writable directory with free space") from error
 
 
 def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A `key: value` pair of overlaid files, with its `section` and the last `file` that sets the key."""
+    """A `key: value` pair from overlaid files, with its `section` and the last `file` that sets the key."""
 
     file: Path
     section: str
@@ -42,9 +42,9 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     """All leaves of YAML files; later files overlay earlier ones.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. If a file has
-    `base: other.yaml` at its top level, other.yaml is read first, from a path relative to that file. Each of `paths`
-    may also be the name of a configuration that comes with megatron_vp. Raises UserError for a missing or malformed
-    file.
+    `base: other.yaml` at its top level, other.yaml is read first. Its path is relative to the file that names it. Each
+    of `paths` may also be the name of a configuration that comes with megatron_vp. Raises UserError for a missing or
+    malformed file.
     """
     if not paths:
         return []
@@ -54,7 +54,8 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         with environment_without_secrets() as refused:
             merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
-        # The other lines of OmegaConf's message describe its internal state (full_key, object_type).
+        # Only the first line of OmegaConf's message is meant for users. The lines after it describe internal state
+        # (full_key, object_type).
         what = refused[0] if refused else str(error).partition("\n")[0]
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
@@ -82,8 +83,8 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
             if before != isinstance(value, Mapping):
                 section, leaf = (other, file) if before else (file, other)
                 raise UserError(
-                    f"{leaf}: '{'.'.join(trail)}' has a value here, but is a section in {section}: write "
-                    f"'argument_name: value' lines below it"
+                    f"{leaf}: '{'.'.join(trail)}' has a value here, but is a section in {section}: replace "
+                    f"this value with 'argument_name: value' lines"
                 )
 
 
@@ -116,7 +117,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         ) from error
     except ValueError as error:  # YAML raises ValueError for impossible dates and numbers with thousands of digits.
         what = one_line(error).partition(";")[0]
-        raise UserError(f"{path} is not valid YAML: {what}; quote it if you mean text") from error
+        raise UserError(f"{path} is not valid YAML: {what}; quote the value if it is text") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections")
     base = config.pop(_BASE, None)

@@ -15,7 +15,10 @@ from megatron_vp.mcore.patches import RELEASE, TESTED_VERSIONS, Problem, present
 
 @dataclass(frozen=True)
 class Reads:
-    """The arguments that a package reads. `use` says why, as the end of the sentence "megatron_vp reads it ..."."""
+    """The Megatron arguments that one of our packages reads.
+
+    `use` says why, as the end of the sentence "megatron_vp reads it ...".
+    """
 
     use: str
     names: tuple[str, ...]
@@ -99,7 +102,6 @@ READ = {
             *("use_ring_exchange_p2p", "use_torch_fsdp2", "use_tp_pp_dp_mapping", "use_transformer_engine_op_fuser"),
             *("validation_set_names", "virtual_pipeline_model_parallel_size", "vocab_size", "weight_decay"),
             *("wandb_project", "window_size", "world_size", "yaml_cfg"),
-            # Arguments that set the length of a run, or select iterations for special treatment, such as evaluation.
             *("check_weight_hash_across_dp_replicas_interval", "dataloader_type", "end_weight_decay"),
             *("eval_global_batch_size", "exit_duration_in_mins", "gpu_sniff_test_interval", "group_query_attention"),
             *("hysteresis", "initial_loss_scale", "iterations_to_skip", "log_memory_interval", "loss_scale_window"),
@@ -113,7 +115,7 @@ READ = {
         ),
     ),
     "platform": Reads(
-        "to report whether Transformer Engine, Apex or PyTorch computes an operation",
+        "to report which of Transformer Engine, Apex and PyTorch computes an operation",
         (
             *("bf16", "fp16", "gradient_accumulation_fusion", "masked_softmax_fusion", "normalization"),
             *("transformer_impl",),
@@ -227,7 +229,7 @@ def check_validated(args: argparse.Namespace) -> None:
 
 
 def _read_here() -> list[tuple[str, str]]:
-    """Every argument that we read in the installed release series, with its use."""
+    """The arguments that we need from the installed Megatron and can check at startup, each with its `Reads.use`."""
     lacks = (*LACKS.get(present_series(), ()), *IN_TRAINING)
     return [(name, reads.use) for reads in READ.values() for name in reads.names if name not in lacks]
 

@@ -22,7 +22,7 @@ from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_setting
 
 
 class Stage(Enum):
-    """The point in startup at which a group is applied, after all groups that the run needs have been checked."""
+    """The point in startup at which a patch group is applied, after all groups that the run needs have been checked."""
 
     BEFORE_PARSING = "before Megatron parses the arguments"
     AFTER_VALIDATION = "after Megatron has validated the arguments"
@@ -33,8 +33,8 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's parsed arguments or, until they are parsed, the arguments that `options.early_arguments` found.
-    Conditions may read only arguments that `early_arguments` knows.
+    """Megatron's parsed arguments or, until they are parsed, the arguments that `options.early_arguments` found. The
+    conditions of groups may read only arguments that `early_arguments` knows.
     """
     machine: Installed
     """The packages installed where the job runs."""
@@ -64,7 +64,7 @@ def run_here(args: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition under which a run needs a group: a description for users, and a function that tests it."""
+    """Condition under which a run needs a group of patches: a description for users, and a function that tests it."""
 
     sentence: str
     holds: Callable[[Run], object]
@@ -82,7 +82,8 @@ class PatchGroup:
     essential: whether a run that needs the patches is refused if they do not fit Megatron. True if the run could
         otherwise compute wrong results, hang, or damage checkpoints. False if the run would only lose a convenience or
         stop with an error from Megatron; the log then says that the patches are left out.
-    package: the package that owns the patched symbols, if not Megatron. Nothing is checked unless it is installed.
+    package: the package that owns the patched symbols; None for Megatron. If the package is not installed, the patches
+        are neither checked nor applied.
     """
 
     name: str
@@ -101,7 +102,7 @@ class PatchGroup:
 
 
 def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # Early arguments contain the value as a string.
+    return str(args.log_pipeline_interval) != "0"  # Until Megatron parses the arguments, the value is a string.
 
 
 def _records(args: argparse.Namespace) -> object:
@@ -117,7 +118,7 @@ def _in_own_loop(run: Run) -> bool:
     return loop is not None and not loop.reads_arguments() and run.settings.replaces_schedule
 
 
-# The patches of a stage are applied in this order.
+# Groups with the same `Stage` are applied in this order.
 GROUPS = (
     PatchGroup(
         "wheel",
@@ -132,7 +133,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron ends a job that combines local layers with --sequence-parallel",
+        "Megatron refuses jobs that combine local layers with --sequence-parallel",
         essential=False,
     ),
     PatchGroup(
@@ -140,7 +141,7 @@ GROUPS = (
         "megatron_vp.mcore.options.arguments:PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
-        "Megatron would not accept our options, and combinations that cannot work would not be refused",
+        "Megatron would reject our options and accept combinations of arguments that cannot work",
     ),
     PatchGroup(
         "checkpoint files",
@@ -179,7 +180,7 @@ GROUPS = (
             lambda run: not run.machine.apex_accumulation,
         ),
         Stage.BEFORE_PARSING,
-        "Megatron ends a job that uses gradient accumulation fusion, which is enabled by default on a GPU",
+        "Megatron refuses jobs that use gradient accumulation fusion, which is enabled by default on a GPU",
         essential=False,
     ),
     PatchGroup(
@@ -187,7 +188,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.cpu:PATCHES",
         Condition("only if the run uses no CUDA device", lambda run: run.cpu),
         Stage.BEFORE_PARSING,
-        "a run would need CUDA, and its gradient norms would be inaccurate",
+        "a run on CPU would fail or compute inaccurate gradient norms",
     ),
     PatchGroup(
         "replay",
@@ -207,7 +208,7 @@ GROUPS = (
         "shapes of Transformer Engine",
         "megatron_vp.mcore.replay.device_kernels:ENGINE_PATCHES",
         Condition(
-            "only in a replay with --shapes-only that counts Transformer Engine's layers",
+            "only in a replay with --shapes-only, if the job uses Transformer Engine's layers",
             lambda run: run.counts_engine,
         ),
         Stage.BEFORE_PARSING,
@@ -232,7 +233,7 @@ GROUPS = (
             lambda run: run.args.override_opt_param_scheduler or run.args.use_checkpoint_opt_param_scheduler,
         ),
         Stage.AFTER_VALIDATION,
-        "Megatron ends a job that loads a checkpoint saved with different learning rates",
+        "Megatron refuses a job whose learning rates differ from those in the checkpoint that it loads",
         essential=False,
     ),
     PatchGroup(
@@ -243,7 +244,7 @@ GROUPS = (
             lambda run: run.args.iterations_to_skip or run.args.multiple_validation_sets,
         ),
         Stage.AFTER_VALIDATION,
-        "ranks with several chunks would evaluate on the wrong data",
+        "on ranks with several chunks, skipping iterations would crash and evaluations would use the wrong data",
     ),
     PatchGroup(
         "heterogeneous layers",
@@ -275,7 +276,7 @@ GROUPS = (
         "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
         Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
         Stage.AFTER_VALIDATION,
-        "Megatron logs a memory estimate that is wrong for split vocabulary layers",
+        "Megatron would log a memory estimate that is wrong for split vocabulary layers",
         essential=False,
     ),
     PatchGroup(
@@ -324,7 +325,8 @@ GROUPS = (
         "optimizer state of custom loops",
         "megatron_vp.mcore.storage.optimizer_form:PATCHES",
         Condition(
-            "only after `megatron_vp.enable` with one of our schedules, in a training loop other than Megatron's",
+            "only after `megatron_vp.enable`, in a process that uses one of our schedules and does not let Megatron "
+            "parse arguments",
             _in_own_loop,
         ),
         Stage.AFTER_VALIDATION,
@@ -334,7 +336,7 @@ GROUPS = (
         "optimizer state of Megatron-Bridge",
         "megatron_vp.mcore.storage.optimizer_form:BRIDGE_PATCHES",
         Condition(
-            "only after `megatron_vp.enable` with one of our schedules, in a process that has imported "
+            "only after `megatron_vp.enable`, in a process that uses one of our schedules and has imported "
             "Megatron-Bridge's training loop",
             lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
@@ -377,7 +379,7 @@ GROUPS = (
         "plain schedule",
         "megatron_vp.mcore.reports.plain_schedule:PATCHES",
         Condition(
-            "only with Megatron's own schedule, if --rank-report, --pipeline-trace or --log-pipeline-interval is set",
+            "only if Megatron's own schedule is recorded (--rank-report, --pipeline-trace or --log-pipeline-interval)",
             lambda run: _records(run.args) and not run.settings.replaces_schedule,
         ),
         Stage.AFTER_VALIDATION,
@@ -421,15 +423,18 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
 
 
 def require_fit(run: Run) -> None:
-    """Check every group that a run needs, for all stages. Raises UserError if an essential group does not fit."""
+    """Check every patch group that a run needs, for all stages of startup. Raises UserError if an essential group does
+    not fit the installed packages.
+    """
     _fitting(selected(run))
 
 
 def apply(stage: Stage, run: Run) -> None:
-    """Apply the patches that a run needs at one stage. If an essential patch does not fit, apply none and raise
-    UserError.
+    """Apply the patches that a run needs at a stage of startup. If an essential patch does not fit, apply none and
+    raise UserError.
 
-    A group that is not essential is left out if it does not fit; the rank that writes the log says so.
+    If a group of patches is not essential and does not fit, it is left out, and the rank that writes the log prints
+    why.
     """
     declared, left_out = _fitting(selected(run, stage))
     if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
@@ -438,12 +443,16 @@ def apply(stage: Stage, run: Run) -> None:
 
 
 def apply_early(run: Run, *names: str) -> None:
-    """Apply the named groups that the run needs, before their usual stage. Raises UserError if a patch does not fit."""
+    """Apply the patch groups in `names` that the run needs, earlier in startup than `apply` would. Raises UserError if
+    a patch does not fit the installed packages.
+    """
     patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """Return the patches that fit, and a line for each group that does not. Raises UserError for an essential group."""
+    """Return the patches that fit, and a line for each group that does not fit. Raises UserError if an essential group
+    does not fit.
+    """
     fitting: list[Patch] = []
     left_out, problems = [], []
     for group in groups:
@@ -456,5 +465,7 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
             left_out.append(f"patch group '{group.name}' is left out: {found[0]}; without it, {group.without}")
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists all differences")
+        raise UserError(
+            f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists everything that does not fit"
+        )
     return fitting, left_out

@@ -28,7 +28,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Variant:
-    """The differences of a patch in one release series of megatron-core."""
+    """How a patch differs in one release series of megatron-core."""
 
     signature: str
     make: Callable[[Any], Any] | None = None
@@ -43,7 +43,7 @@ class Patch:
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
     signature: the expected `signature_of(original)`. If the signature depends on another installed package, the
-        possible ones are joined by " or "; `nothing` means that Megatron may lack the symbol.
+        alternatives are joined by " or ". The alternative `nothing` means that Megatron may lack the symbol.
     variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
     """
 
@@ -54,7 +54,7 @@ class Patch:
     variants: Mapping[str, Variant | None] = field(default_factory=dict)
 
     def for_series(self, series: str) -> Patch | None:
-        """Return this patch as a release series needs it; None if the series does not need it."""
+        """Return this patch adapted to a release series, or None if the series does not need the patch."""
         if series not in self.variants:
             return self
         variant = self.variants[series]
@@ -73,14 +73,14 @@ class Problem:
 
     def __str__(self) -> str:
         return (
-            f"{self.target} does not fit: expected {self.expected}, found {self.found} "
-            f"(tested with megatron-core {', '.join(TESTED_VERSIONS)})"
+            f"{self.target} does not fit megatron_vp: expected {self.expected}, found {self.found} "
+            f"(megatron_vp is tested with megatron-core {', '.join(TESTED_VERSIONS)})"
         )
 
 
 @dataclass(frozen=True)
 class _Applied:
-    """The data needed to undo a patch. `raw` is the entry in the owner's `__dict__`; _MISSING if inherited."""
+    """The data needed to undo a patch. `raw` is the entry in the owner's `__dict__`, or _MISSING if there is none."""
 
     patch: Patch
     owner: Any
@@ -96,7 +96,7 @@ _applied: dict[str, _Applied] = {}
 def signature_of(value: Any) -> str:
     """Return the parameters of a callable as `(a, b=1, *, c)`, without annotations, which do not affect callers.
 
-    Returns `builtin` if Python cannot tell the parameters, and `value` for an object that is not callable.
+    Returns `builtin` if Python cannot determine the parameters, and `value` for an object that is not callable.
     """
     if not callable(value):
         return "value"
@@ -109,9 +109,11 @@ def signature_of(value: Any) -> str:
 
 
 def present_version() -> str:
-    """Return the version of megatron-core that Python imports, supported or not. Raises UserError if there is none."""
+    """Return the version of megatron-core that Python imports, supported or not. Raises UserError if megatron-core is
+    not installed.
+    """
     _distribution()
-    # megatron-core appends "+<commit>" if its files lie inside a git repository.
+    # megatron-core appends "+<commit>" to its version if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
@@ -123,24 +125,25 @@ def installed_version() -> str:
     if _series(module) not in SUPPORTED_SERIES:
         folder = importlib.import_module("megatron.core").__path__[0]
         raise UserError(
-            f"{_refusal(module)}; this copy is imported from {folder}, ahead of the installed megatron-core "
-            f"{_distribution().version}: remove that folder from PYTHONPATH"
+            f"{_refusal(module)}; Python imports this version from {folder} instead of the installed megatron-core "
+            f"{_distribution().version}: remove the path to this copy from PYTHONPATH"
         )
     return module
 
 
 def present_series() -> str:
-    """Return the release series of megatron-core that Python imports, even an unsupported one: `0.19` for 0.19.2."""
+    """Return the release series (such as `0.19`) of the megatron-core that Python imports, supported or not."""
     return _series(present_version())
 
 
 def check(patches: Iterable[Patch]) -> list[Problem]:
-    """Return every reason why these patches cannot be applied, in the order of the patches; empty if all fit."""
+    """Return one problem for each patch that cannot be applied, in the order of the patches."""
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
 def check_symbol(target: str, expected: str) -> Problem | None:
-    """Return how a symbol of Megatron differs from what we expect; None if it does not. Our patches do not count.
+    """Return how a symbol of Megatron differs from what we expect; None if it does not. If we patched the symbol, its
+    original is compared.
 
     `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
     b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
@@ -163,10 +166,12 @@ def check_symbol(target: str, expected: str) -> Problem | None:
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Apply all patches and return those that were new. If one does not fit, apply none and raise UserError."""
+    """Apply all patches, and return those that had not been applied before. If a patch does not fit the installed
+    packages, apply none and raise UserError.
+    """
     installed_version()
     targets = [patch.target for patch in patches]
-    assert len(set(targets)) == len(targets), f"two patches share a target: {sorted(targets)}"
+    assert len(set(targets)) == len(targets), f"these targets are not all different: {sorted(targets)}"
     problems = check(patches)
     if problems:
         more = f"; and {len(problems) - 1} more, see `megatron-vp patches`" if len(problems) > 1 else ""
@@ -209,7 +214,7 @@ def require_supported(version: str) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if _series(version) not in SUPPORTED_SERIES:
         raise UserError(
-            f"{_refusal(version)}: replace this release with `{INSTALL}`, which leaves all other packages unchanged"
+            f"{_refusal(version)}; to install a supported release without changing other packages, run `{INSTALL}`"
         )
 
 

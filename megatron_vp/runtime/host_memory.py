@@ -1,8 +1,8 @@
-"""Host memory for activations: one block of slots per chunk, with one slot for each microbatch whose activations are on
-the host at once.
+"""Host memory for activations: one block of slots per chunk.
 
-The first forward of a chunk shows how large a slot must be. All slots of the chunk are then allocated as one block. On
-CUDA, the block is pinned at its exact size, whereas PyTorch would round the size up to a power of two.
+A slot holds the activations of one microbatch. A block has as many slots as an iteration needs at once. The first
+forward of a chunk shows how large a slot must be. All slots of the chunk are then allocated as one block. On CUDA, the
+block is pinned at its exact size, whereas PyTorch would round the size up to a power of two.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HostSlot:
 
 
 class HostMemory:
-    """One rank's blocks of host memory, which all iterations reuse; `pins`: whether to pin the blocks for CUDA."""
+    """One rank's blocks of host memory, which all iterations reuse. With `pins`, the blocks are pinned for CUDA."""
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
@@ -64,7 +64,7 @@ class HostMemory:
         self._sizes: dict[int, int] = {}
         self._blocks: list[torch.Tensor] = []
         self.odd_slots = 0
-        """Number of slots made for a single use, because a forward saved more than the chunk's first forward."""
+        """Number of slots made for a single use, because the saved tensors did not fit into the chunk's slots."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
         """By chunk: module and size in bytes of each saved tensor that another reference keeps on the device."""
         self.seconds = 0.0
@@ -76,11 +76,11 @@ class HostMemory:
         return sum(block.numel() for block in self._blocks)
 
     def expect(self, slots: Mapping[int, int]) -> None:
-        """Set how many slots of each chunk the next iteration fills at once; see `slots_by_chunk`."""
+        """Set the number of slots that the next iteration needs for each chunk; see `slots_by_chunk`."""
         self._needed = slots
 
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
-        """Get a free slot for parts of the given sizes, in bytes. Raises UserError if host memory cannot be pinned."""
+        """Get a free slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned."""
         if chunk not in self._sizes:
             self._sizes[chunk] = _room(sizes)
         if not self._free[chunk]:
@@ -99,7 +99,7 @@ class HostMemory:
 
     def _add_block(self, chunk: int) -> None:
         size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
-        assert count > 0, f"chunk {chunk} needs more host memory slots than its program announced"
+        assert count > 0, f"chunk {chunk} needs more host memory slots than were counted in the rank's program"
         start = time.perf_counter()
         block = _pinned(size * count) if self._pins else _unpinned(size * count)
         self._blocks.append(block)

@@ -1,11 +1,13 @@
 """Tracks where a rank is in its schedule, and describes the position if the rank cannot continue.
 
-The executor and the second stream record their current instruction and operation in attributes of `Progress`. The
-watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long a rank has made no progress.
+The executor records its current instruction in an attribute of `Progress`. On CPU, the second stream records its
+current operation in another attribute. The watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long
+a rank has made no progress.
 
-On CUDA, the host runs ahead of the device, so the rank also keeps a mark for every wait that the device has not yet
-passed. Only the main thread queries the marks. The watchdog makes no CUDA call, because a CUDA call can block in the
-driver, and PyTorch's `Event.query` holds the interpreter lock while it blocks.
+On CUDA, the host runs ahead of the device. After every wait, the rank therefore records a CUDA event, called a mark, on
+the compute stream, and keeps the mark until the device has passed it. Only the main thread queries the marks. The
+watchdog makes no CUDA call, because a CUDA call can block in the driver, and PyTorch's `Event.query` holds the
+interpreter lock while it blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Last Error:` (newer backend).
 
 
 class _Finishing:
-    """Stands in for an instruction at the end of a program, while peers may still receive this rank's messages."""
+    """Recorded after a program's last instruction, when this rank's last messages may still be in transit."""
 
 
 FINISHING = _Finishing()
@@ -64,7 +66,7 @@ class FinishedIterations(Protocol):
         """Make the device increment the count when its compute stream reaches this point."""
 
     def count(self) -> int:
-        """Return the count from host memory; may be called by any thread."""
+        """Return the count from host memory. Any thread may call this method."""
 
 
 class Progress:
@@ -92,11 +94,13 @@ class Progress:
         self._marks: deque[tuple[Wait, Mark]] = deque()
         self._finished = finished
         self._counted = 0
-        """The count that the device will reach when it has finished all iterations that the host has issued."""
+        """Number of iterations that the host has issued to the device, including rehearsals."""
 
     @contextmanager
     def schedule(self, rehearsal: bool = False) -> Iterator[None]:
-        """Wrap one iteration: raise PeerLost for a lost connection, and add the rank's position to other errors."""
+        """Wrap one iteration. A lost connection raises PeerLost. Other errors, except UserError, get a note that says
+        what this rank was doing.
+        """
         self.iteration += not rehearsal
         try:
             yield
@@ -123,7 +127,9 @@ class Progress:
             self.behind = self._marks[0][0] if self._marks else None
 
     def mark(self, wait: Wait, mark: Mark) -> None:
-        """Add a mark that the device passes after `wait`; the host may be several microbatches ahead."""
+        """Add the mark that was recorded after the instruction `wait`. The host may be several microbatches ahead of
+        the device.
+        """
         self._marks.append((wait, mark))
         if self.behind is None:
             self.behind = wait
@@ -136,14 +142,17 @@ class Progress:
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
 
     def sentence(self) -> str:
-        """Describe this rank's position in a clause; never raises, because a rank calls this just before it exits."""
+        """Describe what this rank was doing, as in "rank 1 was ...".
+
+        Never raises, because a rank calls this just before it exits.
+        """
         try:
             _, at, collective = self.place()
             said, behind = self._words(at, collective), self.behind
             if isinstance(at, _HOSTS_OWN) and behind is not None:
                 said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
         except Exception as error:
-            said = f"was at an unknown place ({printable(f'{type(error).__name__}: {error}')})"
+            said = f"was at a point that could not be determined ({printable(f'{type(error).__name__}: {error}')})"
         return f"rank {self.members[self.rank]} {said}"
 
     def _device_finished(self) -> bool:
@@ -165,7 +174,7 @@ class Progress:
             case Post(operation):
                 return f"was starting the transfer of {self._named(operation)}"
             case _Finishing():
-                at_last = f", and {self._named(collective)}" if collective else ""
+                at_last = f", and for {self._named(collective)}" if collective else ""
                 return f"waited for its last messages to be received{at_last}"
         return "was outside the pipeline schedule"
 

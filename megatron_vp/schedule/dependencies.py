@@ -28,7 +28,9 @@ VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.p
 
 
 def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
-    """The passes that a rank with or without vocabulary rows must run exactly once each; a BW is listed as B and W."""
+    """The passes that a rank must run exactly once each, including vocabulary passes if it holds vocabulary rows. A BW
+    is listed as B and W.
+    """
     chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
@@ -43,10 +45,11 @@ def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank lists each of its passes exactly once, and no other passes.
+    """Raise ScheduleError unless every rank lists each of its passes exactly once, and otherwise only optional passes.
 
     With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
-    counts as a B and its W. Passes that the method does not require (see `PassKind`) may be listed once.
+    counts as a B and its W. Optional passes are O, R and those of kinds added with `PassKind.define`. A rank may list
+    each of them once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -55,7 +58,7 @@ def check_passes(schedule: Schedule) -> None:
     if schedule.vocab.is_sharded and not schedule.vocab_ranks:
         raise ScheduleError(
             f"no rank has vocabulary passes, but {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
-            f"one rank ({schedule.name}, {schedule.vocab})"
+            f"one rank (schedule: {schedule.name})"
         )
     expected = {holds_rows: expected_passes(schedule, holds_rows) for holds_rows in (False, True)}
     demanded = {holds_rows: set(passes) for holds_rows, passes in expected.items()}
@@ -102,7 +105,7 @@ def _check_offloaded(schedule: Schedule) -> None:
         if lacking:
             raise ScheduleError(
                 f"rank {rank} offloads chunk {chunk} but lacks {_listed(lacking)} ({schedule.name}, {schedule.vocab}): "
-                "give every microbatch of the chunk an O and an R, or none"
+                "give every microbatch of the chunk an O and an R pass, or do not offload the chunk"
             )
         for microbatch, left in places[PassKind.O].items():
             back = places[PassKind.R][microbatch]
@@ -123,7 +126,7 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
     `with_loss` adds the loss function on rank p-1 and the communication of its input and its gradient. Without the
     loss, T waits only for the softmax statistics, as in arXiv 2411.05288. With `embeds_on_last_stage` (multi-token
-    prediction), the last stage also waits for the embedded rows.
+    prediction), the last stage also waits for the tokens' embeddings.
     """
     variants, which = _variants(schedule)
     patterns = []
@@ -135,7 +138,9 @@ def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stag
 
 
 Variant = frozenset[tuple[int, Pass]]
-"""A microbatch's BWs and passes that its method does not require, as (rank, pass) pairs with microbatch number 0."""
+"""A microbatch's whole backwards (BW) and optional passes (such as O and R), as (rank, pass) pairs. All these
+passes have the microbatch number 0, so that variants of different microbatches can be equal.
+"""
 
 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
@@ -205,7 +210,7 @@ class _Rules:
         return done
 
     def passes_of_choice(self) -> None:
-        """Add the listed passes that the method does not require, with the waits that their `PassKind` entries name."""
+        """Add the optional passes (such as O and R) with the dependencies that `PassKind` defines for them."""
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
         places = {node: place for place, node in enumerate(self.nodes)}
         places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}
@@ -243,7 +248,7 @@ class _Rules:
         return gates
 
     def whole_output_layer(self, last_forward: int) -> list[int]:
-        """Add the loss of an unsharded output layer. Returns the nodes that the last stage's B waits for.
+        """Add the loss of an unsharded output layer, and return the nodes that the last stage's B waits for.
 
         If rank p-1 does not hold the last stage, it sends the labels to the last stage after its own F of chunk 0.
         """

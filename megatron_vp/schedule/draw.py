@@ -31,35 +31,36 @@ WIDEST = 16.0
 
 
 def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Format metrics, a table with a line per rank, and a chart of the times in `window` with `width` columns."""
+    """Return metrics, a table with a line per rank, and a text chart, which shows `window` in `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    on_host = "   in host memory" if schedule.offloaded else ""
+    on_host = "   activation in host memory" if schedule.offloaded else ""
     lines = [
         f"schedule {title(schedule)}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
-        f"rank   busy   bubble %   peak activation   between S and T{on_host}",
+        f"rank   busy   bubble %   peak activation   microbatches between S and T{on_host}",
     ]
     for rank, busy in enumerate(timeline.busy):
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
         lines.append(
             f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
-            f"{timeline.logits_in_flight[rank]:17d}" + (f"{timeline.peak_host[rank]:17.4g}" if on_host else "")
+            f"{timeline.logits_in_flight[rank]:30d}" + (f"{timeline.peak_host[rank]:28.4g}" if on_host else "")
         )
     first, last = window or (0.0, timeline.makespan)
     column = (last - first) / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
-    shown = f"{first:.6g} to {last:.6g}: " if window else ""
-    lines += ["", f"{shown}one column is {column:.4g}; shorter passes may be invisible; {marks}a dot is idle"]
+    shown = f"time {first:.6g} to {last:.6g}: " if window else ""
+    legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
+    lines += ["", shown + legend]
     middles = [first + (place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
 
 
 def title(schedule: Schedule) -> str:
-    """Name, vocabulary method and sizes of a schedule."""
+    """A schedule's name, vocabulary method, and numbers of ranks, chunks and microbatches."""
     name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     return (
@@ -93,9 +94,10 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
 
 
 def to_slots(timeline: Timeline) -> str:
-    """Draw one line per rank, with one cell per unit of time: `F2` is F of microbatch 2, and `f2` is its F in chunk 1.
+    """Draw one line per rank, with one cell per unit of time.
 
-    Dashes continue a longer pass; dots are idle time. This drawing is meant for few microbatches and integer durations.
+    `F2` is F of microbatch 2 in chunk 0, and `f2` is F of microbatch 2 in any other chunk. Dashes continue a longer
+    pass; dots are idle time. This drawing is meant for few microbatches and integer durations.
     """
     lines = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
@@ -113,7 +115,7 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     """Draw the timeline, or the part of it in `window`, as `svg` or `png`.
 
     Each rank has a row of passes and, below it, a chart of the activations held. Passes that are wide enough show their
-    microbatch. Collectives that take time appear as a line under the passes.
+    microbatch. A line below the passes shows the rank's collectives, except those of zero duration.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -121,7 +123,8 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     schedule = timeline.schedule
     ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
     width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
-    # Equal schedules give equal files: SVG has a fixed hash salt and no date. Text is stored as text, not outlines.
+    # Equal schedules give equal files: an SVG file gets a fixed hash salt and no date. Text is stored as text, not
+    # outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -243,7 +246,8 @@ def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
     As in a recorded run, passes are in the lane `compute`, and collectives in the lane `second stream` of every member.
-    Each link has a lane on the sending rank, and each rank's copies have a lane. Held activations are a counter.
+    Each link has a lane on the sending rank, and each rank's copies have a lane. Counters show each rank's held
+    activations.
     """
     events: list[perfetto.Event] = []
     for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):

@@ -1,7 +1,7 @@
 """The schedule families: one record for each, with all the properties that code outside the generators uses.
 
 To add a family, write its generator and add a record to FAMILIES. A schedule in a file gets a record of the same form.
-Other code must decide by a record's properties, not by its name.
+Code outside the generators must depend on a record's properties, not on its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
     """Add v-flex, which can be fitted to memory limits between the peaks of the V-shaped families."""
     found = {family.name: family for family in families}
     bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
-    summary = "V shape, shortest schedule within --activation-limit (default: zb-v)"
+    summary = "V shape, shortest schedule within --activation-limit; without this option, the same as zb-v"
     flexible = replace(bases[0], name="v-flex", summary=summary, bases=bases, planned=False)
     return found | {flexible.name: flexible}
 
@@ -83,7 +83,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "zb-v",
-            "V shape, 1F1B's memory, almost no bubble",
+            "V shape, 1F1B's peak activations, almost no bubble",
             _v_shape,
             lambda p, r, v, m: 2 * p,
             "p",
@@ -93,7 +93,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "v-half",
-            "V shape, half of 1F1B's memory",
+            "V shape, about half of 1F1B's peak activations",
             _v_shape,
             lambda p, r, v, m: 2 * (p // 2 + 1),
             "floor(p/2) + 1",
@@ -103,7 +103,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "v-min",
-            "V shape, a third of 1F1B's memory",
+            "V shape, about a third of 1F1B's peak activations",
             _v_shape,
             lambda p, r, v, m: 2 * ((p + 4) // 3),
             "ceil((p + 2)/3)",
@@ -132,7 +132,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "gis",
-            "interleaved, backward split, 1F1B's memory",
+            "interleaved 1F1B with a split backward and 1F1B's peak activations",
             Placement.round_robin,
             lambda p, r, v, m: p * v - r,
             "((v - 1)p + p - r)/v",
@@ -143,7 +143,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "gis-h",
-            "interleaved, backward split, about 1/2 to 3/4 of 1F1B's memory",
+            "interleaved 1F1B with a split backward and about 1/2 to 3/4 of 1F1B's peak activations",
             Placement.round_robin,
             lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r,
             "(ceil(p/2)(v - 1) + p - r)/v",
@@ -154,7 +154,7 @@ FAMILIES = _with_v_flex(
         ),
         Family(
             "po",
-            "like gis-h, but takes microbatches one by one",
+            "like gis-h, but takes microbatches one by one instead of in groups",
             Placement.round_robin,
             lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r + math.gcd(v, (p + 1) // 2) - 1,
             "(ceil(p/2)(v - 1) + p - r + gcd(v, ceil(p/2)) - 1)/v",
@@ -170,7 +170,7 @@ PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
 
 
 def family(name: str) -> Family:
-    """The record of a family, or of the schedule in a file. Raises UserError if there is no such family or file."""
+    """Return the family called `name`, or one for the schedule file `name`. Raises UserError if neither exists."""
     if name not in FAMILIES and is_file(name):
         return family_of_file(name)
     if name not in FAMILIES:
@@ -188,7 +188,7 @@ def is_file(name: str) -> bool:
 
 
 def family_of_file(path: str) -> Family:
-    """The record of the schedule in a file. Raises UserError if the file cannot be read or the schedule cannot run."""
+    """A `Family` for the schedule in a file. Raises UserError if the file cannot be read or the schedule cannot run."""
     file = Path(path)
     about = file.stat() if file.exists() else None
     return _read(path, about and about.st_mtime_ns)
@@ -196,7 +196,7 @@ def family_of_file(path: str) -> Family:
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int | None) -> Family:
-    """A file's record, read again only if `changed`, the file's modification time in ns, differs."""
+    """Read a file's `Family`, unless the cache has it for this path and modification time (`changed`, in ns)."""
     return family_of_text(path, text_of_file(path))
 
 
@@ -206,7 +206,7 @@ def text_of_file(path: str) -> str:
 
 
 def family_of_text(path: str, text: str) -> Family:
-    """The record of the schedule in `text`. Raises UserError for a format error or a schedule that cannot run."""
+    """Return the `Family` of the schedule in `text`. Raises UserError if the schedule is malformed or cannot run."""
     try:
         schedule = replace(from_text(text), name=path)
     except UserError as error:

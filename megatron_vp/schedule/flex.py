@@ -1,6 +1,7 @@
-"""Fits a flexible family to a memory limit: finds the building block with the shortest schedule within the limit.
+"""Fits a flexible family of schedules to a memory limit.
 
-The search tries a fixed list of blocks in a fixed order, so all ranks of a run find the same block.
+Finds the building block that gives the shortest schedule within the limit. The search tries a fixed list of
+blocks in a fixed order, so all ranks of a run find the same block.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from megatron_vp.schedule.timeline import simulate
 GAPS = range(4)
 """The values of `Shape.gap` to try."""
 LEVELS = 3
-"""Number of memory peaks to try, from the highest within the limit down. The search tries several, because a higher
-peak does not always give a shorter schedule.
+"""Number of memory peaks to try: the highest ones within the limit. The search tries several, because a higher peak
+does not always give a shorter schedule.
 """
 SAMPLE = 800
-"""Blocks of the same peak are compared in schedules of this size (ranks x microbatches), but with at least 5/4 p
-microbatches, and never with more than the request has.
+"""Approximate value of ranks x microbatches in the schedules that are used to compare blocks with the same memory peak.
+These schedules have at least 5/4 as many microbatches as ranks, but never more microbatches than the request.
 """
 SMALL = 1_000
-"""Up to this value of ranks x microbatches, `fitted` compares the best three blocks of each peak and all base families
-within the limit; above it, only the best block of each peak and the base family with the highest peak.
+"""Up to this value of ranks x microbatches, `fitted` considers all base families within the memory limit and the three
+best blocks of each memory peak. Above this value, it considers only the family with the highest peak within the limit
+and only the best block of each memory peak.
 """
 
 
 @gc_paused()
 def fitted(request: ScheduleRequest, limit: float) -> Family:
-    """Fit a flexible family to a memory limit, and return the fitted family's record.
+    """Fit a flexible family to a memory limit, and return the fitted family.
 
-    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. For ranks x
-    microbatches up to `SMALL`, no base family has a shorter schedule within the limit.
+    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. If ranks times
+    microbatches is at most `SMALL`, no base family has a shorter schedule within the limit.
 
     `limit` applies to activations on the device, in units of one microbatch's activations on a rank. Raises UserError
     if the family is not flexible, or if every schedule needs more memory than the limit.
@@ -59,7 +61,7 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     found = found if is_small else found[:1]
-    # Check the peak again, because the whole schedule may need more memory than the sample.
+    # Blocks are compared on a sample of the microbatches, so check the peak again with all microbatches.
     blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
     found += [each for each in blocks if each.peak <= most]
     if not found:
@@ -84,10 +86,11 @@ def microbatches_of_limit(text: str, unit: str = "microbatches") -> float:
 
 
 def shaped(family: Family, shape: str, most: int | None = None) -> Family:
-    """The record of a flexible family for `shape`, which is the name of one of its bases or the text of a `Shape`.
+    """Return the flexible `family` with the building block `shape`: the name of one of `family.bases`, or the text of a
+    `Shape`.
 
-    `most` limits the chunk activations on every rank; None allows as many as the shape needs. Raises UserError for any
-    other `shape`.
+    `most` limits the chunk activations on every rank; None allows as many as the shape needs. Raises UserError if
+    `shape` is invalid.
     """
     base = next((each for each in family.bases if each.name == shape), None)
     if base is not None:
@@ -95,12 +98,15 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     block = Shape.parse(shape)
     if block is None:
         names = ", ".join(each.name for each in family.bases)
-        raise UserError(f"{shape!r} is not a shape of {family.name}; use slack=NUMBER,gap=NUMBER, or {names}")
+        raise UserError(
+            f"{shape!r} is not a shape of {family.name}; use one of {names}, or two numbers in the form "
+            "slack=NUMBER,gap=NUMBER"
+        )
     return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
 
 
 class _Generated:
-    """Generates a schedule with all microbatches, and keeps its peak memory and makespan."""
+    """Generates the schedule that a request describes, and keeps only its family, peak memory and makespan."""
 
     def __init__(self, request: ScheduleRequest) -> None:
         schedule = request.schedule()
@@ -109,7 +115,7 @@ class _Generated:
 
 
 class _Search:
-    """Searches the schedules of a flexible family; it first compares blocks on a sample of the microbatches."""
+    """Generates schedules of a flexible family, and compares its building blocks on a sample of the microbatches."""
 
     def __init__(self, request: ScheduleRequest, most: int) -> None:
         self.request, self.family, self.most = request, request.family, most
@@ -125,11 +131,11 @@ class _Search:
         return [base.name for base in self.family.bases]
 
     def least(self) -> int:
-        """The smallest peak of any shape."""
+        """The smallest peak memory of any shape, as a number of chunk activations."""
         return min(self.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *self.bases()))
 
     def peak(self, shape: Shape) -> int:
-        """Largest number of chunk activations on any rank, in the block's nominal order."""
+        """Largest number of chunk activations on a rank in the sample, if passes run in the building block's order."""
         return _fullest(self.placed(str(shape)))
 
     def _placed(self, shape: str) -> Schedule:
@@ -144,7 +150,7 @@ class _Search:
         return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
 
     def best_by_level(self, count: int) -> list[str]:
-        """The `count` blocks with the shortest samples for each of the `LEVELS` highest peaks, highest peak first."""
+        """For each of the `LEVELS` highest peaks, highest first, the `count` shapes with the shortest makespans."""
         by_level: dict[int, list[Shape]] = {}
         for shape in self._near_the_limit():
             by_level.setdefault(self.peak(shape), []).append(shape)

@@ -23,7 +23,7 @@ _HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches
 
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The schedule as JSON; a timeline adds the start and end of each pass, and metrics."""
+    """The schedule as JSON. If a timeline is given, the JSON also contains metrics and each pass's start and end."""
     spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
     document: dict[str, Any] = {
         "schedule": schedule.name,
@@ -82,18 +82,18 @@ def from_json(text: str) -> Schedule:
         )
     except KeyError as error:
         raise UserError(
-            f"schedule file lacks the key {error}; add it, because the JSON format requires all keys"
+            f"the schedule file lacks the key {error}, which megatron_vp's JSON format requires: add the key"
         ) from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"schedule file is not in the JSON format: {error}") from None
+        raise UserError(f"the schedule file is not in megatron_vp's JSON format: {error}") from None
     for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
         if document.get(key, actual) != actual:
-            raise UserError(f"schedule file has {key} {document[key]}, but its placement has {actual}")
+            raise UserError(f"the schedule file sets '{key}' to {document[key]}, but its 'placement' requires {actual}")
     pairs = [list(pair) for pair in schedule.offloaded]
     if document.get("offloaded", pairs) != pairs:
         raise UserError(
-            f"schedule file has offloaded {document['offloaded']}, but its O and R passes are for the (rank, chunk) "
-            f"pairs {pairs}"
+            f"the schedule file lists {document['offloaded']} under 'offloaded', but its O and R passes are for the "
+            f"(rank, chunk) pairs {pairs}"
         )
     return schedule
 
@@ -121,7 +121,7 @@ def _assemble(
     if microbatches > longest:
         raise ValueError(f"the schedule has {microbatches} microbatches, but no rank lists more than {longest} passes")
     if vocab not in VocabMethod:
-        raise ValueError(f"{vocab!r} is not a vocabulary method; methods are {', '.join(VocabMethod)}")
+        raise ValueError(f"{vocab!r} is not a vocabulary method; use one of {', '.join(VocabMethod)}")
     schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), shape)
     return schedule if schedule.split_backward else _all_whole(schedule)
 
@@ -136,10 +136,10 @@ def _all_whole(schedule: Schedule) -> Schedule:
 
 
 def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The schedule as CSV: a comment line with name, method and microbatches, then each rank's passes in execution
-    order, one per line.
+    """The schedule as CSV: a comment line with its name, vocabulary method and number of microbatches, then each rank's
+    passes in execution order, one pass per line.
 
-    Start and end are empty without a timeline.
+    The columns `start` and `end` are empty without a timeline.
     """
     out = io.StringIO()
     out.write(f"# schedule={schedule.name} vocab={schedule.vocab} microbatches={schedule.microbatches}\n")
@@ -161,7 +161,8 @@ def from_text(text: str) -> Schedule:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read what `to_csv` wrote; start and end may be missing. The placement comes from the F passes.
+    """Parse the output of `to_csv`. The columns `start` and `end` are ignored and may be missing. The placement comes
+    from the F passes.
 
     Raises a UserError that names the first format error.
     """
@@ -169,7 +170,7 @@ def from_csv(text: str) -> Schedule:
     about = _HEADER.fullmatch(header.rstrip())
     if about is None:
         raise UserError(
-            "schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
+            "the schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
             "microbatches=M' (CSV), or with a PyTorch action such as 0F0"
         )
     try:
@@ -181,19 +182,20 @@ def from_csv(text: str) -> Schedule:
             orders.setdefault(rank, []).append(step)
             if step.kind is PassKind.F and stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
                 raise ValueError(
-                    f"chunk {step.chunk} of rank {rank} is given as stages {stages[rank][step.chunk]} and {stage}"
+                    f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} in one row and stage "
+                    f"{stage} in another"
                 )
         ranks = range(len(orders))
         if orders.keys() != set(ranks) or stages.keys() != set(ranks):
             raise ValueError(
-                f"ranks are {sorted(orders)}, of which {sorted(stages)} have F passes; number the ranks from 0 without "
-                "gaps, and give each rank F passes"
+                f"the rows list passes on ranks {sorted(orders)} and F passes on ranks {sorted(stages)}; number the "
+                "ranks from 0 without gaps, and give each rank F passes"
             )
         placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
         return _assemble(
             about["name"], about["vocab"], placement, int(about["microbatches"]), [orders[rank] for rank in ranks]
         )
     except KeyError as error:
-        raise UserError(f"schedule file is not in the CSV format: column {error} is missing") from None
+        raise UserError(f"the schedule file is not in the CSV format: column {error} is missing") from None
     except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(f"schedule file is not in the CSV format: {error}") from None
+        raise UserError(f"the schedule file is not in the CSV format: {error}") from None

@@ -1,14 +1,15 @@
 """A list scheduler: a free rank runs the first pass of its given order that is ready and fits in memory.
 
 The scheduler works forwards in time from the first pass, or backwards from the last. In a backward run, a pass is ready
-when all passes that wait for it have been placed. Passes that no pass waits for (W, IB, T of vocab-2) fill gaps and
-free memory.
+when all passes that wait for it have been placed. Passes that no pass waits for (W, IB, T of vocab-2) run in gaps. They
+also run if a ready pass does not fit in memory, because they free memory.
 
 A pass may run before earlier passes of the given order if these can still follow, in that order, within the memory
 limits. The given order respects the limits, so some rank can always continue, whatever the costs are.
 
-A forward and a backward may form a pair. A pair normally waits for the inputs of both passes, and then runs one pass
-right after the other. If the rank has nothing else to run, the first pass does not wait for the second's inputs.
+A forward and a backward may form a pair. Both passes of a pair normally wait until the inputs of both are ready, and
+then run one right after the other. If the rank has nothing else to run, the first pass does not wait for the second's
+inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MemoryLimits:
     activations: tuple[int, ...]
     """largest number of chunk activations on each rank's device"""
     logits: int = 2
-    """largest number of microbatches between S and T on every rank"""
+    """on every rank, the largest number of microbatches whose S has started and whose T has not ended"""
     host: tuple[int, ...] | None = None
     """largest number of chunk activations in each rank's host memory, if chunks are offloaded"""
 
@@ -47,13 +48,13 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class Users:
-    """The numbers of the passes that allocate a kind of memory (`take`), and of the passes that free it (`give`)."""
+    """The passes that allocate a kind of memory (`take`) or free it (`give`), as node numbers in the graph."""
 
     take: set[int]
     give: set[int]
 
     def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Merge the passes of each pair: a pair has its forward's number, and uses the memory of both passes."""
+        """Let each forward in `backward_of` also stand for its backward: it then uses the memory of both passes."""
         take, give = (
             each | {forward for forward, backward in backward_of.items() if backward in each}
             for each in (self.take, self.give)
@@ -65,7 +66,9 @@ Memory = Mapping[Held, Users]
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
-    """The users of every kind of memory in these orders of passes; `numbers[r]` are the node numbers of `ranks[r]`."""
+    """Find the passes that allocate or free each kind of memory. `numbers[r]` are the node numbers of the passes in
+    `ranks[r]`.
+    """
     found = {held: Users(set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
@@ -89,11 +92,11 @@ class Problem:
     returning: frozenset[int] = frozenset()
     """the numbers of the O passes (`leaving`) and of the R passes (`returning`)"""
     backward_of: Mapping[int, int] = field(default_factory=dict)
-    """maps a forward to the backward that runs right after it; the number of such a pair is the forward's number"""
+    """maps a forward to the backward that runs right after it; in `orders`, the forward's number stands for both"""
 
     @classmethod
     def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
-        """Make the scheduler's input for `graph`; `orders[r]` are the numbers of rank r's passes."""
+        """Make the scheduler's input for `graph`; `orders[r]` lists, in order, the node numbers of rank r's passes."""
         found = cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
         if not graph.posted_behind:
             return found
@@ -104,7 +107,7 @@ class Problem:
         return replace(found, leaving=leaving, returning=returning)
 
     def joined(self, backward_of: Mapping[int, int]) -> Problem:
-        """The same problem with forward-backward pairs, whose backwards are removed from the orders."""
+        """Join pairs: in the new problem's orders, a forward in `backward_of` also stands for its backward."""
         second = set(backward_of.values())
         orders = [[number for number in order if number not in second] for order in self.orders]
         memory = {held: users.joined(backward_of) for held, users in self.memory.items()}
@@ -114,7 +117,7 @@ class Problem:
 def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
     """Return the makespan and the order found for each rank; these orders respect the limits if the given orders do.
 
-    If pairs wait for each other, the makespan is infinite, and some passes are missing.
+    If the pairs in `problem.backward_of` cause a deadlock, the makespan is infinite, and the orders lack some passes.
     """
     scheduler = _ListScheduler(problem, limits, backwards)
     makespan = scheduler.run()
@@ -122,9 +125,9 @@ def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tu
 
 
 class _MemoryPool:
-    """One kind of memory of a rank. The lists are in reverse order: their last entry is for the pass that runs first.
-    `takes` and `gives` tell which passes allocate and free the memory, and `levels` has the amount held during each
-    remaining pass.
+    """One kind of memory on one rank (see `Held`). `takes` and `gives` tell which passes allocate and free the memory,
+    and `levels` has the amount held during each remaining pass. All these lists are in reverse order: the last entry is
+    for the pass that runs first.
     """
 
     def __init__(self, takes: Sequence[bool], gives: Sequence[bool], limit: int) -> None:
@@ -135,11 +138,11 @@ class _MemoryPool:
         self.levels.reverse()
 
     def fits(self, index: int) -> bool:
-        """Whether the remaining pass `index`, which allocates this memory, may run before all that precede it."""
+        """Whether the remaining pass at `index`, which allocates this memory, fits if it runs now, before its turn."""
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Remove the pass `place`, which runs out of order; `index` is its position among the remaining passes."""
+        """Remove the remaining pass at `index`, which runs before its turn. `place` is its index among all passes."""
         change = self.change[place]
         if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
@@ -152,14 +155,14 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
     for held, limit in limits.items():
         users = memory[held]
         takes, gives = (list(map(each.__contains__, order)) for each in (users.take, users.give))
-        # In an evaluation, every pass frees what it allocates, so there is nothing to limit.
+        # In a schedule for evaluation, every pass frees what it allocates, so there is nothing to limit.
         if takes != gives:
             pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
     return pools
 
 
 Ready = list[int]
-"""A heap of negated indices of ready passes. As `order` is reversed, it returns the passes in the given order."""
+"""A heap of ready passes as negated indices into `_Rank.order`. The order is reversed, so the first pass is on top."""
 
 
 class _Rank:
@@ -193,7 +196,7 @@ class _Rank:
                 if left[-1] == -ready[0] or self._fits(pools, bisect_left(left, -ready[0])):
                     best, chosen = ready[0], ready
                 elif fillers and fillers[0] < ready[0]:
-                    # The pass does not fit in memory, so first run a filler that precedes it: fillers free memory.
+                    # `ready[0]` does not fit in memory. Fillers free memory, so first run a filler that is due earlier.
                     best, chosen = fillers[0], fillers
         return self._run(-heappop(chosen)) if chosen else None
 
@@ -204,7 +207,7 @@ class _Rank:
         return self._run(self.left[-1])
 
     def admit_delayed(self) -> bool:
-        """Make the delayed passes ready. Returns whether there were delayed passes."""
+        """Make the delayed passes ready; return whether there were any."""
         for ready, entry in self.delayed:
             heappush(ready, entry)
         admitted = bool(self.delayed)
@@ -228,7 +231,9 @@ class _Rank:
 
 
 class _ListScheduler:
-    """Runs the nodes in order of time. The loss function takes no time, but waits for the last rank's current pass."""
+    """Simulates the execution of a graph's nodes, forwards or backwards in time. The loss function takes no time, but
+    waits for the last rank's current pass.
+    """
 
     def __init__(self, problem: Problem, limits: MemoryLimits, backwards: bool) -> None:
         before, after, orders = problem.predecessors, problem.successors, problem.orders
@@ -261,10 +266,10 @@ class _ListScheduler:
         for forward, backward in problem.backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
-        # If there are no pairs and no O or R passes, a pass that becomes ready only needs to join its queue.
+        # Without pairs and without O and R passes, a pass joins its queue as soon as it is ready.
         self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
-        # Nodes by the time at which they end, because many end together; `times` is a heap of these times.
+        # `ending` groups nodes by their end time, because many end together. `times` is a heap of these times.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
         self.lane_free_at = [0.0] * (1 + max(problem.lanes))
@@ -274,7 +279,7 @@ class _ListScheduler:
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
     def run(self) -> float:
-        """Run all nodes and return the end time, or infinity if pairs wait for each other."""
+        """Run all nodes and return the end time, or infinity if the forward-backward pairs cause a deadlock."""
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -292,7 +297,7 @@ class _ListScheduler:
                 self.stirred.update(index for index, rank in enumerate(self.ranks) if rank.admit_delayed())
                 self._start_passes(now)
         if any(rank.left for rank in self.ranks):
-            assert self.halves, "the given order exceeds the limits"
+            assert self.halves, "the given order of passes exceeds the memory limits"
             return math.inf
         return max(rank.free_at for rank in self.ranks)
 
@@ -359,7 +364,7 @@ class _ListScheduler:
                     self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
-        """Process node `number` after all nodes that it waits for have ended."""
+        """Process node `number`, which no longer waits for other nodes."""
         if number in self.pair:
             rank = self.ranks[self.lanes[number]]
             if rank.half == number:

@@ -8,10 +8,11 @@ blocks until its operation is complete.
 CUDA devices need this guarantee for two reasons. First, streams may share one hardware queue, in which an operation
 that cannot start stalls everything issued after it. Second, the host may have to wait at any step until the device is
 idle, for example when CUDA loads a kernel, the allocator frees memory, or a debugger or a timer synchronises. Therefore
-no receive is posted before its message's position in this order. An earlier receive could occupy the device while the
-sender waits for a pass that this rank has not run yet.
+no receive is posted before its message's position in this order. A receive posted earlier could occupy the device while
+the message's sender waits for a pass that the receiving rank has not run yet.
 
-A rank reads data right before the first instruction that uses it.
+Rank 0 reads a microbatch's token ids and rank p-1 reads its labels, each right before the first instruction that uses
+them.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 @gc_paused()
 def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
-    """Lower a schedule to the programs of all ranks, which cannot deadlock even if every post blocks its host.
+    """Lower a schedule to one program per rank. The programs cannot deadlock, even if every post blocks until its
+    operation is complete.
 
-    The costs affect only the places of losses and communication in the programs. With `embeds_on_last_stage`
-    (multi-token prediction), the last stage also uses the embedded rows. An interlaced schedule is first expanded by
-    `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
+    The costs affect only the points at which programs communicate or call the loss function. With
+    `embeds_on_last_stage` (multi-token prediction), the last stage also uses the tokens' embeddings. An interlaced
+    schedule is first expanded by `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
@@ -56,17 +58,19 @@ def check_reading(programs: Sequence[Program]) -> None:
     if first != last:
         place = next(place for place, (one, other) in enumerate(zip(first, last, strict=True)) if one != other)
         raise ScheduleError(
-            f"rank 0 reads microbatch {first[place]} where rank {len(programs) - 1} reads microbatch {last[place]}: "
-            "tokens and labels would not match; order the microbatches of the first and the last stage in the same way"
+            f"rank 0 reads microbatch {first[place]}, but rank {len(programs) - 1} reads microbatch {last[place]} at "
+            "the same place in its order: tokens and labels would not match; order the microbatches of the first and "
+            "the last stage in the same way"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The schedule with its losses. `orders` has each rank's steps, and `over` the end time of each node.
+    """A schedule laid out in time. `orders` lists the steps of each rank, including the calls to the loss function.
+    `over` lists the end times of all nodes.
 
-    `collectives` has the operations that all members post in the same order (see `Operation.follows_step`), with their
-    start times.
+    `collectives` has the operations that all members of the vocabulary communicator post in the same order (see
+    `Operation.follows_step`), with their start times.
     """
 
     schedule: Schedule
@@ -96,8 +100,8 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
     """Insert each loss into rank p-1's steps, before the first pass that starts after the loss's input has arrived.
 
-    The times are those of the schedule without losses. In it, a pass that starts before the input arrives cannot depend
-    on the input, so no pass that is placed before the loss waits for it.
+    Start and arrival times are those of the schedule without losses. In that schedule, a pass that starts before the
+    input arrives cannot depend on the input. So all passes that need the loss come after it.
     """
     bare = build_graph(schedule)
     bare_orders = bare.numbers(schedule.ranks)
@@ -125,7 +129,9 @@ def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[li
 
 
 def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
-    """The time at which each microbatch's tokens are sent: before any rank starts to embed the previous microbatch."""
+    """For each microbatch, return when its tokens are sent, and the collective that sends them. Tokens are sent one
+    microbatch early, just before any rank starts to embed the previous microbatch.
+    """
     if not schedule.vocab.is_sharded:
         return []
     moments = []
@@ -170,7 +176,9 @@ class _RankLowering:
         return Program(self.rank, tuple(instructions), in_order, members)
 
     def post(self, operation: Operation) -> list[Instruction]:
-        """The Post of an operation, preceded by a Load or a wait for token ids if the operation needs it."""
+        """The Post of an operation, preceded by a Load if this rank must first read data, or by a Wait if it must first
+        receive token ids.
+        """
         if self.reads_data_for(operation):
             return [Load(operation.microbatch), Post(operation)]
         if self.takes_tokens_for(operation):
@@ -178,7 +186,7 @@ class _RankLowering:
         return [Post(operation)]
 
     def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether to wait for token ids before `operation`: it brings embedding rows to a rank without IF passes."""
+        """Whether `operation` must wait for token ids because it brings embedding rows to a rank without IF passes."""
         schedule, placement = self.line.schedule, self.line.schedule.placement
         words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
@@ -188,8 +196,8 @@ class _RankLowering:
         """Whether `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks send their
-        data to all vocabulary members. Otherwise the data is for the F of the embedding's or the output layer's chunk;
-        if the output layer is on another rank, rank p-1 sends the labels there.
+        data to all vocabulary members. Otherwise the first stage's F uses the token ids, and the last stage's F uses
+        the labels, which rank p-1 sends if another rank holds the last stage.
         """
         schedule, rank = self.line.schedule, self.rank
         placement, last = schedule.placement, schedule.pipeline_size - 1

@@ -20,8 +20,8 @@ from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
 
 LARGEST = 1_000_000
-"""Largest accepted product of ranks, microbatches and, if the user chooses their number, chunks. Generating a schedule
-of this size takes about three minutes on one core, and 6 GB of memory.
+"""Largest accepted product of ranks, microbatches and chunks, or of ranks and microbatches if the family fixes the
+number of chunks. Generating a schedule of this size takes about three minutes on one core, and 6 GB of memory.
 """
 
 
@@ -29,13 +29,14 @@ of this size takes about three minutes on one core, and 6 GB of memory.
 class ScheduleRequest:
     """Everything that determines a schedule. `ScheduleRequest.of` fills in defaults.
 
-    Raises UserError if the family does not support the method, the chunks, the offloaded chunks or the vocabulary
-    ranks; for too few ranks or microbatches, or more than LARGEST forwards; for costs with another number of stages or
-    ranks; and for a schedule file with another number of ranks or, in training, too few microbatches.
+    Raises UserError if the family does not support the method, the vocabulary ranks, the number of chunks, or the
+    number of offloaded chunks. Other reasons for this error are too few ranks or microbatches, more than LARGEST
+    forwards, costs for another number of stages or ranks, and a schedule file for another number of ranks. In training,
+    the file must also have enough microbatches.
     """
 
     family: Family
-    """The schedule family; a schedule file becomes a family that has only this schedule."""
+    """The schedule family; for a schedule file, a family that contains only the file's schedule."""
     pipeline_size: int
     microbatches: int
     method: VocabMethod
@@ -46,7 +47,7 @@ class ScheduleRequest:
     vocab_ranks: tuple[int, ...]
     """The ranks that hold vocabulary rows and run vocabulary passes, in ascending order."""
     forward_only: bool = False
-    """Whether the schedule is for evaluation (no backwards); a file's number of microbatches then does not matter."""
+    """Whether the schedule is for evaluation, which has no backward passes."""
     further_orders: bool = True
     """Whether to compare more orders, which takes longer and may find a shorter schedule."""
     offload_chunks: int = 0
@@ -67,7 +68,8 @@ class ScheduleRequest:
         further_orders: bool = True,
         offload_chunks: int = 0,
     ) -> ScheduleRequest:
-        """Make a request. None means the default number of chunks, `PassCosts()`, or all ranks that can hold rows.
+        """Make a request. If None, `chunks` is the family's default number, `costs` is `PassCosts()`, and `vocab_ranks`
+        are all ranks that can hold rows.
 
         If the family has only one method, `method=none` selects it.
         """
@@ -125,20 +127,21 @@ class ScheduleRequest:
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
         device = peaks(Held.ACTIVATIONS)
-        # A flexible family is limited to the peak of its nominal order. If the search used all of --activation-limit, a
-        # higher limit could result in a longer schedule.
+        # A flexible family is limited to the peak of its nominal order. The search does not use all of
+        # --activation-limit, because it can find a slower schedule under a higher limit.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
         if not nominal.offloaded:
             return MemoryLimits(most)
-        # Passes wait less if every rank may hold as many activations as the fullest rank, up to its own bound, plus
-        # one more chunk in host memory.
+        # With offloading, a rank's limits can be higher than its nominal peaks, so that its passes wait less. On its
+        # device, each rank may hold as many activations as the fullest rank holds in the nominal order, up to its own
+        # limit in `most`. In host memory, it may hold the activations of one more F than in the nominal order.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
             host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
-        """Shorten the nominal order under the costs; links keep a computing pass between each O and its R."""
+        """Reorder the passes of `nominal` to shorten it, but keep a computing pass between each O and its R."""
         links: list[tuple[Step, Step]] = []
         for _ in range(4):
             found = reorder_for_costs(
@@ -152,12 +155,12 @@ class ScheduleRequest:
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:
-        """Limit on the chunk activations of each rank, which the search for orders respects and validation checks."""
+        """The largest number of chunk activations that each rank may hold; see `Family.promised_peak`."""
         sizes = self.chunks, self.microbatches, self.method
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
     def placed(self) -> Nominal:
-        """The nominal order, including the copies of offloaded chunks."""
+        """The nominal order, with passes O and R for offloaded chunks."""
         nominal = self.nominal()
         return nominal if self.forward_only else offload(nominal, self.offload_chunks, self.costs)
 
@@ -167,8 +170,8 @@ class ScheduleRequest:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             return Nominal(schedule, (), simulate(schedule, self.costs).spans)
         assert self.family.block is not None
-        # Nominal times only order the passes, so means over ranks and stages are enough. The block's forwards include
-        # the vocabulary work, so that the nominal times leave time for this work.
+        # Nominal times only determine the order of passes, so mean costs over ranks and stages are precise enough. The
+        # block's forwards include the vocabulary work, so that the nominal times leave time for this work.
         mean = self.costs.nominal(self.pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
         block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
@@ -177,7 +180,7 @@ class ScheduleRequest:
     def _check_method(self) -> None:
         if self.method not in self.family.methods:
             own = self.family.own_method
-            takes = f"which has only {own}" if own else f"which supports {', '.join(self.family.methods)}"
+            takes = f"which supports only {own}" if own else f"which supports {', '.join(self.family.methods)}"
             raise UserError(f"vocab method {self.method} cannot be used with schedule {self.family.name}, {takes}")
 
     def _check_sizes(self) -> None:
@@ -187,7 +190,7 @@ class ScheduleRequest:
         least = 1 if self.method is VocabMethod.NONE else 2
         if ranks < least:
             raise UserError(
-                f"pipeline size {ranks} is too small for {name}, vocab method {self.method}; give at least {least}"
+                f"pipeline size {ranks} is too small for {name} with vocab method {self.method}; give at least {least}"
             )
         if microbatches < 1:
             raise UserError(f"{microbatches} microbatches are too few for a schedule; give at least 1")
@@ -195,8 +198,8 @@ class ScheduleRequest:
         if ranks * microbatches * chunks > LARGEST:
             size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
             raise UserError(
-                f"{size} are more than {LARGEST:,} forwards, whose scheduling would take minutes and gigabytes; give "
-                "fewer microbatches, which show the same steady state"
+                f"{size} make more than {LARGEST:,} forward passes, and scheduling these would take minutes and "
+                "gigabytes of memory; give fewer microbatches, which show the same steady state"
             )
 
     def _check_file(self, fixed: Schedule) -> None:
@@ -205,7 +208,7 @@ class ScheduleRequest:
         enough = self.forward_only or self.microbatches <= fixed.microbatches
         for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
             if not fits:
-                raise UserError(f"the schedule in {self.family.name} has {has}; use a file of the requested size")
+                raise UserError(f"the schedule in {self.family.name} has {has}; use a file that matches the request")
 
     def _check_offload(self) -> None:
         name, chunks = self.family.name, self.offload_chunks
@@ -215,8 +218,8 @@ class ScheduleRequest:
             )
         if not 0 <= chunks <= self.chunks:
             raise UserError(
-                f"cannot offload {chunks} chunks with schedule {name}, which has {self.chunks} per rank; give a number "
-                f"from 0 to {self.chunks}, half or all"
+                f"cannot offload {chunks} chunks with schedule {name}, which has {self.chunks} per rank; set "
+                f"--offload-chunks to half, all or a number from 0 to {self.chunks}"
             )
 
     def _check_vocab_ranks(self) -> None:
@@ -230,10 +233,10 @@ class ScheduleRequest:
                 f"{_listed(every)}; use these ranks or another file"
             )
         if not self.method.is_sharded:
-            need = (
-                "in which every rank computes part of the output layer" if every else "which has no vocabulary passes"
+            why = "makes every rank compute part of the output layer" if every else "has no vocabulary passes"
+            raise UserError(
+                f"{asked} cannot be used with schedule {name} and vocab method {self.method}, because this method {why}"
             )
-            raise UserError(f"{asked} cannot be used with schedule {name}, vocab method {self.method}, {need}")
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
             raise UserError(
                 f"{asked} are not possible; give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most "
@@ -253,11 +256,11 @@ AUTO = "auto"
 
 
 def chunks_to_offload(text: str, chunks: int) -> int:
-    """Number of chunks per rank for a value of `--offload-chunks`: a number, `half` (rounded up) or `all`."""
+    """Number of chunks per rank that `--offload-chunks` offloads, given a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}
     if text not in named and not text.isdecimal():
         raise UserError(
-            f"--offload-chunks {text!r} is not a number of chunks; give one from 0 to {chunks}, half or all"
+            f"--offload-chunks {text!r} is not a number of chunks; give half, all or a number from 0 to {chunks}"
         )
     return named[text] if text in named else int(text)
 

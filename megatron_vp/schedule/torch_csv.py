@@ -28,11 +28,11 @@ def looks_like_actions(text: str) -> bool:
 
 
 def from_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's CSV of compute actions; a rank's chunks are in the order of their stages. Raises UserError."""
+    """Read PyTorch's CSV of compute actions, and number each rank's chunks by ascending stage. Raises UserError."""
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
     except csv.Error as error:
-        raise UserError(f"schedule file is not in PyTorch's CSV format: {error}") from None
+        raise UserError(f"the schedule file is not in PyTorch's CSV format: {error}") from None
     splits = any(letter in "IW" for row in rows for _, letter, _ in row)
     # If backwards are split, PyTorch's I is our B, and its B is our BW.
     kinds = {"F": PassKind.F, "I": PassKind.B, "W": PassKind.W, "B": PassKind.BW if splits else PassKind.B}
@@ -40,7 +40,7 @@ def from_torch_csv(text: str) -> Schedule:
     try:
         placement = Placement(tuple(map(tuple, stages)))
     except ValueError as error:
-        raise UserError(f"schedule file in PyTorch's CSV format: {error}") from None
+        raise UserError(f"the schedule file in PyTorch's CSV format: {error}") from None
     orders = []
     for rank, row in enumerate(rows):
         foreign = next((stage for stage, _, _ in row if stage not in stages[rank]), None)
@@ -51,7 +51,8 @@ def from_torch_csv(text: str) -> Schedule:
     longest = max(map(len, orders))
     if microbatches > longest:
         raise UserError(
-            f"schedule file has a microbatch {microbatches - 1}, but no rank has more than {longest} passes"
+            f"schedule file: a microbatch has the number {microbatches - 1}, although no rank has more than {longest} "
+            "passes; number the microbatches from 0 without gaps"
         )
     return Schedule("pytorch", VocabMethod.NONE, placement, microbatches, tuple(orders))
 
@@ -71,5 +72,5 @@ def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
                     "and format='compute_only'"
                 )
             if microbatch is None:
-                raise UserError(f"schedule file: {each[:40]} has no microbatch; write it as in 2F0")
+                raise UserError(f"schedule file: {each[:40]} has no microbatch number; add one at the end, as in 2F0")
             yield int(stage), letter, int(microbatch)

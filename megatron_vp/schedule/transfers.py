@@ -13,10 +13,10 @@ class Channel(StrEnum):
     __hash__ = str.__hash__
 
     content: str
-    """Description of the data that a rank waits for."""
+    """Name of what the receiver waits for: the sender's pass or the data itself."""
 
     def __new__(cls, value: str, content: str) -> Self:
-        """Create a channel with a description of its data."""
+        """Create a channel with its content."""
         channel = str.__new__(cls, value)
         channel._value_, channel.content = value, content
         return channel
@@ -24,11 +24,13 @@ class Channel(StrEnum):
     ACTIVATION = "activation", "F"
     GRADIENT = "gradient", "B"
     LABELS = "labels", "the labels"
-    """Labels that rank p-1 sends to a last stage on another rank if the vocabulary layers are not split."""
+    """Labels that rank p-1 sends to the last stage if this stage is on another rank and the vocabulary layers are not
+    split.
+    """
     TOKEN_LOSS = "token-loss", "the token losses"
-    """Token losses that this last stage sends to the loss function on rank p-1."""
+    """Token losses that the last stage sends to the loss function, which runs on rank p-1."""
     TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
-    """The gradient with respect to these token losses, which rank p-1 sends back in training."""
+    """The gradient with respect to the token losses. In training, rank p-1 sends it back to the last stage."""
 
 
 class Origin(Enum):
@@ -56,17 +58,17 @@ class CollectiveKind(StrEnum):
     TOKENS = "TOKENS", Origin.READERS
     """Sends a microbatch's tokens and labels to every member."""
     EMBED = "EMBED", Origin.ALL
-    """Sends embedded rows from their owners to the first stage and, with multi-token prediction, to the last stage."""
+    """Sends embedding rows from their owners to the first stage and, with multi-token prediction, to the last stage."""
     C0 = "C0", Origin.ROOT
     """Sends the last stage's output to every member."""
     C1 = "C1", Origin.ALL
-    """Gathers the softmax statistics of all shards; vocab-2 also reduces the input gradient to the last stage."""
+    """Gathers all shards' softmax statistics. With vocab-2, it also reduces the input gradient to the last stage."""
     C2 = "C2", Origin.ALL
     """Reduces the input gradient to the last stage (vocab-1 only)."""
     LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
-    """Sends the loss function's gradient with respect to token losses from rank p-1 to every member."""
+    """Rank p-1 sends every member the gradient of the loss function with respect to the token losses."""
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
-    """Sends gradients of the embedded rows back from the receivers of EMBED to the rows' owners."""
+    """Sends gradients of the embedding rows back from the receivers of EMBED to the rows' owners."""
 
     @classmethod
     def _missing_(cls, value: object) -> CollectiveKind | None:
@@ -75,9 +77,9 @@ class CollectiveKind(StrEnum):
 
 
 class Operation(Protocol):
-    """Interface of every kind of operation.
+    """Interface of the operations `Message`, `Collective` and `Copy`.
 
-    A kind is a NamedTuple with a field `microbatch`. `str` of an operation is unique in its schedule.
+    All three are NamedTuples with a field `microbatch`. `str` of an operation is unique in its schedule.
     """
 
     @property
@@ -88,7 +90,7 @@ class Operation(Protocol):
     def follows_step(self) -> bool:
         """Whether the members post the operation right after the step that produces its data.
 
-        If False, every member posts the operations of the lane in the same order.
+        If False, all members post the operations with this `lane` in the same order.
         """
 
     @property
@@ -101,7 +103,7 @@ class Operation(Protocol):
 
     @property
     def per_chunk(self) -> bool:
-        """Whether the operation takes the duration in `PassCosts` divided by the number of chunks per rank."""
+        """Whether to divide the operation's duration in `PassCosts` by the number of chunks per rank."""
 
     @property
     def timing_key(self) -> Hashable:
@@ -113,13 +115,15 @@ class Operation(Protocol):
 
     @property
     def track(self) -> tuple[int, str] | None:
-        """The rank and track title under which traces show the operation; None for the second stream of all members."""
+        """The rank and title of the operation's own track in traces; None if traces show it on every member's second
+        stream.
+        """
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
         """The ranks that post the operation. `vocab_members` take part in the vocabulary collectives."""
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Describe the data that a waiting rank needs, and its sources; rank r is shown with the number `ranks[r]`."""
+        """Describe the data that a waiting rank needs, and the sources of the data. Rank r is shown as `ranks[r]`."""
 
     def _replace(self, *, microbatch: int) -> Self:
         """Return this operation with another microbatch."""
@@ -143,7 +147,7 @@ class Message(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """True: the sender posts a message after the step that produces it."""
+        """Always True: the sender posts a message after the step that produces it."""
         return True
 
     @property
@@ -153,12 +157,12 @@ class Message(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """The cost named `comm`, which all messages and collectives share."""
+        """Name of the duration that all messages and collectives have in `PassCosts`."""
         return "comm"
 
     @property
     def per_chunk(self) -> bool:
-        """False: all messages have the same duration."""
+        """False: a message's duration is not divided by the number of chunks."""
         return False
 
     @property
@@ -168,12 +172,12 @@ class Message(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The category named `message`."""
+        """The category of messages in traces."""
         return "message"
 
     @property
     def track(self) -> tuple[int, str]:
-        """One track per lane, on the sender."""
+        """The sending rank, and a title that names the channel and the receiver."""
         return self.source, f"{self.channel} to rank {self.target}"
 
     def members(self, vocab_members: Sequence[int]) -> tuple[int, int]:
@@ -186,7 +190,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective operation of all members; `root` is the one rank that sends or receives, if there is one."""
+    """A collective operation of all `Schedule.vocab_members`. If only one rank sends or receives, it is `root`."""
 
     kind: CollectiveKind
     microbatch: int
@@ -197,22 +201,22 @@ class Collective(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """False: a collective does not follow a single step, so members post collectives in the lane's order."""
+        """Always False: every member posts all collectives in the same order."""
         return False
 
     @property
     def lane(self) -> str:
-        """One lane for all collectives."""
+        """All collectives share one lane."""
         return "collectives"
 
     @property
     def cost(self) -> str:
-        """The cost named `comm`, which all messages and collectives share."""
+        """Name of the duration that all messages and collectives have in `PassCosts`."""
         return "comm"
 
     @property
     def per_chunk(self) -> bool:
-        """False: all collectives have the same duration."""
+        """False: a collective's duration is not divided by the number of chunks."""
         return False
 
     @property
@@ -222,12 +226,12 @@ class Collective(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The category named `collective`."""
+        """The category of collectives in traces."""
         return "collective"
 
     @property
     def track(self) -> None:
-        """None: traces show collectives on the second stream."""
+        """None: traces show a collective on the second stream of every member."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
         """All ranks that take part in the vocabulary collectives."""
@@ -246,9 +250,10 @@ class Collective(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of a chunk's activations to host memory or back; both directions of a rank share one lane.
+    """A copy of a chunk's activations to host memory or back.
 
-    Copies run in the order in which the rank posts them (PipeOffload, arXiv 2503.01328, section 4.2).
+    A rank's copies in both directions run one at a time, in the order in which the rank posts them (PipeOffload, arXiv
+    2503.01328, section 4.2).
     """
 
     to_host: bool
@@ -261,22 +266,22 @@ class Copy(NamedTuple):
 
     @property
     def follows_step(self) -> bool:
-        """True: a copy-out follows the forward, and a copy-back follows the pass R."""
+        """Always True: a copy to the host is posted after its pass F, and a copy back after its pass R."""
         return True
 
     @property
     def lane(self) -> str:
-        """One lane per rank."""
+        """All copies of a rank share one lane."""
         return f"copies of rank {self.rank}"
 
     @property
     def cost(self) -> str:
-        """The cost named `copy`, which both directions share."""
+        """Name of a copy's duration in `PassCosts`, the same for both directions."""
         return "copy"
 
     @property
     def per_chunk(self) -> bool:
-        """True: a copy moves one chunk."""
+        """True: a copy moves the activations of one chunk."""
         return True
 
     @property
@@ -286,7 +291,7 @@ class Copy(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The category named `copy`."""
+        """The category of copies in traces."""
         return "copy"
 
     @property
@@ -300,5 +305,6 @@ class Copy(NamedTuple):
 
     def words(self, ranks: Sequence[int]) -> str:
         """Describe the copy and its direction."""
-        way = "to the host" if self.to_host else "back from the host"
-        return f"the copy of microbatch {self.microbatch} (chunk {self.chunk}) {way} on rank {ranks[self.rank]}"
+        rank = f"rank {ranks[self.rank]}"
+        way = f"from {rank} to the host" if self.to_host else f"from the host to {rank}"
+        return f"the activations of microbatch {self.microbatch} (chunk {self.chunk}) {way}"

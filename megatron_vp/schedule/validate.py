@@ -1,4 +1,4 @@
-"""Validates schedules and programs: each pass occurs once, dependencies and memory bounds hold, nothing deadlocks."""
+"""Checks that schedules and programs run each pass once, obey dependencies and memory bounds, and do not deadlock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_vp.schedule.transfers import Operation
 
 
 def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Check that a schedule runs, both as a schedule and as lowered programs, and return its timeline.
+    """Check that a schedule and its lowered programs can run, and return the schedule's timeline.
 
     `memory_bound[r]` limits the activation memory of rank r; its unit is the activations of one microbatch in all
     chunks of the rank. Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded
@@ -47,11 +47,11 @@ def around(rank: int, steps: Sequence[object], place: int) -> str:
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
-    """Simulate the programs on ranks that block at every post until all members have posted the operation.
+    """Simulate the programs on ranks that block at every post until all members of the operation have posted it.
 
     This worst case covers hosts that wait for their devices at any point, and streams that share one hardware queue.
-    Raises ScheduleError if a lane's members post different operations, or in different orders, or if ranks wait for
-    each other.
+    Raises ScheduleError for a deadlock, for a wait without an earlier post, or if the members of a lane (see
+    `Operation.lane`) do not post the same operations in the same order.
     """
     ranks, vocab_members = len(programs), programs[0].vocab_members
     _check_posts(programs)
@@ -76,7 +76,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
     if stuck:
         named = ", ".join(f"rank {rank} at {programs[rank].instructions[places[rank]]}" for rank in stuck)
         lines = [around(rank, programs[rank].instructions, places[rank]) for rank in stuck]
-        raise ScheduleError("\n".join([f"deadlock: {named} wait for each other", *lines]))
+        raise ScheduleError("\n".join([f"deadlock: ranks wait for each other: {named}", *lines]))
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
@@ -108,9 +108,8 @@ def _check_posts(programs: Sequence[Program]) -> None:
                 if not posted:
                     raise _error(programs[longest], place, f"posts {operation}, which rank {rank} never posts")
                 if posted[0][1] != operation:
-                    raise _error(
-                        programs[rank], posted[0][0], f"posts {posted[0][1]} where rank {longest} posts {operation}"
-                    )
+                    message = f"posts {posted[0][1]}, but rank {longest} posts {operation} at the same place"
+                    raise _error(programs[rank], posted[0][0], message)
 
 
 def _error(program: Program, place: int, words: str) -> ScheduleError:

@@ -41,7 +41,9 @@ def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
 
 
 def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
-    """Colour and legend text of every kind of pass and chunk, and of communication; empty texts are not shown."""
+    """Colour and legend text for each pass kind on each chunk, for communication, and for activations on the device.
+    The legend omits entries without text.
+    """
     used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
     chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
     styles: list[dict[str, object]] = []
@@ -51,7 +53,7 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
     categories = {operation.category for each in timelines for operation in each.operations}
     for category, colour, meaning in (
         ("collective", draw.SECOND_STREAM, "collectives"),
-        ("copy", draw.COPIES, "copies to and from the host (line: activations in host memory)"),
+        ("copy", draw.COPIES, "copies to and from the host (a line of this color shows activations in host memory)"),
         ("message", "", ""),
     ):
         if category in categories:
@@ -62,8 +64,8 @@ def _styles(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
 def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> dict[str, object]:
     """A timeline as JSON data: nodes for each rank's passes in order, followed by nodes for communication.
 
-    A node is a list: name, index of its style, rank (None: all members), start, end, indices of the nodes that it waits
-    for, and index of the previous node on its rank or communicator (None if it is the first).
+    A node is a list: name, index of its style, rank (None for a collective), start, end, indices of the nodes that it
+    waits for, and index of the previous node on its rank or communicator (None if it is the first).
     """
     schedule, (graph, start, end) = timeline.schedule, timeline.nodes
     steps = [number for order in graph.numbers(schedule.ranks) for number in order]
@@ -75,7 +77,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     for number in numbers:
         node = graph.nodes[number]
         needed = [place_of[each] for each in graph.predecessors[number]]
-        # If the lane has a previous node, the simulator has appended it as the last predecessor.
+        # The simulator has appended the lane's previous node, if there is one, as the last predecessor.
         has_turn = needed and graph.lanes[numbers[needed[-1]]] == graph.lanes[number]
         turn = needed.pop() if has_turn else None
         times = _rounded(start[number]), _rounded(end[number])
@@ -90,8 +92,8 @@ def _schedule(timeline: Timeline, places: dict[tuple[object, object], int]) -> d
     return {
         "title": draw.title(schedule),
         "figures": f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %, "
-        f"peak activations {max(timeline.peak_activation):.4g} microbatches"
-        + (f", peak in host memory {max(timeline.peak_host):.4g}" if schedule.offloaded else ""),
+        f"peak activations of {max(timeline.peak_activation):.4g} microbatches"
+        + (f" on the device and of {max(timeline.peak_host):.4g} in host memory" if schedule.offloaded else ""),
         "makespan": timeline.makespan,
         "ranks": schedule.pipeline_size,
         "members": list(schedule.vocab_members),

@@ -22,7 +22,7 @@ class Partition:
     layers: number of layers by virtual stage; None if unknown, or if all stages have the same number.
     vocab_rows: vocabulary rows of each pipeline rank, over all its tensor ranks; None if unknown or not split.
     tensor: number of tensor ranks that share a pipeline rank's rows.
-    sizes: names and values of the arguments in `SIZES`. The pass times are valid only for these values.
+    sizes: names and values of the arguments in `SIZES`. The run's pass times are valid only for these values.
     """
 
     layers: tuple[int, ...] | None = None

@@ -21,7 +21,7 @@ def report(traces: Sequence[RankTrace], found: Figures) -> str:
         f"mean times in ms: {times}",
         f"clocks of the ranks agree within {found.clock_error:.3g} ms",
         "",
-        "rank   busy ms   bubble %   S+T % of busy   waits ms   second stream ms  stream hidden %",
+        "rank   busy ms   bubble %   S+T % of busy   waits ms     collectives ms         hidden %",
     ]
     for rank, figure in enumerate(found.ranks):
         hidden = _percent(figure.hidden, figure.communicating)
@@ -32,7 +32,7 @@ def report(traces: Sequence[RankTrace], found: Figures) -> str:
         )
     lines += [
         "",
-        f"iteration: measured {found.measured:.2f} ms, predicted from these pass times {found.predicted:.2f} ms "
+        f"iteration: {found.measured:.2f} ms measured, {found.predicted:.2f} ms predicted from these pass times "
         f"(measured / predicted {found.measured / found.predicted:.3f})",
     ]
     return "\n".join(lines)

@@ -33,7 +33,7 @@ class RecordedRun:
 
     @property
     def iteration_seconds(self) -> float:
-        """Mean time of an iteration's passes on the slowest rank."""
+        """Seconds that an iteration's passes take on the slowest rank, averaged over the iterations."""
         return max(rank.iteration_seconds for rank in self.ranks)
 
     def document(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class TwoRuns:
                 raise UserError(f"the runs differ in {what} ({before} and {after}): give two runs of the same job")
         if not self.common_iterations:
             raise UserError(
-                f"the logs have no iteration in common (the first has {_extent(self.plain)}, the second "
+                f"the logs have no iteration in common (the first has iterations {_extent(self.plain)}, the second has "
                 f"{_extent(self.split)}): give two runs of the same job with the same --log-interval"
             )
 
@@ -106,7 +106,7 @@ class TwoRuns:
         }
 
     def text(self) -> str:
-        """The comparison as `megatron-vp report` prints it; in each pair, the plain run is first."""
+        """The comparison as `megatron-vp report` prints it; in each pair of values, the plain run's comes first."""
         plain, split, common = self.plain, self.split, self.common_iterations
         busiest = [max(rank.busy_seconds for rank in run.ranks) for run in (plain, split)]
         before, after = plain.iteration_seconds, split.iteration_seconds
@@ -120,7 +120,7 @@ class TwoRuns:
                 "",
                 f"seconds per iteration: {_seconds(before)} | {_seconds(after)} "
                 f"({slower} takes {max(before, after) / min(before, after):.2f} times as long as {faster})",
-                f"computing time of the busiest rank: {_seconds(busiest[0])} | {_seconds(busiest[1])}",
+                f"busiest rank's computing time per iteration: {_seconds(busiest[0])} s | {_seconds(busiest[1])} s",
                 f"loss of the plain run: {plain.losses[common[0]]:.4f} in iteration {common[0]}, "
                 f"{plain.losses[common[-1]]:.4f} in iteration {common[-1]}",
                 f"largest relative difference between the two loss curves: {largest:.1e}, in iteration {iteration} "
@@ -159,7 +159,9 @@ def read_losses(log: Path) -> dict[int, float]:
             )
         losses[int(iteration)] = loss
     if not losses:
-        raise UserError(f"{log} contains no line with 'iteration' and 'lm loss': give Megatron's output with --logs")
+        raise UserError(
+            f"{log} contains no line with 'iteration' and 'lm loss': give --logs two files with Megatron's output"
+        )
     return dict(sorted(losses.items()))
 
 

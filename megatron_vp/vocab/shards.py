@@ -14,14 +14,14 @@ from megatron_vp.row_counts import check_stage_rows, rows_per_shard
 class VocabShards:
     """A vocabulary of `vocab_size` rows, split into `count` contiguous shards; each pipeline rank has `tensor` shards.
 
-    `stage_rows` gives the number of rows of each pipeline rank, over all its tensor ranks; zero is possible. If
+    `stage_rows` gives the number of rows of each pipeline rank, summed over its tensor ranks; zero is possible. If
     `stage_rows` is None, the vocabulary is split evenly: every shard holds `rows_per_shard` rows (the equal share,
     rounded up), except the last shards, which may be shorter or empty. The padded size is the same as in plain
     Megatron, because padding rows take part in the softmax, and different padding would change the loss.
 
-    The tensor ranks of a stage always hold the same number of rows. Megatron's distributed optimizer divides one long
-    gradient buffer among ranks, and adds up gradients over tensor ranks piece by piece. Each parameter must therefore
-    be at the same offset on all tensor ranks.
+    The tensor ranks of a stage always hold the same number of rows. With the distributed optimizer, each data-parallel
+    rank reduces only its own piece of the gradient buffer. Megatron then adds up some gradients, such as those of
+    norms, over the tensor ranks. Each parameter must therefore be at the same offset on all tensor ranks.
 
     Raises:
         UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
@@ -41,8 +41,9 @@ class VocabShards:
             )
         if self.count % self.tensor or self.vocab_size % self.tensor:
             raise UserError(
-                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards equally among "
-                f"{self.tensor} tensor ranks: use a padded vocabulary size that --tensor-model-parallel-size divides"
+                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards for {self.tensor} "
+                f"tensor ranks, because the numbers of rows and of shards must be multiples of {self.tensor}: use a "
+                "padded vocabulary size that is a multiple of --tensor-model-parallel-size"
             )
         if self.stage_rows is not None:
             check_stage_rows(self.stage_rows, self.vocab_size, self.stages, self.tensor)

@@ -76,6 +76,6 @@ def test_rows_that_are_no_cut_are_refused():
             assigned(rows)
     with pytest.raises(UserError, match="cannot be divided equally among the 2 tensor ranks"):
         assigned((65535, 65537, 0, 0), tensor=2)
-    with pytest.raises(UserError, match="not interlaced"):
+    with pytest.raises(UserError, match="vocab method interlaced"):
         predict(JOB, Plan("interlaced", VocabMethod.INTERLACED, vocab_rows=ROWS), H100)
     assert Plan(vocab=TWO, vocab_rows=ROWS).rows_by_rank(JOB) == ROWS and Plan().rows_by_rank(JOB) is None

@@ -166,7 +166,7 @@ def test_gradients_are_as_wide_as_the_flags_say():
     narrow = [{"grad_reduce_in_bf16": True}, {"main_grads_dtype": "bf16"}, {"main_grads_dtype": "torch.bfloat16"}]
     assert [job_of(bf16 | each).wide_gradients for each in ({}, *narrow)] == [True, False, False, False]
     assert not job_of(TINY | {"fp16": True}).wide_gradients
-    with pytest.raises(UserError, match="exp_avg_dtype 'int4' is unknown; use fp32, fp16, bf16, fp8"):
+    with pytest.raises(UserError, match="exp_avg_dtype 'int4' is unknown; use one of fp32, fp16, bf16, fp8"):
         job_of(bf16 | {"use_precision_aware_optimizer": True, "exp_avg_dtype": "int4"})
 
 

@@ -172,19 +172,28 @@ DAMAGED = {
         lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]),
         "not add up to the vocabulary size 131",
     ),
-    "layers": (lambda f: of_both(f, layers=[3, 3, 3, 2]), "3,3,3,2, which do not add up to the 12 layers of the run"),
+    "layers": (
+        lambda f: of_both(f, layers=[3, 3, 3, 2]),
+        "3,3,3,2 layers per stage, which do not add up to the 12 layers of the run",
+    ),
     "without sizes": (lambda f: of_both(f, sizes={}), "does not record valid model and batch sizes"),
     "without rows": (lambda f: of_both(f, vocab_rows=None), "is from a run without vocabulary shards"),
     "much slower": (
         lambda f: times(f, 1, lambda t: t.update(B=1e5)),
-        "rank_1.json has passes that take [0-9.]+ times as long",
+        "the rank that wrote .*rank_1.json took [0-9.]+ times as long",
     ),
 }
 MIXED = {
-    "runs": (lambda f: change(f, 2, run="another"), "files from different runs .ranks 0 and 2."),
-    "schedules": (lambda f: change(f, 1, schedule="v-half"), "files from different runs .ranks 0 and 1."),
-    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "files from different runs .ranks 0 and 3."),
-    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "files from different runs .ranks 0 and 1."),
+    "runs": (lambda f: change(f, 2, run="another"), "the files of ranks 0 and 2 in .* are from different runs"),
+    "schedules": (
+        lambda f: change(f, 1, schedule="v-half"),
+        "the files of ranks 0 and 1 in .* are from different runs",
+    ),
+    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "the files of ranks 0 and 3 in .* are from different runs"),
+    "rows": (
+        lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]),
+        "the files of ranks 0 and 1 in .* are from different runs",
+    ),
     "microbatches": (
         lambda f: change(f, 2, microbatches_by_iteration=[4] * 7),
         "ranks 0 and 2 recorded different numbers of microb",
@@ -252,14 +261,15 @@ def test_a_gain_within_what_iterations_vary_is_not_promised(tmp_path):
     run = read_run(tmp_path)
     assert 0.05 < run.uncertainty < 0.3
     line = next_start(tmp_path, run)
-    assert "no significant gain (medians of 6 iterations, accurate to 15 %)" in line
+    accuracy = "the median pass times of 6 iterations are accurate to 15 %"
+    assert f"the speed would not change significantly ({accuracy})" in line
 
 
 def test_a_gain_that_the_prediction_denies_is_not_promised(tmp_path):
     run = read_run(reports(tmp_path, sizes=SIZES))
     assert next_start(tmp_path, run, 0.99).endswith("times as fast")
     line = next_start(tmp_path, run, 0.625)
-    assert line.endswith("iterations would take 1.60 times as long: measure again before you use these rows")
+    assert "iterations would take 1.60 times as long as in the measured run: measure again" in line
     assert "times as fast" not in line
 
 

@@ -186,7 +186,7 @@ def test_the_command_says_what_copies_take(small):
     assert len(moved["copies"]) == 4 and moved["copies"][0]["host"] > 0
     assert sum(moved["seconds"].values()) == pytest.approx(moved["iteration_seconds"])
     text = run("simulate", *words, "--offload-chunks", 1).stdout
-    assert "copies to the host and back" in text and "on the fullest node, these activations take" in text
+    assert "copies to the host and back" in text and "host memory for offloaded activations on the fullest node" in text
     shared = run("simulate", *words, "--offload-chunks", 1, "--tensor-model-parallel-size", 2).stdout
     assert "one hardware queue" in shared and "one hardware queue" not in text
 

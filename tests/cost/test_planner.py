@@ -234,7 +234,8 @@ def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
             ("zb-v", "plain"),
             ("1f1b", "redistributed"),
             [
-                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
+                "1.50 times as fast as the best run that fits in memory and does not use vocabulary parallelism (zb-v, "
+                "plain)",
                 "2.00 times as fast as the best run that Megatron itself supports and that fits in memory (1f1b, "
                 "redistributed)",
             ],
@@ -244,8 +245,8 @@ def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
             ("1f1b", "plain"),
             "the same",
             [
-                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (1f1b, plain), "
-                "which Megatron itself supports"
+                "1.50 times as fast as the best run that fits in memory and does not use vocabulary parallelism (1f1b, "
+                "plain); Megatron itself supports this run"
             ],
         ),
         (
@@ -259,8 +260,9 @@ def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
             ("zb-v", "plain"),
             None,
             [
-                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
-                "no run that Megatron itself supports fits in memory",
+                "1.50 times as fast as the best run that fits in memory and does not use vocabulary parallelism (zb-v, "
+                "plain)",
+                "Megatron itself supports none of the runs that fit in memory",
             ],
         ),
         (("zb-v", "vocab-2"), None, None, ["no run without vocabulary parallelism fits in memory"]),

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
         (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "does not match 8 layers"),
         (["--config", "nowhere.yaml"], "cannot read configuration file nowhere.yaml"),
-        (["--num-layers"], "--num-layers without a value is not a whole number"),
+        (["--num-layers"], "--num-layers needs a value: a whole number of at least 1"),
         (["--num-layers", "100000000"], "100000000 layers are too many for a model"),
         (["--vocab-size", "1" + 30 * "0"], "is too large; give at most 268435456"),
         (["--vocab-parallel", "maybe"], "--vocab-parallel is a switch and takes no value; it was given 'maybe'"),

@@ -91,7 +91,7 @@ def test_long_sequences_are_cut_over_context_ranks():
         ({"global_batch_size": None}, 16, "set --global-batch-size"),
         ({"global_batch_size": 7}, 128, "global-batch-size 7 is not a multiple"),
         ({"num_layers": None}, 16, "num_layers is missing"),
-        ({"tensor_model_parallel_size": 3}, 16, "the sizes that --keep tensor fixes do not divide the number of GPUs"),
+        ({"tensor_model_parallel_size": 3}, 16, "sizes fixed by --keep tensor does not divide the number of GPUs"),
     ],
 )
 def test_what_no_sizes_can_run_is_refused(changed, gpus, said):
@@ -433,7 +433,7 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     assert again == table
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["partial"] and document["heading"] == heading and document["budget"] == 2
-    assert document["untried_seconds"] > 0 and f"{document['untried']:,} combinations were not tried" in heading
+    assert document["untried_seconds"] > 0 and f"{document['untried']:,} ways to train were not tried" in heading
     titles = []
     monkeypatch.setattr(charts, "search_chart", lambda found, limit, title: titles.append(title) or b"")
     command(tmp_path, *words, "-o", str(tmp_path / "found.png"))

@@ -76,7 +76,10 @@ def test_text_shows_what_does_not_fit_and_the_summary():
 
 def test_a_cell_that_fits_against_its_publication_is_named():
     rows = rows_of((Cell(6, 32, 4096, "baseline", 256), 20.0, 70.0, Measurement(None, None)))
-    assert "disagree on whether this cell fits: table 6, 32 GPUs, sequence 4096, baseline, 256k" in to_text(rows)
+    assert (
+        "disagree on whether this cell fits: table 6, 32 GPUs, sequence length 4096, baseline, vocabulary size 256k"
+        in to_text(rows)
+    )
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
@@ -106,12 +109,12 @@ def test_picture_is_a_png():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "contains no cells"),
+        ("", "contains no measurements"),
         ("table,gpus\n5,8\n", "column seq_length is missing"),
         (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: mfu_percent 'x' is not a valid float"),
         (HEADER + "5,8,2048,baseline,32,1\n", "column peak_memory_gb is missing"),
-        (HEADER + "5,9,2048,baseline,32,1,1\n", "no cell table 5, 9 GPUs"),
-        (HEADER + "6,16,2048,vocab-2,32,1,1\n", "no cell table 6"),
+        (HEADER + "5,9,2048,baseline,32,1,1\n", r"not contain this cell \(table 5, 9 GPUs"),
+        (HEADER + "6,16,2048,vocab-2,32,1,1\n", r"not contain this cell \(table 6"),
         (HEADER + 2 * "5,8,2048,baseline,32,1,1\n", "line 3: table 5, 8 GPUs, .* occurs twice"),
         (HEADER + "5,8,2048,baseline,32,0,1\n", "mfu_percent is 0.0; give a number above 0"),
         (HEADER + "5,8,2048,baseline,32,nan,1\n", "mfu_percent is nan; give a number above 0"),

@@ -25,10 +25,10 @@ def asked(hardware="h100", *flags):
     ("hardware", "flags", "kind", "said"),
     [
         ("a100", [], None, "the largest prediction error on setups like the paper's"),
-        ("a100", ["--tensor-model-parallel-size", "2"], ("a100", False, False), "published runs: A100, dense, fp16"),
-        ("h100", ["--fp8-format", "hybrid"], ("h100", True, False), "published runs: H100, dense, fp8"),
-        ("h100", EXPERTS, ("h100", False, True), "published runs: H100, experts"),
-        ("b200", EXPERTS, ("h100", False, True), "no run of this kind was compared"),
+        ("a100", ["--tensor-model-parallel-size", "2"], ("a100", False, False), "runs of this kind: A100, dense, fp16"),
+        ("h100", ["--fp8-format", "hybrid"], ("h100", True, False), "published runs of this kind: H100, dense, fp8"),
+        ("h100", EXPERTS, ("h100", False, True), "published runs of this kind: H100, MoE"),
+        ("b200", EXPERTS, ("h100", False, True), "this job's kind was compared with a prediction"),
     ],
 )
 def test_a_tie_is_as_wide_as_the_error_of_the_kind(hardware, flags, kind, said):
@@ -86,7 +86,7 @@ def test_what_a_run_leaves_free_is_said_and_what_would_give_room(runs):
     recomputed = asked("h100", "--recompute-granularity", "full")
     ways = memory_room(replace(recomputed, limit=tight.limit), full, searched=True)[1]
     assert (
-        "recompute" not in ways and "--search" not in ways and "a run that needs less memory (see the frontier)" in ways
+        "recompute" not in ways and "--search" not in ways and "a run in the table above that needs less memory" in ways
     )
     [line] = memory_room(request, roomy)
     assert "GiB free" in line and "too low" not in line

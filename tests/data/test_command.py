@@ -31,7 +31,7 @@ def test_prints_flags_that_train(run, tmp_path):
         (tmp_path / "in" / f"{number}.txt").write_text(f"Sample text {number}, with words and more words.\n" * 5)
     result = run(tmp_path / "in", "-o", tmp_path / "out", "--vocab-size", 280, "--name", "mine", "--workers", 1)
     assert result.exit_code == 0, result.output
-    assert "30 documents" in result.stdout and "vocabulary 280" in result.stdout
+    assert "30 documents" in result.stdout and "vocabulary size 280" in result.stdout
     flags = result.stdout.splitlines()[-1].split()
     assert flags[::2] == ["--data-path", "--tokenizer-type", "--tokenizer-model", "--split"]
     assert flags[3] == "HuggingFaceTokenizer"
@@ -51,7 +51,7 @@ def test_bad_input_is_a_user_error(run, tmp_path):
         (("--vocab-size", 10**12), "a vocabulary of 1000000000000 tokens is too large"),
         (("--vocab-size", 280, "--name", ""), "--name '' is not a plain file name"),
         (("--vocab-size", 280, "--name", ".."), "--name '..' is not a plain file name"),
-        (("--vocab-size", 280, "--name", "n" * 300), "File name too long; free some space, or choose another"),
+        (("--vocab-size", 280, "--name", "n" * 300), "File name too long; choose another --output or --name"),
         (("", "--vocab-size", 280), "an input path is empty"),
     ],
 )

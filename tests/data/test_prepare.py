@@ -187,7 +187,7 @@ def edit(path: Path, change) -> None:
         (".idx", lambda b: b[:20], "corrupt or truncated"),
         (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or truncated"),
         (".idx", lambda b: b[:-1], "corrupt or truncated"),
-        (".idx", lambda b: b[:-8] + bytes(8), "does not end at its last sequence"),
+        (".idx", lambda b: b[:-8] + bytes(8), "documents do not match its sequences"),
         (".idx", lambda b: b[:18] + bytes(16), "no documents"),
         (".idx", lambda b: b[:34] + b"\xff" + b[35:], "disagree"),
         (".bin", lambda b: b[:-2], "has .* bytes, but its index describes"),

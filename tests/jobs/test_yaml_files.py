@@ -173,7 +173,7 @@ def test_write_resolved_is_plain_sorted_yaml(tmp_path):
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "resolved.yaml").mkdir()
-    with pytest.raises(UserError, match=r"cannot write .*/resolved\.yaml: Is a directory; free disk space"):
+    with pytest.raises(UserError, match=r"cannot write .*/resolved\.yaml: Is a directory; use a writable directory"):
         write_resolved(argparse.Namespace(a=1), tmp_path / "resolved.yaml")
 
 

@@ -71,7 +71,7 @@ def test_nothing_that_it_names_is_run(folder, module, name):
     (folder / "iter_0000002" / ".metadata").write_bytes(planted(module, name, *words))
     with pytest.raises(UserError) as refused:
         check_checkpoint(arguments(folder))
-    assert "the pickle names " in str(refused.value) and "was not executed" in str(refused.value)
+    assert "the pickle refers to " in str(refused.value) and "was not executed" in str(refused.value)
     assert "\n" not in str(refused.value) and not mark.exists()
     # The same file, read as torch reads it, runs.
     with pytest.raises(Exception):  # noqa: B017
@@ -85,7 +85,7 @@ def test_nothing_that_it_names_is_run(folder, module, name):
 )
 def test_functions_and_classes_that_are_no_records_are_refused(folder, module, name):
     (folder / "iter_0000002" / ".metadata").write_bytes(planted(module, name, "1"))
-    with pytest.raises(pickle.UnpicklingError, match=f"names {module}.{name}, which does not belong"):
+    with pytest.raises(pickle.UnpicklingError, match=f"refers to {module}.{name}, which does not belong"):
         read_metadata(folder / "iter_0000002")
 
 

@@ -229,13 +229,13 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": by_rank, "ckpt_format": "torch"}, None),
         (
             {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "only plain Megatron with the same parallel sizes can load: convert",
+            "which this run cannot load: convert it in a run that has the checkpoint's parallel sizes",
         ),
         ({"load": empty_tracker}, "contains '' instead of an iteration number; use --ckpt-step 2"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another directory"),
         (
             {"load": good, **DISTRIBUTED},
-            "vocab_parallel was True in the run that wrote it and is False in this run: save the checkpoint",
+            "vocab_parallel was True in the run that wrote it and is False in this run: resume with the old split",
         ),
         (
             {"load": good, **DISTRIBUTED, **EXPERT},
@@ -243,8 +243,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even in the run that wrote it and is 30,10 in this run: save the checkpoint with "
-            "--dist-ckpt-optim-fully-reshardable",
+            "--vocab-shards was even in the run that wrote it and is 30,10 in this run: resume with the old split and "
+            "save with --dist-ckpt-optim-fully-reshardable",
         ),
         ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
         ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
@@ -265,7 +265,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"pretrained_checkpoint": cut}, f"{first_file} is truncated"),
         (
             {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "only plain Megatron with the same parallel sizes can load: convert",
+            "which this run cannot load: convert it in a run that has the checkpoint's parallel sizes",
         ),
         ({**as_before, **fleeting, "train_iters": 2}, None),
         ({**as_before, **fleeting, **tied}, "an untied output layer"),

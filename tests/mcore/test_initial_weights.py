@@ -252,7 +252,7 @@ def test_parameters_of_a_users_own_come_from_plain_megatrons_nearest_stage_or_ar
     for (run, said), stage in zip(ours, (3, 2), strict=True):
         np.testing.assert_array_equal(run.parameters["scale"], last)
         assert [line.partition(",")[0] for line in said] == [
-            f"virtual stage {stage} keeps its own initial values for gate"
+            f"virtual stage {stage} keeps its own initial values for the parameter gate"
         ]
 
 

@@ -59,7 +59,7 @@ REFUSED = [
     ),
     (
         {**TWO_STAGES, "core_attention": "sdpa", "dataloader_inter_document_masking": True},
-        "Megatron's scripts concatenate the sequences of a micro-batch, but its stages expect them to be separate",
+        "Megatron's scripts concatenate the sequences of a micro-batch, but the pipeline stages expect them to be",
     ),
     ({"sft": True}, "--sft cannot work without --data-path and --tokenizer-type SFTTokenizer"),
     ({"sft": True, "reset_position_ids": True}, "packed conversations use their own position ids"),
@@ -129,7 +129,7 @@ REFUSED = [
     ({**VP, "freeze_all_layers": True}, "--freeze-all-layers"),
     ({**VP, "log_straggler": True}, "--log-straggler"),
     ({**VP, "inprocess_restart": True}, "--inprocess-restart"),
-    ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "no vocabulary passes to interlace"),
+    ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "has vocabulary passes, which need --vocab-parallel"),
     ({"pipeline_model_parallel_size": 1, "pipeline_schedule": "zb-h1"}, "zb-h1 with one pipeline stage"),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-min", "untie_embeddings_and_output_weights": None},
@@ -148,7 +148,7 @@ REFUSED = [
             "num_layers": 5,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        "5 layers cannot be split equally over 4 stages: use a number of stages that divides the layers",
+        "5 layers cannot be split equally over 4 stages: use a number of stages that divides the number of layers",
     ),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
@@ -166,7 +166,7 @@ REFUSED = [
     ({**TWO_STAGES, "train_iters": 0}, "training would have no end: add one of them"),
     ({**DECAY, "lr_decay_iters": 0}, "would decay over 0 iterations"),
     ({**DECAY, "lr_warmup_iters": 3}, "would last at least as long as its decay"),
-    ({**DECAY, "lr_warmup_fraction": 1.5}, "--lr-warmup-fraction to below 1"),
+    ({**DECAY, "lr_warmup_fraction": 1.5}, "an --lr-warmup-fraction below 1"),
     ({**TWO_STAGES, "lr_decay_style": "WSD"}, "--lr-decay-style WSD needs the length of the decay"),
     ({**TWO_STAGES, "lr_warmup_init": 1}, "--lr-warmup-init 1.0 is larger than --lr 0.001"),
     (
@@ -279,7 +279,7 @@ def test_a_batch_that_megatron_reduces_is_not_refused():
 
 def test_every_refusal_says_what_works_instead():
     for refusal in (*SIZE_REFUSALS, *REFUSALS):
-        assert re.search(r"\b(use|leave|add|set|change|convert|reduce)\b", refusal.message), refusal.message
+        assert re.search(r"\b(use|leave|add|set|change|convert|reduce|shorten)\b", refusal.message), refusal.message
 
 
 def start(rank, _world_size, arguments, environment):

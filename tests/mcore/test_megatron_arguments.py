@@ -110,7 +110,7 @@ def test_the_command_names_an_argument_that_the_installed_megatron_lacks(monkeyp
     monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: lacking)
     (problem,) = megatron_arguments.missing()
     assert str(problem).startswith(
-        "the argument 'async_save' does not fit: expected an option, to check data and checkpoints"
+        "the argument 'async_save' does not fit megatron_vp: expected an option, to check data and checkpoints"
     )
 
 

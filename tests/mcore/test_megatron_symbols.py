@@ -109,7 +109,7 @@ def test_what_is_expected_of_a_symbol(library, path, expected, fits):
     problem = patches.check_symbol(f"library:{path}", expected)
     assert (problem is None) == fits, problem
     if problem is not None:
-        assert str(problem).startswith(f"library:{path} does not fit: expected {expected}, found ")
+        assert str(problem).startswith(f"library:{path} does not fit megatron_vp: expected {expected}, found ")
 
 
 def test_a_patched_symbol_is_judged_by_its_original(library):

@@ -163,7 +163,7 @@ def test_a_variant_is_compared_in_its_own_series_alone(library, monkeypatch):
     of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION, "harm"))
     run = Run(argparse.Namespace(), ENGINE)
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
-        with pytest.raises(UserError, match=r"library:first does not fit: expected \(a, more\), found \(a\)"):
+        with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
             start(run)
     assert patches.in_force() == ()
 
@@ -210,8 +210,9 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
     patch_table.apply(Stage.AFTER_VALIDATION, run)
     assert (library.first("a"), library.second("b")) == ("old", "b")  # of the group left out, nothing is applied
     line = (
-        "megatron_vp: patch group 'curves' is left out: library:second does not fit: expected (b, more), found (b) "
-        f"(tested with megatron-core {', '.join(patches.TESTED_VERSIONS)}); without it, nothing is drawn\n"
+        "megatron_vp: patch group 'curves' is left out: library:second does not fit megatron_vp: expected (b, more), "
+        f"found (b) (megatron_vp is tested with megatron-core {', '.join(patches.TESTED_VERSIONS)}); "
+        "without it, nothing is drawn\n"
     )
     assert capsys.readouterr().out == line * lines
     # The same group ends the start where it is essential.
@@ -232,7 +233,8 @@ def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp
     group = PatchGroup("broken", place, ALWAYS, Stage.AFTER_VALIDATION, "nothing is drawn", essential=essential)
     monkeypatch.setattr(patch_table, "GROUPS", (group,))
     declared, (problem,) = patch_table.examine(group)
-    assert declared == () and str(problem).startswith("the patch group 'broken' does not fit: expected what ")
+    assert declared == ()
+    assert str(problem).startswith("the patch group 'broken' does not fit megatron_vp: expected what ")
     if essential:
         with pytest.raises(UserError, match="no_such_"):
             patch_table.require_fit(Run(LAST, ENGINE))

@@ -146,7 +146,7 @@ def test_a_release_that_is_not_supported_is_answered_by_the_command_that_brings_
         patches.require_supported("0.18.2")
     # A folder on the path, such as a container's, would win over what is installed.
     monkeypatch.setattr(megatron.core, "__version__", "0.18.0")
-    with pytest.raises(UserError, match=r"0\.18\.0 is not supported.* imported from /.*/megatron/core, ahead of"):
+    with pytest.raises(UserError, match=r"0\.18\.0 is not supported.* from /.*/megatron/core instead of"):
         patches.installed_version()
 
 

@@ -220,7 +220,7 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
         args = check_job([*job, *asked], 2).args
         with pytest.raises(
             UserError,
-            match=r"virtual_pipeline_model_parallel_size was 2 in the run that wrote it and is 3 in this run: save",
+            match=r"virtual_pipeline_model_parallel_size was 2 in the run that wrote it and is 3 in this run: resume",
         ):
             check_files(args)
 

@@ -81,8 +81,8 @@ def saved(tmp_path_factory):
 
 
 GAVE_UP = [
-    "rank 0 abandoned the checkpoint, because its write failed on rank 1: ",
-    "rank 1 abandoned the checkpoint, because its write failed; the message of rank 0 names the rank that failed",
+    "rank 0 abandoned the checkpoint, because the write step failed on rank 1: ",
+    "rank 1 abandoned the checkpoint, because the write step failed; the message of rank 0 names the rank that failed",
 ]
 FULL = {
     "a rank's file": ("{step}/__1_0.distcp", {}, GAVE_UP),

@@ -212,7 +212,7 @@ def test_a_link_that_was_planted_is_not_followed(tmp_path, folder):
 
 def test_a_folder_that_takes_no_files_is_one_line(tmp_path, folder):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to --save .*/file: File exists; free some space"):
+    with pytest.raises(UserError, match=r"cannot write to --save .*/file: File exists; choose a writable directory"):
         folder(tmp_path / "file").take()
     with mounted(tmp_path / "disk", "nr_inodes=1") as disk, pytest.raises(UserError, match="No space left on device"):
         folder(disk).take()

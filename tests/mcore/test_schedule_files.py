@@ -160,7 +160,7 @@ def refused_in_own_folder(rank, _world_size, arguments, folders):
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}
 PLAIN = {"vocab_parallel": None, "vocab_shards": None}
 REFUSED = [
-    ({"vocab_parallel": False}, "without --vocab-parallel has no vocabulary passes to interlace"),
+    ({"vocab_parallel": False}, "has vocabulary passes, which need --vocab-parallel"),
     ({"vocab_parallel_algorithm": "vocab-1"}, "use --vocab-parallel-algorithm vocab-2"),
     ({"global_batch_size": 4}, "has 3 microbatches, but the job has 4"),
     ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, but --pipeline-model-parallel-size is"),
@@ -223,7 +223,7 @@ def test_a_file_that_does_not_suit_the_job_is_refused_in_one_line(messages, case
         ("0F0,1B0", "rank 0 has a pass of stage 1, but no forward"),
         ("0F0,0SEND_F0,0B0", "compute_only"),
         ("0B0,0F0", "cannot run"),
-        ("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1", "cannot run: rank 0 reads microbatch 1 where rank 1 reads microbatch 0"),
+        ("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1", "cannot run: rank 0 reads microbatch 1, but rank 1 reads microbatch 0"),
     ],
 )
 def test_a_damaged_file_is_one_line(text, said, tmp_path):

@@ -92,7 +92,7 @@ def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path, flags):
     done, found = _shapes_only(tmp_path, 1, [*flags, "--global-batch-size", "64"])
     assert (found["played"], found["microbatches"]) == (12, 32)
     assert done.stdout.startswith(
-        "pipeline rank 1 of 4, 32 microbatches, run alone (12 simulated; the others need no additional memory)"
+        "pipeline rank 1 of 4, run alone, with 32 microbatches (12 simulated; the others need no additional memory)"
     )
     (all_of_them,) = run_ranks(1, _all_played, 1, [*flags, "--global-batch-size", "64"])
     more = all_of_them["peak"] - found["memory_bytes"]["peak"]
@@ -107,7 +107,7 @@ def test_it_prints_memory_alone(tmp_path):
     assert found["pass_milliseconds"] == {} and found["iteration_milliseconds"] is None
     assert found["played"] == found["microbatches"] == 4 and found["layers"] == "local_sdpa"
     place, *memory, of_what, layers = done.stdout.splitlines()  # and nothing of Megatron's log
-    assert place == "pipeline rank 1 of 4, 4 microbatches, run alone"
+    assert place == "pipeline rank 1 of 4, run alone, with 4 microbatches"
     assert [line.split()[0] for line in memory] == ["parameters", "gradients", "allocated", "peak"]
     assert of_what.startswith("memory of tensors only, ") and layers.startswith(
         "layers: Megatron's local layers with PyTorch's"

@@ -159,7 +159,7 @@ def test_a_wait_for_a_collective_names_it_and_whom_it_waits_for(kind):
     progress.collective = Collective(CollectiveKind.C0, 2, 2)
     assert progress.sentence() == f"rank 4 waited for {awaited}, behind C0 of microbatch 2 from rank 6"
     progress.at(FINISHING)
-    assert progress.sentence().endswith("to be received, and C0 of microbatch 2 from rank 6")
+    assert progress.sentence().endswith("to be received, and for C0 of microbatch 2 from rank 6")
 
 
 OLDER = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {result}, NCCL version 2.28.9"

@@ -203,7 +203,7 @@ def test_a_block_has_all_slots_of_a_chunk_and_grows_with_the_program():
     memory.expect({0: 3})
     memory.take(0, [100, 700])
     assert memory.bytes == 3 * 1536
-    with pytest.raises(AssertionError, match="needs more host memory slots than its program announced"):
+    with pytest.raises(AssertionError, match="needs more host memory slots than were counted in the rank's program"):
         memory.take(0, [100, 700])
 
 

@@ -291,7 +291,7 @@ def test_the_file_says_what_is_offloaded_and_reads_back(some):
     document["offloaded"] = [[0, 1]]
     with pytest.raises(
         UserError,
-        match=r"has offloaded \[\[0, 1\]\], but its O and R passes are for the \(rank, chunk\) pairs \[\[0, 0\], ",
+        match=r"\[\[0, 1\]\] under 'offloaded', but its O and R passes are for the \(rank, chunk\) pairs \[\[0, 0\], ",
     ):
         from_json(json.dumps(document))
 

@@ -450,10 +450,10 @@ def exchange(first, second):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (exchange("+C2:0", "+C1:1"), "rank 1 posts C2:0 where rank 0 posts C1:1"),
-        (exchange("+activation:0[1>2]", "+activation:1[1>2]"), "where rank 1 posts activation:1|posts activation:1"),
+        (exchange("+C2:0", "+C1:1"), "rank 1 posts C2:0, but rank 0 posts C1:1"),
+        (exchange("+activation:0[1>2]", "+activation:1[1>2]"), "but rank 1 posts activation:1|posts activation:1"),
         (drop("+C1:1"), "C1:1, which it has not posted"),
-        (drop("+EMBED:3"), "where rank 0 posts EMBED:3"),
+        (drop("+EMBED:3"), "but rank 0 posts EMBED:3"),
         (drop("+activation:3[1>2]"), "which rank 1 never posts"),
         (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
         (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not one of its members"),
@@ -510,5 +510,5 @@ def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, 
 def test_receives_posted_early_hang_hosts_that_wait_for_their_devices(name, microbatches, vocab):
     programs = lower(generate(name, 2, microbatches, vocab=vocab))
     validate_programs(programs)
-    with pytest.raises(ScheduleError, match=r"deadlock: rank \d at \+"):
+    with pytest.raises(ScheduleError, match=r"deadlock: ranks wait for each other: rank \d at \+"):
         validate_programs(with_early_receives(programs))

@@ -38,12 +38,12 @@ def test_what_is_left_open_is_what_could_have_been_said():
         ),
         ({"chunks": 3}, "v-half has 2 chunks per rank, got 3"),
         ({"microbatches": 0}, "0 microbatches are too few"),
-        ({"pipeline_size": 1, "vocab_ranks": (0,)}, "pipeline size 1 is too small for v-half, vocab method vocab-2"),
+        ({"pipeline_size": 1, "vocab_ranks": (0,)}, "size 1 is too small for v-half with vocab method vocab-2"),
         (
             {"vocab_ranks": (0, 4)},
             "vocabulary rows on ranks 0, 4 are not possible; give at least one of the ranks 0 to 3",
         ),
-        ({"microbatches": 250_001}, "4 ranks x 250001 microbatches are more than 1,000,000 forwards"),
+        ({"microbatches": 250_001}, "4 ranks x 250001 microbatches make more than 1,000,000 forward passes"),
         (
             {"costs": StageCosts((1.0,), (1.0,), (1.0,))},
             "1 durations of F, but schedule v-half has 8 stages",

@@ -242,8 +242,8 @@ def test_an_interlaced_schedule_by_hand_needs_v_on_every_rank():
             (2, 2),
             "rows on ranks 2, 2 are not possible; give at least one of the ranks 0 to 3, each at most once",
         ),
-        ("1f1b", "none", (1,), "rows on ranks 1 cannot be used with schedule 1f1b, vocab method none"),
-        ("interlaced", "interlaced", (1, 2), "interlaced, in which every rank computes part of the output layer"),
+        ("1f1b", "none", (1,), "rows on ranks 1 cannot be used with schedule 1f1b and vocab method none"),
+        ("interlaced", "interlaced", (1, 2), "this method makes every rank compute part of the output layer"),
     ],
 )
 def test_ranks_that_cannot_hold_rows_are_refused(name, vocab, ranks, words):

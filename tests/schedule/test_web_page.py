@@ -93,7 +93,7 @@ def test_a_browser_shows_passes_and_tells_what_they_wait_for(tmp_path):
         assert said[0] == "B2 on rank 1: B backward, chunk 0"
         assert said[1] == f"{start:.6g} to {end:.6g} ({end - start:.6g})"
         assert "waits for B of microbatch 2 from rank 2, there at" in "\n".join(said)
-        assert "waits for the copy of microbatch 2 (chunk 0) back from the host on rank 1" in "\n".join(said)
+        assert "waits for the activations of microbatch 2 (chunk 0) from the host to rank 1" in "\n".join(said)
         assert re.search(r"activations held: [\d.]+ microbatches, in host memory [\d.]+", said[-1])
         lit = browser.value("[...views[0].reach(chosen.node, 'before')].filter((e) => e.isPass).map((e) => e.name)")
         assert sorted(lit) == ["B2", "O2", "R2"]

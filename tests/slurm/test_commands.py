@@ -42,7 +42,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
     )
     job, checkpoints, command = printed.splitlines()
     assert status == 0
-    assert job == "4 nodes x 8; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
+    assert job == "4 nodes x 8 ranks; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
     assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and starts at iteration 0 of 100000"
     assert shlex.split(command) == [
         *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b"),
@@ -98,7 +98,7 @@ def test_the_smallest_job_is_one_replica(said):
     )
     assert status == 2, "32 layers do not go into 6 stages"
     status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "16", "--dry-run")
-    assert status == 0 and printed.startswith("1 node x 16; 16 ranks = 8 pipeline x 2 data")
+    assert status == 0 and printed.startswith("1 node x 16 ranks; 16 ranks = 8 pipeline x 2 data")
     assert "--nodes=1 --ntasks-per-node=16" in printed
 
 

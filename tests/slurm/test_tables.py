@@ -107,7 +107,8 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
     write_run(tmp_path, broken, [1e4, 1e4], [])
     status, _, errors = said("paper", "collect", tmp_path, "-o", tmp_path / "measured.csv")
     assert status == 0
-    assert f"{broken}: no iteration after the first 3" in errors
+    log = tmp_path / cell_name(broken) / "rank_0001.log"
+    assert f"{broken}: {log} contains no iteration after the 3 warm-up iterations" in errors
     assert f"{SOME[3]}: not run" in errors
     header, *rows = csv.reader((tmp_path / "measured.csv").read_text().splitlines())
     assert header == HEADER
@@ -235,4 +236,4 @@ def test_array_runs_cells_and_the_collector_reads_them(cluster, said):
     rows = list(csv.DictReader(printed.splitlines()))
     assert [row["method"] for row in rows] == ["baseline", "vocab-2"]
     assert all(float(row["mfu_percent"]) > 0 for row in rows)
-    assert "vocab-1, 32k: not run" in errors
+    assert "vocab-1, vocabulary size 32k: not run" in errors

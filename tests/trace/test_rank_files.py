@@ -243,7 +243,7 @@ def test_the_command_merges_into_what_the_simulator_draws(tmp_path):
         assert float(row[1]) == pytest.approx(busy, abs=0.01)
         assert float(row[2]) == pytest.approx(100 * (1 - busy / timeline.makespan), abs=0.01)
         assert float(row[3]) == pytest.approx(100 * 10 / busy, abs=0.01)
-    assert re.search(rf"measured {timeline.makespan:.2f} ms.* {timeline.makespan:.2f} ms .*1\.000", lines[-1])
+    assert re.search(rf"{timeline.makespan:.2f} ms measured, {timeline.makespan:.2f} ms .*1\.000", lines[-1])
     events = json.loads(merged.read_text())["traceEvents"]
     simulated = json.loads(draw.to_perfetto(timeline))["traceEvents"]
     assert shown(events).keys() == shown(simulated).keys()

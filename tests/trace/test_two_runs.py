@@ -72,7 +72,7 @@ def test_the_text_says_it_by_rank_and_which_run_is_faster(runs, capsys):
     lines = [" ".join(line.split()) for line in streams.out.splitlines()]
     assert status == 0
     assert "0 1,000 | 1,000 2 | 2 0.0200 20% | 0.0500 50% 0.0800 | 0.0500 3.00 | 2.00" in lines
-    assert "computing time of the busiest rank: 0.0800 | 0.0500" in lines
+    assert "busiest rank's computing time per iteration: 0.0800 s | 0.0500 s" in lines
     assert "loss of the plain run: 9.7240 in iteration 1, 9.6000 in iteration 3" in lines
     assert lines[-1].endswith("1.0e-04, in iteration 3 (3 iterations compared)")
 
@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "iterations of other numbers": (
         lambda plain, split: (split / "log.txt").write_text(log_of({10: "5.0", 20: "4.0"})),
-        "no iteration in common \\(the first has 1 to 3, the second 10 to 20\\)",
+        "no iteration in common \\(the first has iterations 1 to 3, the second has 10 to 20\\)",
     ),
 }
 

@@ -167,7 +167,7 @@ def test_rows_that_are_no_cut_are_refused(rows, tensor, line):
 
 
 def test_rows_that_tensor_ranks_cannot_share_are_refused():
-    with pytest.raises(UserError, match="--tensor-model-parallel-size divides"):
+    with pytest.raises(UserError, match="multiple of --tensor-model-parallel-size"):
         VocabShards(51, 4, 2)
 
 

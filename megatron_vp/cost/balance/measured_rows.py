@@ -30,7 +30,7 @@ class MeasuredJob:
 
     ranks, tensor: numbers of pipeline and tensor ranks.
     vocab: size of the padded vocabulary; None: not known yet.
-    arguments: the job's arguments by long name; sizes that are None or missing are not known yet.
+    arguments: the job's arguments by long name; arguments that are None or missing are not compared.
     layers: layers of every virtual stage, if the user set the layout with the option `layout_option`.
     """
 
@@ -73,10 +73,10 @@ class MeasuredJob:
 
 
 def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequence[int] | None]) -> Shards:
-    """Compute the shards of `job` with `--vocab-shards measured:FOLDER`, keeping the layers of the measured run.
+    """Compute the shards that `--vocab-shards measured:FOLDER` gives to `job`. The layers stay as in the measured run.
 
-    `room` returns how many rows fit into each pipeline rank's memory, given the run's partition; None: not known.
-    Raises UserError if the run does not match `job`, or if `read_run` or `refilled` raises it.
+    `room` takes the run's partition and returns how many rows fit into each pipeline rank's memory, or None if that is
+    unknown. Raises UserError if the run does not match `job`, or if `read_run` or `refilled` raises it.
     """
     run = read_run(folder)
     job.check(folder, run)
@@ -84,11 +84,11 @@ def next_rows(folder: Path, job: MeasuredJob, room: Callable[[Partition], Sequen
 
 
 def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequence[int] | None = None) -> Shards:
-    """Compute the next run's rows from the pass times of a run with `partition`, whose layers are kept.
+    """Compute the next run's vocabulary rows from the pass times of a run with `partition`. The layers stay the same.
 
     Args:
         pass_seconds: pass times of every pipeline rank.
-        most: rows for which each rank has memory (see `balanced.most_rows`); None: any number.
+        most: the most rows that fit into each rank's memory (see `balanced.most_rows`); None: no limit.
 
     The returned `gain` is the busiest rank's time per microbatch with the old rows, divided by that with the new rows.
     Each row is assumed to take its rank's measured mean time per row. For a rank without rows, this mean is estimated
@@ -127,22 +127,27 @@ def refilled(partition: Partition, pass_seconds: Sequence[Seconds], most: Sequen
 def next_start(folder: Path, run: MeasuredRun, predicted: float | None = None) -> str:
     """Describe in one line what `--vocab-shards measured:FOLDER` would change at the next start.
 
-    `predicted` is the cost model's speed-up for the same change; the line warns if it contradicts the measured gain.
+    `predicted` is the speed-up that the cost model predicts for this change. If it is well below 1, the line warns
+    against the change.
     """
     found = refilled(run.partition, run.seconds)
     assert found.rows is not None
     busiest = max(sum(each.values()) for each in run.seconds)
-    spread = f"medians of {run.iterations} iterations, accurate to {100 * run.uncertainty:.2g} %"
-    start = f"the next start with --vocab-shards measured:{folder} would use rows {','.join(map(str, found.rows))}; "
+    spread = f"the median pass times of {run.iterations} iterations are accurate to {100 * run.uncertainty:.2g} %"
+    rows = ",".join(map(str, found.rows))
+    start = f"the next start with --vocab-shards measured:{folder} would set the vocabulary rows per rank to {rows}; "
     if found.gain - 1 <= CERTAIN * run.uncertainty:
-        return f"{start}no significant gain ({spread}); measure more iterations, on GPUs that no other job uses"
+        return (
+            f"{start}the speed would not change significantly ({spread}); measure more iterations, on GPUs that no "
+            "other job uses"
+        )
     line = (
-        f"{start}the busiest rank would compute {1e3 * busiest / found.gain:.2f} ms per microbatch instead of "
-        f"{1e3 * busiest:.2f} ms ({spread})"
+        f"{start}the busiest rank would compute for {1e3 * busiest / found.gain:.2f} ms per microbatch instead "
+        f"of {1e3 * busiest:.2f} ms ({spread})"
     )
     if predicted is not None and predicted < 1 - ERROR_BAND["time"]:
         return (
-            f"{line}, but for GPUs of equal speed, the cost model predicts that iterations would take "
-            f"{1 / predicted:.2f} times as long: measure again before you use these rows"
+            f"{line}, but the cost model, which assumes GPUs of equal speed, predicts that iterations would take "
+            f"{1 / predicted:.2f} times as long as in the measured run: measure again before you use these rows"
         )
-    return f"{line}, which is {found.gain:.3f} times as fast"
+    return f"{line}, so this rank would be {found.gain:.3f} times as fast"

@@ -40,7 +40,7 @@ Seconds = Mapping[str, float]
 class MeasuredRun:
     """Measurements of a run: pass times of every pipeline rank (medians over iterations), and properties of the job.
 
-    uncertainty: relative standard deviation of the median time per microbatch; the largest value of all ranks.
+    uncertainty: relative standard deviation of the median time per microbatch, for the rank where it is largest.
     """
 
     seconds: tuple[Seconds, ...]
@@ -58,7 +58,9 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's file: the run's properties, and each iteration's ms per microbatch by kind of pass."""
+    """One rank's file: the run's properties, and for each iteration, the time of each kind of pass per microbatch, in
+    milliseconds.
+    """
 
     path: Path
     rank: int
@@ -128,8 +130,8 @@ def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
         raise UserError(f"{path} has an iteration without microbatches: the file is damaged; measure again") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
-            f"{path} is neither a rank report nor a trace that this version of megatron_vp can read: measure again, "
-            "into an empty folder"
+            f"{path} is neither a rank report nor a trace that this version of megatron_vp can read: repeat the "
+            "measurement with an empty folder"
         ) from None
     return _Rank(path, rank, **own, partition=partition, microbatches=tuple(count for _, count in pairs), times=times)
 
@@ -141,8 +143,8 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         for what in ("run", "schedule", "vocab", "partition"):
             if getattr(first, what) != getattr(other, what):
                 raise UserError(
-                    f"{folder} contains files from different runs (ranks {first.rank} and {other.rank}): measure "
-                    "again, into an empty folder"
+                    f"the files of ranks {first.rank} and {other.rank} in {folder} are from different runs: repeat the "
+                    "measurement with an empty folder"
                 )
     _check_partition(folder, first.partition)
     rows = first.partition.vocab_rows or ()
@@ -161,7 +163,7 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         if each.microbatches[:iterations] != first.microbatches[:iterations]:
             raise UserError(
                 f"{folder}: ranks {first.rank} and {each.rank} recorded different numbers of microbatches for the same "
-                "iteration; measure again, into an empty folder"
+                "iteration; repeat the measurement with an empty folder"
             )
         _check_times(each, rows[each.rank] > 0)
     if iterations < ENOUGH:
@@ -191,15 +193,15 @@ def _check_partition(folder: Path, partition: Partition) -> None:
         )
     if min(rows, default=-1) < 0 or sum(rows) != vocab:
         raise UserError(
-            f"{folder} has vocabulary rows {','.join(map(str, rows))}, which do not add up to the vocabulary size "
-            f"{vocab}: the files are damaged; measure again"
+            f"{folder} records {','.join(map(str, rows))} vocabulary rows per rank, which do not add up to the "
+            f"vocabulary size {vocab}: the files are damaged; measure again"
         )
     if partition.layers is not None and (
         min(partition.layers, default=-1) < 0 or layers not in (None, sum(partition.layers))
     ):
         raise UserError(
-            f"{folder} has layers {','.join(map(str, partition.layers))}, which do not add up to the {layers} layers "
-            "of the run: the files are damaged; measure again"
+            f"{folder} records {','.join(map(str, partition.layers))} layers per stage, which do not add up to the "
+            f"{layers} layers of the run: the files are damaged; measure again"
         )
 
 
@@ -229,13 +231,13 @@ def _check_speeds(ranks: Sequence[_Rank], seconds: Sequence[Seconds], partition:
     for each, took in zip(ranks, by_layer, strict=True):
         if took > IMPLAUSIBLE * usual:
             raise UserError(
-                f"{each.path} has passes that take {took / usual:.1f} times as long per layer as the median of all "
-                "ranks: GPUs do not differ that much; check what else ran on this GPU, and measure again"
+                f"the rank that wrote {each.path} took {took / usual:.1f} times as long per layer as the median rank, "
+                "but GPUs do not differ that much: check what else ran on the slow rank's GPU, and measure again"
             )
 
 
 def layers_on(partition: Partition, rank: int, ranks: int) -> float:
-    """The number of a rank's layers, by which its time is divided to compare it with other ranks.
+    """The number of layers on `rank`, used to compare ranks by their time per layer.
 
     Returns 1 if the layout is unknown or even, if ranks have several chunks, or if the rank has no layers.
     """

@@ -11,7 +11,8 @@ class Constants:
     """The constants that `megatron-vp paper calibrate` fits to published runs.
 
     matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
-    attention_forward, attention_backward: share of the peak that attention kernels reach, counting the causal half.
+    attention_forward, attention_backward: share of the peak FLOP/s that attention kernels reach, counting only the
+        FLOPs of the causal half.
     newer_attention: how many times faster attention is in the newer code base of the paper's V-Half runs (table 6).
     bandwidth: share of the memory bandwidth that streaming kernels reach.
     layer_bytes: bytes per token and hidden unit that a layer's forward moves outside its matrix products.
@@ -35,7 +36,7 @@ class Constants:
     network: float
 
     def with_newer_attention(self) -> Constants:
-        """Return a copy with the faster attention of the V-Half runs."""
+        """Return a copy with the faster attention of the paper's V-Half runs."""
         return replace(
             self,
             attention_forward=self.attention_forward * self.newer_attention,
@@ -63,11 +64,11 @@ CALIBRATED = FITTED.with_newer_attention()
 """The constants that predictions use by default."""
 
 ERROR_BAND = {"time": 0.03, "memory": 0.03}
-"""Largest relative errors of predictions for setups left out of the fit, for A100s and fp16."""
+"""The largest relative errors for setups to which the model was not fitted, on A100s in fp16."""
 
 
 class Compared(NamedTuple):
-    """How well one kind of published Megatron runs is predicted: mean and largest absolute error of tokens/s in %."""
+    """Mean and largest absolute error, in %, of the tokens/s predicted for published runs of one kind."""
 
     kind: str
     runs: int
@@ -78,8 +79,8 @@ class Compared(NamedTuple):
 _COMPARED = {
     ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 6),
     ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 9),
-    ("h100", False, True): Compared("H100, experts, bf16 and fp8", 16, 7, 13),
-    ("h100", True, True): Compared("H100, experts, bf16 and fp8", 16, 7, 13),
+    ("h100", False, True): Compared("H100, MoE, bf16 and fp8", 16, 7, 13),
+    ("h100", True, True): Compared("H100, MoE, bf16 and fp8", 16, 7, 13),
     ("a100", False, False): Compared("A100, dense, fp16", 22, 4, 7),
 }
 
@@ -90,6 +91,8 @@ def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
 
 
 def compared_elsewhere(experts: bool) -> Compared:
-    """The worst comparison of jobs with (or without) `experts`, by mean error, to quote if `compared` returns None."""
+    """The comparison to quote if `compared` returns None. Among the comparisons for this value of `experts`, it has the
+    largest mean error.
+    """
     known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
     return max(known, key=lambda each: each.mean)

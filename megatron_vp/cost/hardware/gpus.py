@@ -18,8 +18,8 @@ class Rates:
     fp8_gemm: FLOP/s of large fp8 matrix products; 0 if the GPU does not support fp8.
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
-    any_layout_fp8: whether tensor cores multiply fp8 operands in any layout, which makes transposed copies unnecessary,
-        and support scale blocks of 32 elements (mxfp8).
+    any_layout_fp8: whether tensor cores support scale blocks of 32 elements (mxfp8) and multiply fp8 operands in any
+        layout, which makes transposed copies unnecessary.
     attention: shares of the peak that fused attention reaches in the forward and in the backward, for long sequences
         and a head size of 128, counting only the causal half; None: use the shares of the paper's code.
     flash_attention_2: the same shares for FlashAttention 2; None: as fast as `attention`.
@@ -41,7 +41,7 @@ class Rates:
 class HostLink:
     """Bandwidth between one GPU and host memory while all GPUs of the node copy; cited, not measured by this project.
 
-    out, back: bytes/s of a copy to and from pinned host memory, in one direction at a time.
+    out, back: bytes/s to pinned host memory and back from it, if copies run in only one direction at a time.
     memory: bytes of host memory per GPU.
     """
 
@@ -97,14 +97,16 @@ _ALL = (
         link_bandwidth=300 * GIGA,
         network_bandwidth=25 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA A100 data sheet (NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s port per GPU",
+        source="NVIDIA A100 data sheet (NVLink 600 GB/s in both directions together); DGX A100: one 200 Gb/s port "
+        "per GPU",
         host=HostLink(
             out=15 * GIGA,
             back=15 * GIGA,
             memory=256 * GIB,
-            source="bandwidth: PipeOffload (arXiv 2503.01328, section 2) for two GPUs on one switch; a single GPU on "
-            "PCIe 4 x16 reaches 24.8 GB/s in one direction at a time, and 24 and 11 GB/s when copying in both "
-            "directions at once (NVIDIA's developer forum); memory: 2 TB per DGX A100",
+            source="bandwidth: PipeOffload (arXiv 2503.01328, section 2), per GPU if two GPUs share a PCIe "
+            "switch; a single GPU on PCIe 4 x16 reaches 24.8 GB/s in one direction at a time, but 24 GB/s to the host "
+            "and 11 GB/s from it when copying in both directions at once (NVIDIA's developer forum); memory: 2 TB per "
+            "DGX A100",
         ),
         rates=Rates(
             gemm=254 * TERA,
@@ -113,8 +115,8 @@ _ALL = (
             issue=108 * 88 * 1.41 * GIGA,
             gap=0.85e-3,
             source="GEMMs: the share of the peak that the paper's A100s reach (constants.py); copies: 0.86 of the "
-            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, each assumed to run 88 per clock, between "
-            "its 64 fp32 lanes and the 128 that it can issue",
+            "nominal bandwidth; instructions: 108 SMs at 1.41 GHz, each assumed to run 88 thread instructions per "
+            "clock (an SM has 64 fp32 lanes and can issue 128)",
         ),
     ),
     Hardware(
@@ -126,7 +128,8 @@ _ALL = (
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA H100 data sheet (NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s port per GPU",
+        source="NVIDIA H100 data sheet (NVLink 900 GB/s in both directions together); DGX H100: one 400 Gb/s port "
+        "per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
@@ -137,7 +140,7 @@ _ALL = (
             flash_attention_2=(0.35, 0.33),
             source="GEMMs: public benchmarks, which reach 650 to 790 TFLOP/s in bf16, and 1280 TFLOP/s in fp8; copies: "
             "public device-to-device benchmarks; instructions: 132 SMs x 128 lanes at 1.7 GHz; attention: mean of "
-            "cuDNN 9 and FlashAttention 3, and separately FlashAttention 2, as measured in arXiv 2407.08608",
+            "cuDNN 9 and FlashAttention 3 in arXiv 2407.08608; FlashAttention 2: its rates in the same paper",
         ),
     ),
     Hardware(
@@ -149,7 +152,8 @@ _ALL = (
         link_bandwidth=450 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="NVIDIA H200 data sheet (NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s port per GPU",
+        source="NVIDIA H200 data sheet (NVLink 900 GB/s in both directions together); DGX H200: one 400 Gb/s port "
+        "per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=700 * TERA,
@@ -158,8 +162,8 @@ _ALL = (
             issue=132 * 128 * 1.7 * GIGA,
             attention=(0.60, 0.55),
             flash_attention_2=(0.35, 0.33),
-            source="GEMMs, instructions and attention: as for the H100; copies: assumed to reach 0.9 of the nominal "
-            "memory bandwidth, as on the H100",
+            source="GEMMs, instructions and attention: as for the H100; copies: assumed to reach the same share of the "
+            "nominal memory bandwidth as on the H100 (0.9)",
         ),
     ),
     Hardware(
@@ -171,8 +175,8 @@ _ALL = (
         link_bandwidth=900 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="one eighth of the totals in NVIDIA's DGX B200 data sheet, with NVLink at 1.8 TB/s both ways and one "
-        "400 Gb/s port per GPU",
+        source="NVIDIA DGX B200 data sheet, totals divided by 8 GPUs (NVLink 1.8 TB/s in both directions together); "
+        "one 400 Gb/s port per GPU",
         host=_PCIE_5,
         rates=Rates(
             gemm=1590 * TERA,
@@ -181,7 +185,8 @@ _ALL = (
             issue=148 * 128 * 1.7 * GIGA,
             attention=(0.44, 0.35),
             source="GEMMs: assumed to reach the same shares of the nominal bf16 and fp8 rates as on the H100; "
-            "copies: public benchmarks of just over 6 TB/s; instructions: 148 SMs x 128 lanes at 1.7 GHz",
+            "attention: assumed; copies: just over 6 TB/s in public benchmarks; instructions: 148 SMs x 128 lanes at "
+            "1.7 GHz",
             any_layout_fp8=True,
         ),
         needs_one_queue=False,
@@ -195,7 +200,8 @@ _ALL = (
         link_bandwidth=448 * GIGA,
         network_bandwidth=50 * GIGA,
         gpus_per_node=8,
-        source="AMD Instinct MI300X and platform data sheets: seven links of 64 GB/s per direction; 400 Gb/s per GPU",
+        source="AMD's data sheets for the Instinct MI300X and its platform (seven links of 64 GB/s per direction); "
+        "network: 400 Gb/s per GPU",
         host=_PCIE_5,
     ),
     Hardware(
@@ -213,8 +219,8 @@ _ALL = (
             out=5 * GIGA,
             back=5 * GIGA,
             memory=4 * GIB,
-            source="bandwidth: half of the memory bandwidth, because a copy reads and writes the same memory; memory: "
-            "assumed",
+            source="bandwidth: half of the core's memory bandwidth, because a copy reads from and writes to the same "
+            "memory; memory size: assumed",
         ),
         is_gpu=False,
         needs_one_queue=False,

@@ -1,8 +1,9 @@
 """Fits the constants to published values, and tests them on setups that the fit has not seen.
 
-A cell is one run in the paper's tables. The fit minimises the weighted sum of squared errors: relative errors of the
-cells' MFU and of pass times on 8 GPUs, and errors of Table 3's factors. A cell's iteration time is the sum of the
-durations along its critical path, so each round of the fit has to simulate every schedule only once.
+A cell is one run in the paper's tables. The fit minimises a weighted sum of squared errors: relative errors of the
+cells' MFU and of pass times on 8 GPUs, and absolute errors of the output layer's scaling factors in Table 3. Each round
+of the fit simulates every schedule only once, to find its critical path, and then computes iteration times from the
+durations along these paths.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ SPREAD = Constants(
     idle_boost=0.01,
     network=0.1,
 )
-"""Uncertainty of each prior value: a fitted constant this far from it counts like an error of 1 percent in one cell."""
+"""Uncertainty of each prior value. If a constant deviates from its prior value by this much, the fit counts the
+deviation like an error of 1 percent in the MFU of one cell.
+"""
 
 PASS_WEIGHT, FACTOR_WEIGHT = 0.5, 0.7
-"""Weights of errors in pass times and in Table 3's factors, relative to errors in cells."""
+"""Weights of the errors in pass times and in Table 3's scaling factors. Errors in MFU have weight 1."""
 
 WORST = 0.1
-"""Weighted errors are clipped at this value, so that a cell with an unexpected layout does not distort the fit."""
+"""Weighted errors are clipped to plus or minus this value, so that a few large errors do not dominate the fit."""
 
 ROUNDS = 3
 """Rounds of the fit. Each one simulates the schedules again, because other paths may have become critical."""
@@ -69,12 +72,12 @@ ROUNDS = 3
 Residuals = Callable[[Constants], list[float]]
 
 Part = tuple[int, ...]
-"""Selects cells by the beginning of their setup: (table, GPUs, sequence length), or (table, GPUs) for any length."""
+"""Selects cells by the start of `Cell.setup`: (table, GPUs, sequence length), or (table, GPUs) for any length."""
 
 
 @dataclass(frozen=True)
 class PathTime:
-    """The iteration time of a cell along one chain of passes and operations, as a function of the constants."""
+    """Computes the MFU of one run of the paper for any constants, from a fixed chain of passes and operations."""
 
     cell: Cell
     path: tuple[Step | Operation, ...]
@@ -131,7 +134,7 @@ def pass_errors(constants: Constants) -> dict[str, list[float]]:
 
 
 def factor_errors(constants: Constants) -> list[float]:
-    """Predicted minus published factors of the output layer in Table 3, as fractions (0.01 is one percentage point)."""
+    """Predicted minus published scaling factors of the output layer in Table 3, as fractions instead of percentages."""
     return [
         (scaling_factor(Cell(5, gpus, sequence, "baseline", 256), VocabMethod(layer[7:]), constants) - published) / 100
         for (sequence, layer, gpus), published in scaling_factors().items()
@@ -140,7 +143,7 @@ def factor_errors(constants: Constants) -> list[float]:
 
 
 def fit(cells: Mapping[Cell, Measurement]) -> Constants:
-    """Fit the constants to the published `cells`, pass times and factors."""
+    """Fit the constants to the MFU of `cells`, to the published pass times, and to Table 3's scaling factors."""
     measured = {cell: entry.mfu for cell, entry in cells.items() if entry.mfu is not None}
     found = EXPECTED
     for _ in range(ROUNDS):
@@ -159,7 +162,9 @@ def _residuals(constants: Constants, paths: Iterable[PathTime], measured: Mappin
 
 
 def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Constants:
-    """Gauss-Newton with numerical derivatives; stops at the first step without an improvement."""
+    """Minimise the squared residuals in at most `steps` Gauss-Newton steps with numerical derivatives. The first step
+    that brings no improvement ends the search.
+    """
     found, now = start, np.array(residuals(start))
     for _ in range(steps):
         values = astuple(found)
@@ -176,7 +181,7 @@ def _least_squares(residuals: Residuals, start: Constants, steps: int = 4) -> Co
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Prediction errors for the cells that a fit left out: mean and largest absolute value, in percent."""
+    """Prediction errors for the cells that a fit left out: mean and maximum of the absolute values, in percent."""
 
     part: Part
     cells: int
@@ -189,7 +194,8 @@ def leave_out(
 ) -> list[LeftOut]:
     """For each of the `parts`, predict its cells with constants that are fitted to all other cells.
 
-    Pass times and Table 3 are always part of the fit. The errors exclude cells whose layout is unknown.
+    Pass times and Table 3 are always part of the fit. The returned errors exclude cells whose distribution of layers
+    over stages is unknown.
     """
     found = []
     for part in parts:
@@ -214,9 +220,10 @@ def report(constants: Constants) -> list[str]:
         sizes = [100 * abs(error) for error in errors]
         lines.append(f"  {name:15} {fmean(sizes):5.2f} {max(sizes):5.2f}")
     sizes = [100 * abs(error) for error in factor_errors(constants)]
-    return [*lines, f"table 3, output layer: mean error {fmean(sizes):.2f}, largest error {max(sizes):.2f} points"]
+    of_table = f"table 3, output layer: mean error {fmean(sizes):.2f}, largest error {max(sizes):.2f} percentage points"
+    return [*lines, of_table]
 
 
 def known_to_fit() -> dict[Cell, Measurement]:
-    """The package's published cells, except those with an unknown layout."""
+    """Measurements of the paper's runs, except runs whose distribution of layers over stages is unknown."""
     return {cell: entry for cell, entry in known_cells().items() if not layout_unknown(cell)}

@@ -1,4 +1,4 @@
-"""Reads the measured values of the tables' cells from the logs of the ranks that ran each cell."""
+"""Reads the iteration time and peak memory of a run that `megatron-vp paper jobs` lists, from the logs of its ranks."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def read_run(folder: Path) -> Run | str:
         return Run(None, None)
     counted = [seconds for number, seconds in times.items() if number > WARM_UP]
     if not counted:
-        return f"no iteration after the first {WARM_UP} in {logs[-1]}"
+        return f"{logs[-1]} contains no iteration after the {WARM_UP} warm-up iterations"
     return Run(statistics.median(counted), max(peaks, default=0.0) or None)

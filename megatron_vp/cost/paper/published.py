@@ -1,4 +1,4 @@
-"""Reads the paper's models, published cells, pass times and scaling factors, and users' files in the same format."""
+"""Reads the paper's models and measurements, and users' files in the format of the packaged `published_mfu.csv`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = {5: ("baseline", "redis", "vocab-1", "vocab-2", "interlaced"), 6: ("ba
 """Methods in the paper's tables 5 (1F1B) and 6 (V-Half)."""
 
 LARGEST = 10_000
-"""The largest value, in percent or GiB, that is accepted in a file."""
+"""The largest MFU in percent, and the largest memory in GiB, that a file of published cells may give."""
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +32,10 @@ class Cell:
     vocab_k: int
 
     def __str__(self) -> str:
-        return f"table {self.table}, {self.gpus} GPUs, sequence {self.sequence}, {self.method}, {self.vocab_k}k"
+        return (
+            f"table {self.table}, {self.gpus} GPUs, sequence length {self.sequence}, {self.method}, "
+            f"vocabulary size {self.vocab_k}k"
+        )
 
     @property
     def setup(self) -> tuple[int, int, int]:
@@ -42,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The published MFU in percent and memory in GiB of a cell; None if the run did not fit into memory."""
+    """A cell's published MFU in percent and memory in GiB; both are None if the run did not fit into memory."""
 
     mfu: float | None
     memory: float | None
@@ -83,7 +86,7 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
 
 
 def known_cells() -> dict[Cell, Measurement]:
-    """The published cells that come with this package, to which the constants were fitted."""
+    """The published cells that come with this package."""
     return _cells(packaged("published_mfu.csv"), "the package's published cells")
 
 
@@ -91,7 +94,7 @@ def read_cells(path: Path) -> dict[Cell, Measurement]:
     """Read the cells of a file in the format of the package's `published_mfu.csv`.
 
     Raises UserError for a file that cannot be read, lacks a column, repeats a cell, or has a cell that is not in the
-    tables.
+    paper's tables.
     """
     text = read_text(path, "published cells", MIB)
     return _cells(csv.DictReader(text.splitlines()), str(path))
@@ -125,12 +128,15 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
             value("vocab_k", int),
         )
         if cell not in known:
-            raise UserError(f"{source}, line {number}: the paper's tables have no cell {cell}")
+            raise UserError(f"{source}, line {number}: the paper's tables do not contain this cell ({cell})")
         if cell in found:
             raise UserError(f"{source}, line {number}: {cell} occurs twice; keep one of the two")
         found[cell] = Measurement(value("mfu_percent", float), value("peak_memory_gb", float))
     if not found:
-        raise UserError(f"{source} contains no cells; its first line must be table,gpus,seq_length,method,vocab_k,...")
+        raise UserError(
+            f"{source} contains no measurements; write one per line below this header: "
+            "table,gpus,seq_length,method,vocab_k,mfu_percent,peak_memory_gb"
+        )
     return found
 
 

@@ -19,11 +19,11 @@ def to_text(rows: Sequence[Row], setting: Setting | None = None) -> str:
     With a `setting`, the rows are predictions for this project, and Table 3, which describes the authors' code, is left
     out.
     """
-    lines = ["predicted MFU in percent and peak memory in GiB; !: does not fit into the device's memory"]
+    lines = ["predicted MFU in percent and peak memory in GiB; ! marks runs that do not fit in memory"]
     if setting is not None:
         lines.append(
-            f"this project on {setting}; MFU is relative to the 16-bit peak, {setting.hardware.peak_flops / 1e12:.0f} "
-            "TFLOP/s"
+            f"the runs use megatron_vp on {setting}; MFU is relative to the 16-bit peak, "
+            f"{setting.hardware.peak_flops / 1e12:.0f} TFLOP/s"
         )
     compared = any(row.published for row in rows)
     if compared:
@@ -64,7 +64,7 @@ def _entry(value: str, error: float | None, row: Row, compared: bool) -> str:
 
 
 def table_3() -> list[str]:
-    """Format the predicted and published throughput of the split output layer, one line per factor of Table 3."""
+    """Format the predicted and published throughput of the split output layer, one line per published value."""
     lines = ["Table 3: throughput of the split output layer in percent of linear scaling, vocabulary 256k"]
     lines.append(f"{'':11}{'sequence':>10}{'GPUs':>6}{'predicted':>11}{'published':>11}{'points':>8}")
     for (sequence, layer, gpus), published in scaling_factors().items():
@@ -81,7 +81,7 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     apart = {row.cell for row in others}
     lines = [_line("all published cells", rows)]
     if others:
-        name = "without the cells that another layer layout fits better"
+        name = "without cells that have an unknown pipeline layout and an MFU error above 5 percent"
         lines.append(_line(name, [row for row in rows if row.cell not in apart]))
         for row in others:
             assert row.predicted.layers is not None
@@ -101,7 +101,7 @@ def _line(name: str, rows: Iterable[Row]) -> str:
 
     def figures(of: Callable[[Row], float | None]) -> str:
         found: Errors | None = errors(rows, of)
-        return "nothing to compare" if found is None else f"mean {found.mean:.2f}, largest {found.largest:.2f} percent"
+        return "unknown" if found is None else f"mean {found.mean:.2f}, largest {found.largest:.2f} percent"
 
     mfu, memory = figures(lambda row: row.mfu_error), figures(lambda row: row.memory_error)
     return f"{name}: MFU error {mfu}; memory error {memory}"

@@ -1,4 +1,4 @@
-"""Lists the candidate plans for a job: every schedule with every vocabulary method, each with a suitable layout."""
+"""Lists the candidate plans for a job. A plan combines a schedule, a vocabulary method and layer counts per stage."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ PLAIN, REDISTRIBUTED = "plain", "redistributed"
 WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
 
 MOST_BALANCED = 16
-"""With more pipeline ranks than this, `plan` keeps even shards: balancing takes a few simulations per candidate."""
+"""With more pipeline ranks than this, `plan` does not balance the vocabulary shards, because balancing takes a few
+simulations per candidate.
+"""
 
 LARGEST = 128
-"""Largest number of pipeline ranks for which `plan` predicts candidates; this many take half a minute on two cores."""
+"""Largest number of pipeline ranks for which `plan` predicts candidates. At this number, `plan` takes half a minute on
+two cores.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name in tables and pictures, unique within a plan."""
+        """The candidate's name in tables and charts."""
         return f"{self.plan.label}, {self.method}" + (", balanced shards" if self.plan.vocab_rows else "")
 
     @property
@@ -52,7 +56,7 @@ class Candidate:
 
 
 def method_of(plan: Plan) -> str:
-    """The name of a plan's method."""
+    """The name of the method that a plan uses (see `Candidate`)."""
     if plan.vocab is not VocabMethod.NONE:
         return str(plan.vocab)
     return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
@@ -67,9 +71,9 @@ def candidates(
 ) -> list[Candidate]:
     """Combine every schedule of `names` with each method that it supports (see `Candidate`).
 
-    By default, `names` has all schedules that `plan` considers. `chunks` applies to `interleaved` and to other families
-    that allow any number of chunks. Raises UserError for a job without a pipeline, with more than LARGEST pipeline
-    ranks, or with fewer layers than pipeline ranks.
+    By default, `names` contains all schedules that `megatron-vp plan` considers. `chunks` applies to `interleaved` and
+    to other families that allow any number of chunks. Raises UserError for a job without a pipeline, with more than
+    LARGEST pipeline ranks, or with fewer layers than pipeline ranks.
     """
     if job.pipeline < 2:
         raise UserError("a job with one pipeline stage needs no plan; set --pipeline-model-parallel-size to 2 or more")
@@ -77,8 +81,8 @@ def candidates(
         raise UserError(f"no schedule can run this job: {too_few_layers(job, job.pipeline)}")
     if job.pipeline > LARGEST:
         raise UserError(
-            f"{job.pipeline} pipeline ranks are too many for a plan, which tries every schedule: give at most "
-            f"{LARGEST}, or simulate one schedule at a time with megatron-vp simulate --pipeline-schedule NAME"
+            f"{job.pipeline} pipeline ranks are too many for megatron-vp plan, which tries every schedule: give "
+            f"at most {LARGEST}, or simulate one schedule at a time with megatron-vp simulate --pipeline-schedule NAME"
         )
     found = []
     planned = [name for name, record in FAMILIES.items() if record.planned]
@@ -101,7 +105,8 @@ def candidates(
 def balanced_layers(
     job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
 ) -> tuple[int, ...]:
-    """Find the layers of each virtual stage that minimise the busiest rank's work, including unsplit vocabulary layers.
+    """Distribute the layers over the virtual stages so that the busiest rank has as little work as possible. The work
+    includes unsplit vocabulary layers.
 
     For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
     there are fewer layers than middle stages, which are all stages except the first and the last.
@@ -125,8 +130,8 @@ def balanced_layers(
 
 
 def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
-    """The layouts to try with the method `redistributed`: that of `balanced_layers` and, if the model's pattern
-    repeats, the best cut between repetitions, which is sometimes slightly faster.
+    """The layouts to try with the method `redistributed`: the result of `balanced_layers` and, if the model's pattern
+    repeats, the best layout that cuts only between repetitions, which is sometimes slightly faster.
     """
     found = [balanced_layers(job, placement, hardware, constants)]
     size = unit_length(job.model.pattern)
@@ -148,7 +153,10 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
 
 
 def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
-    """The most even layout in layers (or letters, for a hybrid model); None if all stages get the same number."""
+    """Layers per virtual stage, spread as evenly as possible; None if all stages get the same number.
+
+    If the model has a `pattern` (see `ModelShape`), the ranks' work is evened out, not their numbers of layers.
+    """
     letters = None
     if job.model.pattern:
         letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)

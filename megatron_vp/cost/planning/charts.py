@@ -1,8 +1,9 @@
-"""Draws predictions: time and memory of all candidates of a plan, and of every rank of one candidate."""
+"""Draws charts of predicted time and memory: for all candidate plans of a job, or for every rank under one plan."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 LOSSES = {
     "work": ("mean work of the ranks", "#59A14F"),
-    "imbalance": ("busiest rank over the mean", "#E15759"),
+    "imbalance": ("excess work of the busiest rank", "#E15759"),
     "bubble": ("bubble", "#BAB0AC"),
     "communication": ("communication", "#4C78A8"),
     "step": ("after the passes", "#B07AA1"),
@@ -73,7 +74,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
     memory.grid(axis="y", color="#E4E4E4", linewidth=0.6, zorder=0)
     memory.set_axisbelow(True)
     _limit(memory, limit)
-    memory.set_xlabel("GiB, one dot per rank; dotted line: memory limit")
+    memory.set_xlabel("peak GiB per rank; dotted line: limit")
     return _png(figure)
 
 
@@ -106,7 +107,9 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
 
 
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory: all runs, coloured by schedule, and the frontier."""
+    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by schedule. Slow runs are
+    left out.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
@@ -149,7 +152,7 @@ def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
     if limit / GIB < most:
         _limit(axes, limit)
     axes.set_xlim(0, most)
-    axes.set_xlabel("GiB on the fullest rank; dotted line: memory limit; filled: activations in host memory")
+    axes.set_xlabel("peak memory of the fullest rank in GiB; dotted line: limit; filled: activations in host memory")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
@@ -158,12 +161,15 @@ PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory: all runs, coloured by pipeline size, and the frontier."""
+    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by pipeline size. Slow runs
+    are left out.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    lines = [textwrap.fill(line, 180) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), fontsize=8, x=0.01, ha="left")
     frontier = search.frontier(limit)
     longest = max(1.05 * frontier[-1].seconds, 1.1 * frontier[0].seconds)
     shown = [each for each in search.found if each.seconds <= longest]
@@ -189,13 +195,13 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     for each in frontier:
         job, plan = search.variants[each.variant].job, each.evaluation.candidate.plan
         parallel = "".join(
-            f" {size} {name}"
+            f", {name}-parallel size {size}"
             for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
             if size > 1
         )
-        again = ", recomputed" if job.recompute is not Recompute.NONE else ""
+        again = ", with recomputation" if job.recompute is not Recompute.NONE else ""
         axes.annotate(
-            f"{plan.label}, {each.evaluation.candidate.method},{parallel or ' no tensor ranks'}{again}",
+            f"{plan.label}, {each.evaluation.candidate.method}{parallel}{again}",
             (each.memory / GIB, each.seconds),
             xytext=(4, -7),
             textcoords="offset points",
@@ -205,7 +211,7 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     if limit / GIB < most:
         _limit(axes, limit)
     axes.set_xlim(0, most)
-    axes.set_xlabel("GiB on the fullest rank; dotted line: memory limit")
+    axes.set_xlabel("peak memory of the fullest rank in GiB; dotted line: limit")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 

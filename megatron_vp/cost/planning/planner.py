@@ -45,9 +45,9 @@ def plan(
         progress: called with the number of finished candidates and the total; a candidate and its balanced version
             count as one.
         limit: bytes per rank within which shards are balanced and flexible schedules are fitted (see `flexible`).
-        offload: whether to try all schedules of WITH_OFFLOAD, each with and without chunks in host memory.
+        offload: whether to try every schedule of WITH_OFFLOAD, first without and then with activations in host memory.
 
-    A candidate is also evaluated with the shards that `balance.balanced` finds, if they are faster than even ones.
+    If `balance.balanced` chooses uneven shards for a candidate, the candidate is also evaluated with these shards.
     Raises UserError if `candidates` does, or if the job cannot run any candidate.
     """
     tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
@@ -88,7 +88,7 @@ def _offloaded(
     constants: Constants,
     progress: Callable[[int, int], None],
 ) -> list[Evaluation]:
-    """Evaluate the fastest run of each schedule and method again, with chunks offloaded to host memory."""
+    """Evaluate the fastest run of each schedule and method again, with activations offloaded to host memory."""
     bases = bases_of(evaluations)
     running = [pool.submit(offloaded_evaluations, base, job, hardware, limit, constants) for base in bases]
     for done, _ in enumerate(as_completed(running)):
@@ -99,7 +99,7 @@ def _offloaded(
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
 ) -> list[Evaluation | Infeasible]:
-    """Evaluate a group of candidates, and each one again with balanced shards if these are faster than even shards."""
+    """Evaluate candidates. If `balanced` chooses uneven shards for a candidate, evaluate it with these too."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
@@ -146,12 +146,12 @@ def gain_over(other: Evaluation | None, chosen: Evaluation) -> float | None:
 
 
 def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_BAND["time"]) -> Choice:
-    """Choose what to run from evaluations sorted fastest first.
+    """Choose one run of `evaluations`, which must be sorted with the fastest first.
 
-    Runs tie if they fit and are at most the fraction `band` slower than the fastest of them; see `ties.tie_of`. Among
-    tied runs, those whose free memory exceeds the error of predicted memory (see `Evaluation.is_tight`) are preferred,
-    and then the simplest one (`simplicity`). Interlaced runs are only a comparison and are never chosen. Raises
-    UserError if nothing fits.
+    Runs tie if they fit and take at most (1 + `band`) times as long as the fastest run that fits; see `ties.tie_of`.
+    The choice is the simplest tied run (see `simplicity`) whose free memory exceeds the error of predicted memory (see
+    `Evaluation.is_tight`) or, if there is none, the simplest of all tied runs. Interlaced runs serve only as a
+    comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]
@@ -163,7 +163,8 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
         return Choice(chosen, tied, without_split, in_megatron)
     if not offered:
         raise UserError(
-            "none of the schedules that a plan may choose can run this job (interlaced is only for comparison)"
+            "only the schedule `interlaced` can run this job, but `plan` never recommends it, because it exists only "
+            "for comparison"
         )
     least = min(offered, key=lambda each: each.peak_memory)
     plan = least.candidate.plan
@@ -175,11 +176,11 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
 
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
-    """Sort key that decides a tie, lowest first.
+    """Sort key for tied runs (see `choose`): the lowest key wins.
 
     The key prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
-    fewer chunks; plain layers, then redistributed ones, vocab-2 and vocab-1; balanced shards, which training uses by
-    default; less memory.
+    fewer chunks; the method that comes first in `_BY_SIMPLICITY`; balanced shards, which training uses by default; less
+    memory.
     """
     plan = evaluation.candidate.plan
     chosen = family(plan.schedule)

@@ -15,10 +15,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
 
 MICRO_BATCHES = (1, 2, 4, 8)
-"""Numbers of sequences per microbatch that a search tries."""
+"""Microbatch sizes, in sequences, that a search tries."""
 
 CONTEXT_TOKENS = 4096
-"""Fewest tokens per context-parallel rank; with fewer, attention cannot hide the exchange of keys and values."""
+"""A search splits sequences over context-parallel ranks only if each gets at least this many tokens. With fewer,
+attention cannot hide the exchange of keys and values.
+"""
 
 DIMENSIONS = {
     "tensor": ("tensor_model_parallel_size",),
@@ -50,22 +52,23 @@ class Variant:
 def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
     """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names the dimensions that do not vary.
 
-    The first variant has the job's own sizes, if they suit `gpus` GPUs. In all other variants, each tensor-parallel
-    group lies within one node and uses sequence parallelism. Combinations of sizes that the model or the global batch
-    size does not allow are left out. Raises UserError if the arguments have no global batch size, or if no combination
-    is left.
+    The first variant is the job as configured, if its parallel sizes and batch size allow `gpus` GPUs. In all other
+    variants, each tensor-parallel group lies within one node and uses sequence parallelism. Combinations of sizes that
+    the model or the global batch size does not allow are left out. Raises UserError if the arguments have no global
+    batch size, or if no combination is left.
     """
     if arguments.get("global_batch_size") is None:
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the searched sizes, such as a missing hidden size, are raised here.
     job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
-    found, reason = [], f"the sizes that --keep {', '.join(keep)} fixes do not divide the number of GPUs"
+    reason = f"the product of the parallel sizes fixed by --keep {', '.join(keep)} does not divide the number of GPUs"
+    found = []
     for sizes in _sizes(arguments, gpus, hardware, keep):
         settings = sizes | {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
         try:
             job = job_of(dict(arguments) | settings, gpus)
         except UserError as error:
-            reason = f"the last one was refused: {error}"
+            reason = f"the last one tried was refused: {error}"
             continue
         found.append(Variant(job, settings))
     if not found:
@@ -118,7 +121,7 @@ def _powers(most: int) -> list[int]:
 
 
 def is_neighbour(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in one searched size only, by at most a factor of 2, or in recomputation only."""
+    """Whether two jobs differ only in recomputation, or only in one of the searched sizes, by at most a factor of 2."""
     sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
     ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
     steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)

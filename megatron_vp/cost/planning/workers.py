@@ -32,10 +32,11 @@ def worker_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Start a process that calls `prepare`, and yield a function that calls `answer` there; it ends with the block.
+    """Start a process that calls `prepare`, and yield a function that calls `answer` in that process.
 
-    `prepare` and `answer` must be module-level functions. Unlike a pool, the other process needs no thread in this
-    process, so a pool that is started inside the block can still fork its workers.
+    The process is terminated at the end of the `with` block. `prepare` and `answer` must be module-level functions.
+    Unlike a pool, the started process needs no thread in the calling process, so a pool that is started inside the
+    block can still fork its workers.
     """
     context = _context()
     ours, theirs = Pipe()
@@ -51,8 +52,8 @@ def asked_process(prepare: Callable[[], None], answer: Callable[..., Any]) -> It
         except (EOFError, OSError):
             process.join(timeout=1)
             raise UserError(
-                f"the process that ran the check exited with code {process.exitcode}; if it was killed, free "
-                "memory and try again"
+                f"the process that checks the job exited with code {process.exitcode}; if the system killed it, free "
+                "some memory and try again"
             ) from None
 
     try:
@@ -88,7 +89,7 @@ def _start(pool: ProcessPoolExecutor, processes: int) -> None:
 
 @contextmanager
 def _deaf_to_interruptions() -> Iterator[None]:
-    """Block SIGINT in processes that are started inside the block, so that Ctrl-C does not end them."""
+    """Block SIGINT in processes that are started in this context, so that Ctrl-C does not end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

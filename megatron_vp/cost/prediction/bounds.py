@@ -35,9 +35,9 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, order=True)
 class HeldBytes:
-    """A rank's memory during an iteration: `always` bytes throughout, plus activations. `byte_seconds` is the integral
-    of the activations' bytes over time, for the simulated microbatches only. For at least `idle` seconds, the rank runs
-    microbatches that are not simulated or holds no activations.
+    """A rank's memory during an iteration. The rank holds `always` bytes all the time, and activations for part of the
+    time. `byte_seconds` is the integral of the activations' bytes over time, for the simulated microbatches only. For
+    at least `idle` seconds, the rank runs microbatches that are not simulated or holds no activations.
     """
 
     always: float

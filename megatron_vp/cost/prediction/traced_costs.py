@@ -15,18 +15,19 @@ from megatron_vp.trace.rank_files import read_traces
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:
     """Mean pass and collective times, in seconds, of the run that wrote its trace to `folder` with `--pipeline-trace`.
 
-    Raises UserError if the folder holds no trace, or if the traced run and `plan` on `job` differ in schedule,
+    Raises UserError if the folder holds no trace, or if the traced run differs from `job` and `plan` in schedule,
     vocabulary method or placement.
     """
     first, *_ = traces = read_traces(folder)
     ours = single_microbatch(plan, job)
     if (first.schedule, first.vocab, first.placement) != (ours.name, ours.vocab, ours.placement.stage_of):
         raise UserError(
-            f"{folder} is the trace of {_words(first.schedule, first.vocab, first.placement)}, but this job runs "
-            f"{_words(ours.name, ours.vocab, ours.placement.stage_of)}: simulate the job that was traced"
+            f"{folder} is the trace of a run with {_words(first.schedule, first.vocab, first.placement)}, but this job "
+            f"has {_words(ours.name, ours.vocab, ours.placement.stage_of)}: simulate the job that was traced"
         )
     return mean_costs(traces).scaled(1e-3)
 
 
 def _words(schedule: str, vocab: str, placement: tuple[tuple[int, ...], ...]) -> str:
-    return f"{schedule} with {vocab} on {len(placement)} ranks and {sum(map(len, placement))} stages"
+    stages = sum(map(len, placement))
+    return f"schedule {schedule}, vocab method {vocab}, {len(placement)} ranks and {stages} virtual stages"

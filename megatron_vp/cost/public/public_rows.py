@@ -21,15 +21,17 @@ Columns = Mapping[str, str]
 _MLP = {"swiglu": ["--swiglu"], "geglu": ["--quick-geglu"], "squared_relu": ["--squared-relu"], "gelu": []}
 _SOFTWARE = {
     "sc21": ["--transformer-impl", "local"],  # The software is from 2021, before Transformer Engine.
-    "nemo-longseq": ["--attention-backend", "flash"],  # From early 2024, before FlashAttention 3.
+    "nemo-longseq": ["--attention-backend", "flash"],  # The software is from early 2024, before FlashAttention 3.
 }
-"""Megatron options for published sources whose software had older attention kernels."""
+"""For sources whose runs predate today's attention kernels: Megatron options that select the older kernels."""
 _STATES = {
-    # `optim.dtype` in nemotron4-340b-synth.yaml sets both moments to 16 bits. Megatron's nearest setting keeps 2 bytes
-    # more per parameter.
+    # `optim.dtype` in nemotron4-340b-synth.yaml sets both moments to 16 bits. Megatron's nearest setting also keeps 2
+    # bytes of each parameter's fp32 copy.
     "nemotron/README_340b.md at v25.02": ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
 }
-"""Options for optimizer states below fp32, keyed by text in the run's `where` column."""
+"""Options for runs whose optimizer states have lower precision than fp32. The options of a key apply to runs whose
+`where` column contains the key.
+"""
 _FLEXIBLE = ("moe-zoo",)
 """Sources whose scripts dispatch tokens with DeepEP unless a run's note says otherwise."""
 _MODULE = "recompute_"
@@ -52,7 +54,7 @@ class PublicRow:
 
     @property
     def group(self) -> str:
-        """The group to which the run's error belongs: dense_bf16, dense_fp8 or moe; A100s have separate groups."""
+        """The group of runs to which this run belongs: dense_bf16, dense_fp8 or moe, with suffix _a100 for A100s."""
         return self["group"] + ("_a100" if self["gpu"] == "a100" else "")
 
     @property
@@ -177,9 +179,10 @@ class PublicRow:
 
 
 def read_rows(runs: Path | None = None, models: Path | None = None) -> list[PublicRow]:
-    """Read the published runs of a file, by default the package's own.
+    """Read the published runs from `runs`, or from the package's own file if `runs` is None.
 
-    Raises UserError for a file that cannot be read, lacks a column, or names a model that is not among `models`.
+    Raises UserError for a file that cannot be read or lacks a column, and for a run whose model is not in the file
+    `models`.
     """
     sizes = {model["model"]: model for model in _read(models, "models.csv")}
     found = []
@@ -201,7 +204,10 @@ def _read(path: Path | None, own: str) -> list[dict[str, str]]:
     missing = [column for column in needed if rows and rows[0].get(column) is None]
     if missing or not rows:
         lacks = f"column {missing[0]} is missing" if missing else "the file has no rows"
-        raise UserError(f"{path or own}: {lacks}; its first line must name {', '.join(needed[:4])}, ... as in {own}")
+        raise UserError(
+            f"{path or own}: {lacks}; the first line must name the columns {', '.join(needed[:4])} and so on, as in "
+            f"the package's {own}"
+        )
     return rows
 
 

@@ -26,7 +26,7 @@ from megatron_vp.jobs.pattern_text import pattern_in
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
-    """The job that `arguments` describe on `ranks` ranks, with Megatron's own defaults.
+    """The job that `arguments` describe on `ranks` ranks. Missing optional arguments have Megatron's defaults.
 
     If `ranks` is None, the job has the smallest number of replicas that can hold the experts. Raises UserError if a
     size is missing or if sizes contradict each other.
@@ -149,16 +149,16 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, is treated like a missing
-option, because recipes with experts do not use it.
+"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, becomes
+`Dispatcher.UNSAID`, because recipes with experts do not use `allgather`.
 """
 
 
 def _attention(given: Callable[..., Any], fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
-    Of the published recipes with delayed scaling, some used FlashAttention 2 on H100 and others cuDNN 9, so the kernels
-    of such a job are unknown if it does not choose a backend.
+    Some published recipes with delayed scaling used FlashAttention 2 on H100, and others used cuDNN 9. So if a job with
+    delayed scaling does not choose a backend, its kernels are unknown.
     """
     backend = str(given("attention_backend", "auto")).removeprefix("AttnBackend.")
     if backend == "flash":
@@ -177,14 +177,14 @@ def _wide_gradients(given: Callable[..., Any]) -> bool:
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""Maps the dtypes that Megatron stores when it parses its arguments to the names in `_BYTES`."""
+"""Maps the dtypes in Megatron's parsed arguments to the names in `_BYTES`."""
 
 
 def _bytes_of(given: Callable[..., Any], name: str) -> int:
     asked = str(given(name, "fp32"))
     asked = _RESOLVED.get(asked, asked)
     if asked not in _BYTES:
-        raise UserError(f"{name} {asked!r} is unknown; use {', '.join(_BYTES)}")
+        raise UserError(f"{name} {asked!r} is unknown; use one of {', '.join(_BYTES)}")
     return _BYTES[asked]
 
 
@@ -192,8 +192,8 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
     """The states of the precision-aware optimizer; None if the job does not use it.
 
     The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
-    bf16 parameter's copy, because the parameter itself holds the other 16. With fp8 recipes other than delayed scaling,
-    Megatron itself keeps fp32 parameters and converts gradients to fp32.
+    bf16 parameter's copy, because the parameter itself holds the other 16. With an fp8 recipe other than delayed
+    scaling, Megatron keeps the full fp32 copy instead, and converts gradients to fp32.
     """
     if not given("use_precision_aware_optimizer"):
         return None
@@ -207,7 +207,7 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:
-    """A GPT model's `ModelShape.pattern`, which is empty unless only some layers have experts."""
+    """A GPT model's `ModelShape.pattern`: empty if the model has no experts, or if all its layers have experts."""
     with_experts = expert_layers(given("moe_layer_freq", 1), layers) if experts else ()
     return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
 
@@ -227,7 +227,9 @@ def _window(given: Callable[..., Any]) -> int:
 
 
 def _windowed(given: Callable[..., Any]) -> float:
-    """Fraction of windowed layers: 1, or 1 - 1/n if `--window-attn-skip-freq` is n; 0 (ignored) if it is a list."""
+    """Fraction of layers with a window: 1 - 1/n with `--window-attn-skip-freq n`, and 1 without this option. If the
+    option is a list, all layers are counted as layers without a window.
+    """
     skipped = str(given("window_attn_skip_freq", 0))
     if not _window(given) or not skipped.isdigit():
         return 0.0
@@ -235,7 +237,9 @@ def _windowed(given: Callable[..., Any]) -> float:
 
 
 def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parts of a layer that selective recomputation recomputes; the argument may be a list or a single name."""
+    """The parts of a layer that selective recomputation recomputes. Megatron's `--recompute-modules` may be given as a
+    list or as a single name.
+    """
     given = arguments.get("recompute_modules")
     if given is None:
         return frozenset({"core_attn"})  # Megatron's default
@@ -245,9 +249,9 @@ def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
 def _glu_intermediates(given: Callable[..., Any], kind: LayerKind, experts: bool) -> int:
     """The number of intermediate tensors that a gated MLP keeps.
 
-    Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps the
-    activated gate, and a copy of the linear part with an offset added; quick GeGLU also keeps the sigmoid, and is
-    fused only in experts with biases.
+    Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps two:
+    the activated gate, and the linear half plus an offset. Quick GeGLU is fused only in experts with biases. Its
+    unfused code keeps a third tensor, the sigmoid.
     """
     if given("quick_geglu"):
         fused = not given("no_bias_gelu_fusion") and given("bias_gelu_fusion") is not False
@@ -280,7 +284,7 @@ def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Reci
         raise UserError(f"fp8_format {fp8_format!r} is unknown; use e4m3 or hybrid")
     asked = given("fp8_recipe", Fp8Recipe.DELAYED.value)
     if asked not in list(Fp8Recipe):
-        raise UserError(f"the costs of fp8_recipe {asked!r} are unknown; use {', '.join(Fp8Recipe)}")
+        raise UserError(f"the costs of fp8_recipe {asked!r} are unknown; use one of {', '.join(Fp8Recipe)}")
     if not given("first_last_layers_bf16"):
         return Fp8Recipe(asked), 0, 0
     if asked == Fp8Recipe.DELAYED:
@@ -291,7 +295,7 @@ def _fp8(given: Callable[..., Any], layers: int, pipeline: int) -> tuple[Fp8Reci
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         count, most = given(name, 1), layers // pipeline
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
-            raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the layers per rank")
+            raise UserError(f"{name} is {count!r}: give a whole number from 0 to {most}, the number of layers per rank")
         ends.append(count)
     at_start, at_end = ends
     return Fp8Recipe(asked), at_start, at_end

@@ -63,18 +63,18 @@ class Dispatcher(StrEnum):
     FLEXIBLE = "flex"
     """As with DeepEP, a token is sent once to each rank that has some of its experts."""
     UNSAID = "unsaid"
-    """The job does not say. As in published recipes, all-to-all is assumed inside a node, and flex between nodes."""
+    """No dispatcher is given. As in published recipes, flex is assumed if experts span nodes, otherwise alltoall."""
 
 
 MOST_LAYERS = 10_000
-"""Largest accepted number of layers; a larger number is assumed to be a typing error."""
+"""Largest accepted number of layers; a larger number is assumed to be a typo."""
 
 
 @dataclass(frozen=True)
 class Latent:
     """Sizes of multi-latent attention.
 
-    query_rank: rank of the compressed queries; 0: queries are not compressed.
+    query_rank: rank of the compressed queries, or 0 if queries are not compressed.
     key_rank: rank of the compressed keys and values.
     rotary: width of the part of a head's queries and keys that is rotated.
     value_size: width of a head's values.
@@ -96,7 +96,7 @@ class ModelShape:
     gated: whether an MLP has three matrices.
     pattern: one letter per layer. In a hybrid model, these are the letters of its pattern, without bars. In a GPT model
         with experts in only some layers, t is a layer with experts, and d a layer without. Empty for other models.
-    dense_ffn: width of the MLPs of layers without experts (letters - and d); 0: equal to `ffn`.
+    dense_ffn: width of the MLPs of layers without experts (letters `-` and `d`); 0: equal to `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
     mtp_heads: letters of the layers of each multi-token prediction head. All heads are at the end of the last stage.
     windowed: share of the layers in which a token sees only the last `window` tokens.
@@ -140,19 +140,19 @@ class ModelShape:
         if not self.head_size:
             if self.hidden % self.heads:
                 raise UserError(
-                    f"hidden size {self.hidden} is not a multiple of {self.heads} attention heads; set the head size "
-                    "with --kv-channels"
+                    f"hidden size {self.hidden} cannot be divided equally among {self.heads} attention heads; set the "
+                    "head size with --kv-channels"
                 )
             object.__setattr__(self, "head_size", self.hidden // self.heads)
         if self.heads % self.kv_groups:
             raise UserError(
-                f"{self.heads} attention heads cannot be divided equally among {self.kv_groups} query groups; use a "
-                "divisor of the number of heads"
+                f"{self.heads} attention heads cannot be divided equally among {self.kv_groups} query groups; set "
+                "--num-query-groups to a divisor of the number of heads"
             )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise UserError(
-                f"a token cannot be routed to {self.experts_per_token} of {self.experts} experts; give a number from 1 "
-                f"to {self.experts}"
+                f"a token cannot be routed to {self.experts_per_token} of {self.experts} experts; set "
+                f"--moe-router-topk to a number from 1 to {self.experts}"
             )
         assert not self.pattern or len(self.pattern) == self.layers
 
@@ -163,7 +163,7 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Width of the keys."""
+        """Width of the keys: query groups x head size."""
         return self.kv_groups * self.head_size
 
     @property
@@ -173,7 +173,7 @@ class ModelShape:
 
     @property
     def values(self) -> int:
-        """Width of the values."""
+        """Width of the values: query groups x value size."""
         return self.kv_groups * self.value_size
 
     @property
@@ -194,7 +194,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """States of `--use-precision-aware-optimizer`.
+    """Optimizer states with `--use-precision-aware-optimizer`.
 
     kept: bytes that the optimizer keeps for each parameter that it updates.
     takes_gradients: whether the step reads gradients in the dtype in which they were accumulated.
@@ -206,7 +206,8 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: in each step, a replica processes `microbatches` of `micro_batch` sequences of `sequence` tokens.
+    """A training job: in each step, a replica processes `microbatches` microbatches, each with `micro_batch` sequences
+    of `sequence` tokens.
 
     pipeline, tensor, context, data, expert: parallel sizes.
     wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16, or in the model's dtype.
@@ -225,7 +226,7 @@ class Job:
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
-    states: states of the precision-aware optimizer; None: fp32 for all states, as in Megatron's own optimizer.
+    states: optimizer states with `--use-precision-aware-optimizer`; None: without this option, so all states are fp32.
 
     Raises UserError if sizes contradict each other.
     """
@@ -279,22 +280,23 @@ class Job:
             or model.shared_ffn % t
             or (model.kv_groups % t and t % model.kv_groups)
         ):
+            sizes = ", ".join(str(each) for each in (model.ffn, model.dense_ffn, model.shared_ffn) if each)
             raise UserError(
-                f"tensor parallel size {t} must divide {model.heads} heads and ffn size "
-                f"{model.ffn}{f' and {model.dense_ffn}' if model.dense_ffn else ''}, and must divide or be a multiple "
-                f"of {model.kv_groups} query groups"
+                f"tensor parallel size {t}{f' ({ffn_ranks} for experts)' if ffn_ranks != t else ''} must divide the "
+                f"number of heads ({model.heads}) and each ffn size ({sizes}), and must be a divisor or a multiple of "
+                f"the number of query groups ({model.kv_groups})"
             )
         if self.sequence % (self.context * (t if self.sequence_parallel else 1)):
             raise UserError(
-                f"sequence length {self.sequence} cannot be divided equally among {self.context} context x "
-                f"{t if self.sequence_parallel else 1} tensor ranks; use a multiple of their product"
+                f"sequence length {self.sequence} must be a multiple of the context parallel size ({self.context})"
+                + (f" times the tensor parallel size ({t})" if self.sequence_parallel else "")
             )
         holders = self.expert * self.expert_tensor
         if self.expert > 1 and (self.gpus_per_stage % holders or not model.experts or model.experts % self.expert):
             raise UserError(
-                f"expert parallel size {self.expert} must divide the {model.experts} experts, and its product with "
-                f"expert tensor parallel size {self.expert_tensor} must divide the {self.gpus_per_stage} ranks of a "
-                "pipeline stage"
+                f"expert parallel size {self.expert} must divide the number of experts ({model.experts or 'none'}), "
+                f"and its product with expert tensor parallel size {self.expert_tensor} must divide the "
+                f"{self.gpus_per_stage} ranks of a pipeline stage"
             )
 
     @property
@@ -304,12 +306,12 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of a microbatch in a rank's output layer; each multi-token prediction head counts them again."""
+        """Tokens of a microbatch in a rank's output layer; each multi-token prediction head adds as many again."""
         return self.tokens * (1 + len(self.model.mtp_heads))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer states per parameter: moments and, for 16-bit parameters, an fp32 copy or part of it."""
+        """Bytes of optimizer states per parameter: moments and, for a 16-bit parameter, the optimizer's copy of it."""
         if self.states is not None:
             return self.states.kept
         return 12 if self.element_bytes < 4 else 8
@@ -336,7 +338,7 @@ class Job:
 
     @property
     def shard_rows(self) -> int:
-        """Vocabulary rows of a full shard if the rows are split evenly over all pipeline and tensor ranks."""
+        """Rows of a full shard in an even split over all pipeline and tensor ranks; the last shards may be smaller."""
         shards = self.pipeline * self.tensor
         return -(-self.model.vocab // shards) if self.exact_shards else rows_per_shard(self.model.vocab, shards)
 
@@ -365,7 +367,7 @@ class Plan:
     layers: tuple[int, ...] | None = None
     vocab_rows: tuple[int, ...] | None = None
     shape: str = ""
-    """The shape with which a flexible schedule meets its memory limit; see `prediction.limit`."""
+    """The building block with which a flexible schedule meets its memory limit, such as `slack=12,gap=2`."""
     activation_limit: str = ""
     """The memory limit of a flexible schedule, as given to `--activation-limit`."""
     offload_chunks: int = 0
@@ -410,17 +412,18 @@ class Plan:
         self.shard_rows(job)
 
     def shard_rows(self, job: Job) -> tuple[int, ...]:
-        """For each pipeline rank, the vocabulary rows on each of its tensor ranks, as the cost model counts them.
+        """For each pipeline rank, the number of vocabulary rows per tensor rank, as the cost model counts them.
 
-        Even shards count as full on all ranks, even if the last ranks have fewer rows. Raises UserError if assigned
-        rows do not fit the job, or if the method needs even shards.
+        If the plan assigns no rows, all ranks count as having full shards, although the last ranks may have fewer rows.
+        Raises UserError if assigned rows do not fit the job, or if the method does not support assigned rows.
         """
         if self.vocab_rows is None:
             return (job.shard_rows,) * job.pipeline
         check_stage_rows(self.vocab_rows, job.model.vocab, job.pipeline, job.tensor)
         if not self.vocab.is_sharded:
             raise UserError(
-                f"vocabulary rows per rank need the method vocab-1 or vocab-2, not {self.vocab}: leave the rows out"
+                f"vocab_rows cannot be used with the vocab method {self.vocab}: use vocab-1 or vocab-2, or leave "
+                "vocab_rows out"
             )
         return tuple(rows // job.tensor for rows in self.vocab_rows)
 

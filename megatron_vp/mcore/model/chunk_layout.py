@@ -31,8 +31,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
         assert self.virtual_pipeline_model_parallel_size == placement.chunks, (
             "layout and placement have different numbers of chunks"
         )
-        # Exporters copy a configuration attribute by attribute, which fails for frozen classes such as the placement.
-        # So the layout keeps only the placement's table.
+        # Megatron-Bridge's export copies a configuration's attributes one by one, which fails for frozen dataclasses
+        # such as `Placement`. So the layout keeps only the placement's table.
         self._stage_of = placement.stage_of
         self._segments = [row[chunk] for chunk in range(placement.chunks) for row in self.layout]
         self.layout = [[self._segments[stage] for stage in stages] for stages in self._stage_of]
@@ -47,7 +47,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def even_layout(layers: int, stages: int, further_heads: int) -> str:
-    """Megatron's layout string for `layers` evenly split layers, with `further_heads` MTP layers at the end."""
+    """Megatron's layout string: `layers` spread evenly over `stages`, and `further_heads` MTP layers at the end."""
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
@@ -85,13 +85,13 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
         _placed,
-        "give each rank the segments that the schedule places on it",
+        "the schedule decides which stages of the layout each rank gets",
         "(layout, pipeline_model_parallel_size)",
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
         _placed_segments,
-        "give each rank the segments of hybrid layers that the schedule places on it",
+        "the schedule decides which segments of hybrid layers each rank gets",
         "(main_pattern, pp_group, vp_stage, first_stage_layers=None, last_stage_layers=None, tp_group=None, "
         "dp_cp_group=None)",
     ),

@@ -23,7 +23,9 @@ from megatron_vp.mcore.model.sequence import own_part, whole_sequence
 from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
-"""Megatron requires this Transformer Engine version for delayed weight gradients with overlapped gradient reduction."""
+"""Oldest Transformer Engine version with which Megatron allows delayed weight gradients together with overlapped
+gradient reduction.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """The trainable weights and biases of layers with delayed weight gradients, including biases of frozen weights."""
+    """The trainable weights and biases of layers with delayed weight gradients. A bias is included even if its layer's
+    weight is frozen.
+    """
     held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
     return tuple(parameter for parameter in held if parameter.requires_grad)
 
@@ -104,11 +108,11 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[DelayedWeightGradient]:
-    """Empty the layers' queues after a backward, and accumulate the gradients that autograd left in their parameters.
+    """Take the operands from the layers' queues after a backward, and add autograd's gradients to `main_grad`.
 
-    Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is None, or a dummy
-    if pass W will write to `main_grad` directly. For grouped experts, `grad` is an uninitialised buffer as large as the
-    weight; it is freed here, because pass W allocates another one.
+    Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is a dummy tensor
+    if pass W will write to `main_grad` directly. Otherwise it is None or, for grouped experts, an uninitialised buffer
+    as large as the weight. The buffer is freed here, because pass W allocates another one.
 
     The row-wise copies of quantised operands are freed, because only the input gradient needed them. If other passes
     run between B and W (`w_is_late`), only this rank's part of an input that was gathered over the tensor ranks is
@@ -151,9 +155,10 @@ def _free_rows(operand: Any) -> None:
 
 
 def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGroup | None:
-    """The tensor ranks over which a layer gathered its input, if the input is a plain tensor; else None.
+    """The tensor ranks over which a layer gathered its input; None if the input was not gathered or is quantised.
 
-    Quantised inputs stay gathered: they take only one byte per element, and each part is quantised separately.
+    Quantised inputs are kept whole until W. They take only one byte per element, and gathering them again might also
+    involve their scales, because each rank quantises its own part.
     """
     gathered = layer.sequence_parallel and layer.parallel_mode == "column" and not _is_group(layer)
     return layer.tp_group if gathered and isinstance(layer_input, torch.Tensor) else None
@@ -218,7 +223,7 @@ PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         _delaying,
-        "let Transformer Engine's layers leave weight gradients to pass W",
+        "let pass W compute the weight gradients of Transformer Engine's layers",
         "(self)",
     ),
     Patch(

@@ -1,18 +1,20 @@
 """Gives a fresh run the initial weights that plain Megatron would have on the same ranks.
 
 Megatron initialises the weights rank by rank: every pipeline rank seeds its generators with the job's seed + 100 x its
-rank, then builds its stage. If a schedule moves layers to other ranks, as V-shaped schedules do, these layers would get
-different initial weights.
+rank, then builds its stage. Layers that a schedule moves to other ranks, as V-shaped schedules do, would get different
+initial weights.
 
 Each rank therefore first builds the chunks that plain Megatron would build on this rank, with Megatron's own code and
-generators. Our chunks are built afterwards and copy these weights by global name. Values that another rank holds are
-broadcast. The method works for every layer that draws its weights in its constructor. The extra cost arises only at
-startup: each rank builds its share of the model twice, and holds both copies until its last chunk is filled.
+generators. Our chunks are built afterwards and copy the weights by name. In these names, layers are numbered within the
+whole model. Values that another rank holds are broadcast. The method works for every layer that draws its weights in
+its constructor. The extra cost arises only at startup, when each rank builds and briefly holds the plain chunks in
+addition to ours.
 
-Plain Megatron divides the model by the user's layout if there is one, and evenly otherwise. If our schedule places
+Plain Megatron follows the user's layout if there is one, and divides the model evenly otherwise. If our schedule places
 chunks as Megatron does, the plain run has the same number of chunks per rank. If our schedule places chunks
-differently, the plain run has one stage per rank: with v chunks on each of p ranks, rank r joins segments v r to v r +
-v - 1 of our v p segments. If our segments are even, the joined stages equal Megatron's even split.
+differently, the plain run has one stage per rank. Each plain stage then consists of v consecutive stages of ours, where
+v is the number of our chunks per rank. If the layers are divided evenly over our stages, they are divided evenly over
+the plain stages too.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class PlainLayout:
         }
 
     def of_model(self, config: Any) -> Any:
-        """Return a copy of a model or transformer configuration with the settings of this layout."""
+        """Return a copy of a configuration (of a model or a transformer) with the settings of this layout."""
         changed = copy.copy(config)
         if hasattr(config, "transformer"):
             changed.transformer = copy.copy(config.transformer)
@@ -104,7 +106,9 @@ BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
 
 
 class PlainStart:
-    """Holds the chunks that this rank would have in plain Megatron until our chunks have copied the weights."""
+    """Builds the chunks that this rank would have in plain Megatron. They are kept until our chunks have copied the
+    weights.
+    """
 
     def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> None:
         layout = PlainLayout.of(job)
@@ -121,9 +125,9 @@ class PlainStart:
 
     @torch.no_grad()
     def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
-        """Overwrite the weights of this rank's new chunk `index`.
+        """Overwrite the weights of this rank's new chunk `index` with plain Megatron's initial weights.
 
-        All ranks of a model replica call this method, once per chunk. After the last chunk, the plain chunks are freed.
+        All ranks of a model replica call this method, once per chunk. The last call also frees plain Megatron's chunks.
         A parameter that does not exist in plain Megatron keeps its own initial value, and a warning names it.
         """
         own = dict(_tensors(chunk))
@@ -146,9 +150,9 @@ class PlainStart:
         unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
         if unfilled:
             warnings.warn(
-                f"virtual stage {stage} keeps its own initial values for {unfilled[0]}"
-                f"{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)}, because plain Megatron has no parameters "
-                "with these names and shapes",
+                f"virtual stage {stage} keeps its own initial values for the parameter {unfilled[0]}"
+                f"{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)}, because plain Megatron has no parameter "
+                "of the same name and shape",
                 stacklevel=2,
             )
         if index + 1 == placement.chunks:
@@ -178,12 +182,13 @@ class PlainStart:
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
     """Build the weights that our chunks start from, or return None if our chunks do not need them.
 
-    All ranks of a model replica make this call before the first chunk is built. The weights are not needed if every
-    layer is on the same rank as in plain Megatron, if a checkpoint replaces them, on the meta device, or in a replay.
+    All ranks of a model replica make this call before the first chunk is built. The weights are not needed in a replay,
+    or with --init-model-with-meta-device. They are also not needed if a checkpoint replaces them, or if every layer is
+    on the same rank as in plain Megatron.
     """
     if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
         return None
-    # Nodes may see different files, and Megatron loads a checkpoint if any rank finds it.
+    # Nodes may see different files. The ranks exchange the weights, so all ranks or none must build them.
     loads: list[Any] = [None] * groups.mp.size()
     dist.all_gather_object(loads, job.checkpoint_to_load is not None, group=groups.mp)
     return None if all(loads) else PlainStart(job, groups, build)
@@ -203,7 +208,9 @@ def moves_layers(job: SettledJob) -> bool:
 
 @contextmanager
 def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context for building one of our chunks. Unless `start` is None, it restores the random generators on exit."""
+    """A context for building a chunk that this rank runs. If `start` is given, the random generators are restored on
+    exit.
+    """
     if start is None:
         yield
     else:

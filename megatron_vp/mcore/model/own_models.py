@@ -46,9 +46,11 @@ class _OwnModel:
         self.building = False
         """Whether our constructor is running, in which case nested constructor calls go to Megatron unchanged."""
         self.hooks_follow = False
-        """Whether one of Megatron's builders is running, in which case it calls hooks after building all chunks."""
+        """Whether one of Megatron's builders is running. A builder calls hooks after it has built all chunks."""
         self.uncut: ProcessGroupCollection | None = None
-        """Process groups of chunks whose vocabulary layers will be split after the hooks; None if no chunk waits."""
+        """Process groups of chunks whose vocabulary layers will be split after the hooks have run; None if no split is
+        pending.
+        """
 
 
 _model = _OwnModel()
@@ -131,10 +133,11 @@ def _construct(
 
 
 def cut_after_hooks(chunks: Sequence[nn.Module]) -> None:
-    """Prepare a rank's chunks after the hooks of their builder, unless the chunks are already prepared.
+    """Prepare a rank's chunks for our schedules, unless this is already done. Call this function after all hooks that
+    may change the chunks, such as Megatron's `pre_wrap_hook`.
 
-    The call is collective over all ranks. Raises UserError if the hooks have left a model whose vocabulary layers
-    cannot be split.
+    The call is collective over all ranks. Raises UserError if the vocabulary layers of the resulting model cannot be
+    split.
     """
     if _model.uncut is None:
         return
@@ -156,7 +159,7 @@ def _cut(
 
 
 def _cutting_after_hooks(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap the function behind Megatron's `build_distributed_models`, so that our hook runs after all other hooks."""
+    """Wrap `unimodal_build_distributed_models`, so that `cut_after_hooks` runs after the caller's `pre_wrap_hook`."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -244,7 +247,7 @@ PATCHES = (
         Patch(
             f"megatron.training.models.{module}:unimodal_build_distributed_models",
             _cutting_after_hooks,
-            "let hooks that load weights or change layers see unsharded vocabulary layers",
+            "shard vocabulary layers only after hooks have loaded weights or changed layers",
             _BUILD.format(more=""),
             {"0.20": Variant(_BUILD.format(more=_LAYER_WISE))},
         )
@@ -256,7 +259,7 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.models.model_provider:_print_num_params",
         _cutting_before_count,
-        "let hooks that load weights or change layers see unsharded vocabulary layers in a provider's model",
+        "shard vocabulary layers of Megatron-Bridge's models only after hooks have loaded weights or changed layers",
         "(model, pg_collection)",
     ),
     Patch(

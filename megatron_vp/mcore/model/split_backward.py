@@ -26,7 +26,7 @@ from megatron_vp.vocab.operations import operations_for
 class PendingGradient(Protocol):
     """The part of one layer's backward for one microbatch that pass B leaves to W.
 
-    parameters: the parameters whose gradients are complete once all microbatches are accumulated.
+    parameters: the parameters whose gradients are complete once `accumulate` has run for all microbatches.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -85,7 +85,7 @@ def backward_without_weights(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer's weight and tensor parallelism. The layer computes Y = X A^T + b, with weight A.
+    """A linear layer's weight and its tensor-parallel groups. The layer computes Y = X A^T + b, with weight A.
 
     The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
     and Y covers the whole sequence.
@@ -158,7 +158,7 @@ PATCHES = (
     Patch(
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
         _split_linear,
-        "leave weight gradients of local layers to pass W",
+        "let pass W compute the weight gradients of Megatron's local layers",
         "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
         "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
         {

@@ -1,11 +1,11 @@
 """Prepares a model's chunks for our schedules and, with --vocab-parallel, splits the vocabulary layers over all ranks.
 
 Without --vocab-parallel, the placement decides which chunks hold the vocabulary layers. With --vocab-parallel, Megatron
-first builds its chunks as usual: the tensor ranks of the first stage share the word embedding, and the tensor ranks of
-the last stage share the output layer. Then the rows of both layers are spread over all pipeline and tensor ranks, and
-shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of plain
-Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's weights
-before the split.
+first builds its chunks as usual: the word embedding is split over the tensor ranks of the first stage, and the output
+layer over the tensor ranks of the last stage. Then the rows of both layers are spread over all pipeline and tensor
+ranks, and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of
+plain Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's
+weights before the split.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
 """Attribute in which a chunk keeps its `Pipeline`."""
 
 GROUP_ATTRIBUTE = "vocabulary_parallel_group"
-"""Attribute in which a chunk keeps the process group of all ranks that hold its model."""
+"""Attribute in which a rank's first chunk keeps the rank's model-parallel group."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -61,8 +61,8 @@ class ShardedWordEmbedding(EmbeddingLayer):
     def forward(self, words: RowExchange | torch.Tensor) -> torch.Tensor:
         """Look up rows, or return finished embeddings [b, s, h] unchanged.
 
-        On virtual stage 0, our schedules pass embeddings assembled from all ranks to Megatron's
-        `LanguageModelEmbedding`, which does everything after the look-up (positions, dropout, layout).
+        On virtual stage 0, our schedules assemble the embeddings from all ranks and give them to Megatron's
+        `LanguageModelEmbedding`, which does everything after the look-up (position embeddings, transposition, dropout).
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
@@ -76,7 +76,8 @@ class ShardedWordEmbedding(EmbeddingLayer):
 class ShardedOutputLayer(OutputLayer):
     """A shard of the output layer that takes the place of Megatron's `output_layer`.
 
-    Like Megatron's layer, the shard has an empty extra state, because checkpoints of hybrid models contain that entry.
+    Like Megatron's layer, the shard has an empty extra state, because checkpoints of hybrid models have an entry for
+    it.
     """
 
     def __init__(self, weight: nn.Parameter, shards: VocabShards, index: int, tied: bool, softcap: float = 0.0) -> None:
@@ -84,8 +85,8 @@ class ShardedOutputLayer(OutputLayer):
         self.tied = tied
         if tied:
             # The parameter is registered only in the embedding, which may be in another chunk, so that the optimizer,
-            # gradient buckets and checkpoints contain it once. S finds current values, because Megatron gathers updated
-            # parameters before the embedding's pass IF, which precedes S.
+            # gradient buckets and checkpoints contain it once. S reads the updated weight, because Megatron gathers it
+            # before the embedding's pass IF, which precedes S.
             del self.weight
             object.__setattr__(self, "weight", weight)
         self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.setdefault(f"{prefix}_extra_state"))
@@ -222,8 +223,8 @@ def prepare_chunk(
     if vocab_parallel:
         _shard_vocabulary(job, chunk, first, groups, index)
     setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # Create communicators only after the last chunk, because Megatron's first and last chunks communicate while they
-    # are built if their weights are tied.
+    # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
+    # communicators only after the last chunk is built.
     if index + 1 == placement.chunks:
         members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
         setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
@@ -233,7 +234,7 @@ def prepare_chunk(
 def _shard_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> None:
-    """Turn a chunk into one without its own vocabulary layers, and attach this rank's shards of these layers.
+    """Remove a chunk's vocabulary layers, if it has any, and attach this rank's shards of these layers.
 
     The embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
     shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has no
@@ -280,8 +281,8 @@ def _shard_vocabulary(
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
     # The decoder keeps its own post_process: the final norm belongs to the last stage and is applied there.
     chunk.pre_process = chunk.post_process = chunk.decoder.pre_process = False
-    # If sharing stayed on, Megatron would all-reduce the tied weight over the first and last rank, which now hold
-    # different rows.
+    # If sharing stayed on, Megatron would all-reduce the tied weight's gradient between the first and the last rank,
+    # although these ranks now hold different rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
 
@@ -293,7 +294,9 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
 
 
 def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    """Return `pre_process` and `post_process` of this rank's chunk `index`: whether it is first or last."""
+    """Whether this rank's chunk `index` is the first stage (`pre_process`), and whether it is the last one
+    (`post_process`).
+    """
     stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 
@@ -302,8 +305,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
-    # Give the backend a longer limit than the watchdog, whose report names the current instruction. The backend's limit
-    # counts from the launch of an operation, possibly several microbatches before its execution.
+    # Give the backend a longer limit, so that the watchdog acts first and its report names the current instruction. The
+    # backend's limit counts from the launch of an operation, possibly several microbatches before its execution.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     communicators = PipelineGroups.create(
@@ -319,7 +322,7 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
 
 
 def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
-    """The global ranks of every model replica of the job, in the order of the vocabulary shards."""
+    """For every model replica of the job, its global ranks in the order of their vocabulary shards."""
     members: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(members, dist.get_process_group_ranks(own))
     return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
@@ -388,13 +391,13 @@ def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> tor
 def _sharded_weight(
     layer: EmbeddingLayer | OutputLayer, prefix: str, sharded_offsets: tuple, metadata: dict | None
 ) -> dict[str, ShardedTensor]:
-    assert not sharded_offsets, "vocabulary shards inside a repeated block are not supported"
+    assert not sharded_offsets, "vocabulary layers do not support sharded_offsets"
     shards, weight = layer.shards, layer.weight
     key = f"{prefix}weight"
     return {
         key: ShardedTensor(
             key=key,
-            # Pass the parameter itself, because the optimizer finds a parameter's state by the identity of this object.
+            # Pass the parameter itself: Megatron's optimizer compares `data` with its parameters by object identity.
             data=weight,
             dtype=weight.dtype,
             local_shape=tuple(weight.shape),

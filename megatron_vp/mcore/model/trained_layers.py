@@ -1,8 +1,8 @@
 """Lets all ranks of a model agree on what is trained: which vocabulary layers, and what fraction of the other weights.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
-vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). Code that freezes
-layers after the split runs separately on every rank, so ranks could disagree.
+vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). If a vocabulary layer
+is frozen later, each rank freezes its own shard, so ranks could disagree.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from megatron_vp.vocab.loss import TokenLoss
 EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 _AGREED = "vocabulary_parallel_training"
-"""Attribute in which a wrapped chunk keeps its rank's report and the `Trained` on which all ranks agreed."""
+"""Attribute in which a wrapped chunk keeps its rank's `_Shards` and the `Trained` on which all ranks agreed."""
 
 
 @dataclass(frozen=True)
 class Trained:
     """Which part of a model is trained.
 
-    embedding, output: whether this layer is trained; always True for a layer that is not split into shards.
-    weights: by virtual stage, the trained fraction of its weight matrices, without embedding and vocabulary shards.
+    embedding, output: for each of these layers, whether it is trained; always True if it is not split into shards.
+    weights: the trained fraction of each virtual stage's weight matrices, not counting embeddings and vocabulary
+    shards.
     """
 
     embedding: bool
@@ -64,11 +65,11 @@ class _Shards:
 
 
 def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
-    """Agree with all ranks of a model on the trained layers.
+    """Agree with all ranks of a model on what is trained (see `Trained`).
 
     Args:
-        wrapped: the first chunk as the script passes it. The agreement is stored on this chunk, so a newly wrapped
-            model needs a new agreement.
+        wrapped: the first chunk as the script passes it to Megatron's forward-backward function. The agreement is
+            stored on this chunk, so a newly wrapped model needs a new agreement.
         alone: whether this is a replay, in which the rank has no peers.
 
     The first call for a model is collective over its ranks. Raises UserError if a vocabulary layer is frozen on only
@@ -81,9 +82,9 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
         setattr(wrapped, _AGREED, before)
     if own != before[0]:
         raise UserError(
-            "this script froze or unfroze a vocabulary layer after its first training iteration, when Megatron's "
-            "gradient buffers and optimizer can no longer change: freeze layers before the model is wrapped, or wrap "
-            "the model again and create a new optimizer"
+            "this script froze or unfroze a vocabulary layer after the first training iteration, when Megatron's "
+            "gradient buffers and optimizer can no longer change: freeze layers before the model is wrapped for data "
+            "parallelism, or wrap the model again and create a new optimizer"
         )
     return before[1]
 
@@ -150,11 +151,11 @@ def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool
 
 
 def _trained_part(chunk: nn.Module) -> float:
-    """The fraction of the elements of a chunk's weight matrices that are trained; 1 if the chunk has no matrices."""
+    """The trained fraction of the elements in a chunk's weight matrices; 1 if the chunk has no matrices."""
     whole = trained = 0
     for name, parameter in chunk.named_parameters():
         looked_up = name.startswith("embedding.")
-        # Without `post_process`, the output layer is a shard, whose weight gradient pass T computes.
+        # Without `post_process`, the output layer is a shard, and pass T computes its weight gradient.
         elsewhere = name.startswith("output_layer.") and not chunk.post_process
         if parameter.dim() > 1 and not looked_up and not elsewhere:
             whole += parameter.numel()
@@ -163,7 +164,9 @@ def _trained_part(chunk: nn.Module) -> float:
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
-    """Whether the ranks train a vocabulary layer. Raises UserError if the ranks differ or a layer has an adapter."""
+    """Whether the ranks train the vocabulary layer `name`. Raises UserError if only some of them do, or if any
+    vocabulary layer has an adapter.
+    """
     adapters = [held.adapter for held in ranks if held.adapter is not None]
     if adapters:
         raise UserError(adapters[0])
@@ -171,8 +174,8 @@ def _trains(name: str, ranks: Sequence[_Shards]) -> bool:
     frozen = [rank for rank, trained in said.items() if not trained]
     if frozen and len(frozen) < len(said):
         raise UserError(
-            f"the weight of {name} is frozen on only {len(frozen)} of the {len(said)} ranks among which "
-            f"--vocab-parallel splits it (model-parallel ranks {', '.join(map(str, frozen))}): freeze it on all ranks "
-            "or on none, and select it by parameter name instead of by pre_process or post_process"
+            f"--vocab-parallel splits the weight of {name} among {len(said)} ranks, but it is frozen only on "
+            f"model-parallel rank{'s' * (len(frozen) > 1)} {', '.join(map(str, frozen))}: freeze it on all ranks or on "
+            "none, and in the code that freezes it, check the parameter's name instead of pre_process or post_process"
         )
     return not frozen

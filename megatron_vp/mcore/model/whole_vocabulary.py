@@ -1,9 +1,9 @@
 """The export view: a context in which the model has unsharded vocabulary layers, as in plain Megatron.
 
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
-the last, each split only over that stage's tensor ranks. A chunk therefore keeps the layers that Megatron built for it,
-without their rows. The view puts these layers back in place of the shards, and fills them with the rows of all ranks,
-block by block.
+the last, each split only over that stage's tensor ranks. A chunk therefore keeps the vocabulary layers that Megatron
+built for it, but not their rows. The view puts these layers back in place of the shards, and fills them with the rows
+of all ranks, block by block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
 
 class WholeLayers:
-    """A chunk's vocabulary layers as Megatron built them, without their rows.
+    """Keeps the vocabulary layers that Megatron built for a chunk, and frees their rows.
 
     Create an instance before the layers are split, and call `release` after the split.
     """
@@ -87,7 +87,7 @@ class WholeLayers:
 
 
 def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Attach a chunk's unsharded vocabulary layers to the chunk before the split, for later export views."""
+    """Keep a chunk's unsharded vocabulary layers for `whole_vocabulary`. Call this before the layers are split."""
     layers = WholeLayers(chunk, shards, groups)
     object.__setattr__(chunk, _ATTRIBUTE, layers)
     return layers
@@ -97,7 +97,7 @@ def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGrou
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     cut = _cut_in(model)
-    if not cut or cut[0].shown:  # The layers are not split, or another view shows them unsharded.
+    if not cut or cut[0].shown:  # The layers are not split, or an enclosing call has already made them whole.
         yield
         return
     chunks = [layers.chunk for layers in cut]
@@ -115,7 +115,7 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
-    """The unsharded vocabulary layers that the chunks of a model have kept."""
+    """The `WholeLayers` of a model's chunks; empty if the layers are not split."""
     chunks = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
     return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
 
@@ -171,7 +171,7 @@ def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the vocabulary layers unsharded while a method of Megatron-Bridge reads a model's weights."""
+    """Wrap a method of Megatron-Bridge so that it finds the model's vocabulary layers unsharded."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -183,7 +183,7 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Keep the vocabulary layers unsharded until a method of Megatron-Bridge that yields weights has finished."""
+    """Like `_viewing`, for a method that yields weights: the layers stay unsharded until the method has finished."""
     model_in = _model_in(original)
 
     @wraps(original)
@@ -203,7 +203,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         if _cut_in(model_in(*args, **kwargs)):
             raise UserError(
                 "Megatron-Bridge cannot load Hugging Face weights into this model, because its vocabulary layers are "
-                "already split: load them before the model is wrapped, as to_megatron_provider(load_weights=True) does"
+                "already split: load the weights before the split, with to_megatron_provider(load_weights=True)"
             )
         return original(*args, **kwargs)
 

@@ -47,7 +47,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that puts the platform's flags and the options from configuration files before the command line."""
+    """A parser that puts `platform_arguments` and the options of configuration files before the command line."""
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message}; {self._hint(message)}")
@@ -60,12 +60,14 @@ class _Parser(argparse.ArgumentParser):
         return "`--help` lists all options"
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the options that occur in the command line `words`, in this order, by argument name."""
+        """Return the options in the command line `words`, keyed by argument name. Their order is kept."""
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-        """Parse settings by argument name. Returns the arguments, and the settings as flags. Raises UserError."""
+        """Parse the settings passed to `megatron_vp.enable`. Returns the arguments, and the settings as flags. Raises
+        UserError.
+        """
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
@@ -125,8 +127,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--config",
             metavar="FILE",
             action="append",
-            help="YAML file with arguments by their long names. The option can be repeated: later files override "
-            "earlier ones, and the command line overrides all files.",
+            help="YAML file that sets arguments under their long names. The option can be repeated: later files "
+            "override earlier ones, and the command line overrides all files.",
         )
         ours.add_argument(
             "--vocab-parallel",
@@ -145,10 +147,10 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=_shards,
             metavar="balanced|even|measured:DIR|ROWS,...",
             default=ShardRule.BALANCED.value,
-            help="Vocabulary rows of each pipeline rank, with --vocab-parallel. balanced: chosen by predicted pass "
-            "times, or equal if the gain would be below 1 percent; even: equal; measured:DIR: chosen by the pass times "
-            "that a run wrote to DIR; ROWS,...: one number per pipeline rank (0: no rows), adding up to the padded "
-            "vocabulary.",
+            help="Number of vocabulary rows on each pipeline rank, with --vocab-parallel. balanced: the numbers with "
+            "the shortest predicted iteration if equal numbers would be more than 1 percent slower, otherwise equal "
+            "numbers; even: equal numbers; measured:DIR: computed from the pass times that a run wrote to DIR; "
+            "ROWS,...: one number per pipeline rank (0: no rows), adding up to the padded vocabulary.",
         )
         ours.add_argument(
             "--vocab-label-smoothing",
@@ -172,8 +174,8 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="NAME|FILE",
             default=DEFAULT_SCHEDULE,
             help=f"Pipeline schedule: {', '.join(FAMILIES)}, or a schedule file (JSON or CSV from `megatron-vp "
-            "schedule`, or PyTorch's CSV of compute actions). 1f1b without --vocab-parallel and --offload-chunks is "
-            "Megatron's own schedule.",
+            "schedule`, or PyTorch's CSV of compute actions). With neither --vocab-parallel nor --offload-chunks, 1f1b "
+            "is Megatron's own schedule.",
         )
         ours.add_argument(
             "--activation-limit",
@@ -187,9 +189,9 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             type=_offload_chunks,
             metavar="N|half|all|auto",
             default="0",
-            help="Number of chunks per rank whose activations are kept in host memory between forward and backward, "
-            "starting with the longest-lived ones. auto: as many as the job needs to fit in GPU memory, according to "
-            "the cost model.",
+            help="Number of chunks per rank whose activations are kept in host memory between forward and backward. "
+            "The chunks whose activations live longest are chosen first. auto: as many as the job needs to fit in GPU "
+            "memory, according to the cost model.",
         )
         ours.add_argument(
             "--core-attention",
@@ -209,9 +211,9 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             metavar="N",
             type=int,
             default=0,
-            help="Every N iterations, log to TensorBoard and W&B: the bubble, the busy times, the vocabulary passes' "
-            "share of the busy times, and the share of the vocabulary collectives' time that overlaps with passes; 0: "
-            "never. Also works under Megatron's own schedule.",
+            help="Log the following to TensorBoard and W&B every N iterations: the bubble, the busy times, the "
+            "vocabulary passes' share of the busy times, and the share of the vocabulary collectives' time that "
+            "overlaps with passes. 0: never. Also works under Megatron's own schedule.",
         )
         ours.add_argument(
             "--pipeline-trace",
@@ -252,7 +254,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         make_trace_folder(args)
         warn_of_ignored(args)
         if args.fake_process_group:
-            # In a job with peers, the rank that reads the data sets this on all ranks.
+            # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
         if args.vocab_parallel or job.settings.offloads:
             _warn_of_one_queue(args)

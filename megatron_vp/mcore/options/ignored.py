@@ -13,8 +13,11 @@ from megatron_vp.mcore.settled import run_settings, words
 
 @dataclass(frozen=True)
 class Ignored:
-    """A Megatron option that does not have its intended effect if `asked(args)` is true. why: the reason. does: what
-    the option does instead. because_of: the other option that causes this; None if our schedule or passes cause it.
+    """A Megatron option that does not have its intended effect if `asked(args)` is true.
+
+    why: why the option does not have this effect.
+    does: what the option does instead.
+    because_of: the other option that prevents the effect; None if our schedule or passes prevent it.
     """
 
     option: str
@@ -33,7 +36,7 @@ IGNORED = (
     Ignored(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         lambda a: run_settings(a).replaces_schedule and a.microbatch_group_size_per_vp_stage is not None,
-        "the plug-in chooses the order of passes, from their predicted times",
+        "the plug-in derives the order of passes from their predicted times",
     ),
     Ignored(
         "--overlap-p2p-communication-warmup-flush",
@@ -75,7 +78,7 @@ IGNORED = (
         "--save-activations-interval or --save-dgrads-interval for the output layer",
         lambda a: a.vocab_parallel and (a.save_activations_interval or a.save_dgrads_interval),
         "Megatron saves activations and gradients through hooks on its own output layer, which --vocab-parallel "
-        "replaces by shards",
+        "replaces with shards",
     ),
     Ignored(
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",

@@ -37,12 +37,12 @@ def _delays_weights(a: argparse.Namespace) -> bool:
 
 
 def _dense_ranks(a: argparse.Namespace) -> int:
-    """Tensor times context parallelism: the number of ranks that share a layer, not counting its experts."""
+    """The number of ranks that jointly compute a layer, except its experts."""
     return a.tensor_model_parallel_size * a.context_parallel_size
 
 
 def _expert_ranks(a: argparse.Namespace) -> int:
-    """Expert times expert tensor parallelism: the number of ranks that share a layer's experts."""
+    """The number of ranks that jointly compute a layer's experts."""
     return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
 
 
@@ -60,7 +60,7 @@ SGD or Lion, even under muon and soap. A shard is then updated exactly like the 
 Adaptive Muon is not listed, because it fails in its first step in Megatron 0.19.
 """
 
-# In a message, the value of an argument replaces the argument's {name}.
+# In a message, {name} stands for the value of the argument `name`.
 REFUSALS = (
     Refusal(
         lambda a: a.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and a.vocab_size is None,
@@ -79,7 +79,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: VocabMethod.NONE not in run_settings(a).family.methods and not a.vocab_parallel,
-        "--pipeline-schedule {pipeline_schedule} without --vocab-parallel has no vocabulary passes to interlace: add "
+        "--pipeline-schedule {pipeline_schedule} has vocabulary passes, which need --vocab-parallel: add "
         "--vocab-parallel, or use --pipeline-schedule 1f1b",
     ),
     *FILE_REFUSALS,
@@ -143,8 +143,8 @@ REFUSALS = (
             ),
             (
                 "--use-grouped-gemm-for-shared-expert",
-                "pass W cannot compute the shared expert's weight gradients, because Transformer Engine's fused "
-                "operation puts them into a different kind of queue or, before version 2.14, never delays them",
+                "pass W reads the queues of Transformer Engine's layers, but the fused operation of the shared expert "
+                "puts its weight gradients into queues of its own",
                 lambda a: a.use_grouped_gemm_for_shared_expert,
             ),
         )
@@ -289,15 +289,15 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_format == "torch" and a.save,
-        "{our_schedule} with --ckpt-format torch is not supported: this format has one file per rank, which only the "
-        "same schedule on the same number of ranks can load; use --ckpt-format torch_dist, which every run can "
-        "load, or leave --save out",
+        "{our_schedule} with --ckpt-format torch is not supported: in this format, a checkpoint has one file per rank, "
+        "so only a run with the same schedule and number of ranks can load it; use --ckpt-format torch_dist, which "
+        "every run can load, or leave --save out",
     ),
     Refusal(
         lambda a: (a.vocab_parallel or run_settings(a).places_chunks) and a.ckpt_convert_format == "torch",
-        "{our_schedule} with --ckpt-convert-format torch is not supported: this format has one file per rank, which "
-        "only the same schedule on the same number of ranks can load; convert the checkpoint in a run without "
-        "--vocab-parallel and --pipeline-schedule",
+        "{our_schedule} with --ckpt-convert-format torch is not supported: in this format, a checkpoint has one file "
+        "per rank, so only a run with the same schedule and number of ranks can load it; convert the checkpoint in a "
+        "run with neither --vocab-parallel nor --pipeline-schedule",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.fp16_lm_cross_entropy,

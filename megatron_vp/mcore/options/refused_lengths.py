@@ -1,6 +1,6 @@
 """Refusals that concern a run's length, its learning rate and loss scale, and options that name single iterations.
 
-Megatron checks most of these conditions with assertions, on every rank and only after the model is built.
+Most of the refused settings would also fail Megatron's assertions, but on every rank and only after the model is built.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LENGTH_REFUSALS = (
     ),
     Refusal(
         lambda a: _anneals(a) and learning_course(a)["lr_warmup_steps"] >= (learning_course(a)["lr_decay_steps"] or 1),
-        "the learning rate's warm-up would last at least as long as its decay (both start with the run): reduce "
-        "--lr-warmup-iters (or --lr-warmup-samples, or --lr-warmup-fraction to below 1), or increase --train-iters or "
-        "--lr-decay-iters",
+        "the learning rate's warm-up would last at least as long as its decay, whose length includes the warm-up: "
+        "shorten the warm-up (--lr-warmup-iters, --lr-warmup-samples, or an --lr-warmup-fraction below 1), or lengthen "
+        "the decay (--lr-decay-iters or --lr-decay-samples; by default, it lasts for the whole run)",
     ),
     Refusal(
         lambda a: (

@@ -34,8 +34,8 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl}",
         lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and run_settings(a).splits_backward,
-        "replaying a CUDA graph of pass B runs no Python code that could save work for pass W, and a graph of B cannot "
-        "contain W, which runs several microbatches later",
+        "replaying a CUDA graph of pass B runs no Python code that could store what pass W needs, and a graph of B "
+        "cannot contain W, which runs several microbatches later",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
@@ -55,14 +55,14 @@ REFUSED_OPTIONS = (
                 or a.eval_micro_batch_size not in (None, a.micro_batch_size)
             )
         ),
-        "an evaluation replays the CUDA graphs of training, one per microbatch, so the next training iteration would "
-        "start with the graph of the wrong microbatch",
+        "an evaluation replays the CUDA graphs of training, one per microbatch, so after an evaluation with more or "
+        "fewer microbatches, training would continue with the graph of the wrong microbatch",
         "leave --eval-global-batch-size and --eval-micro-batch-size out",
     ),
     RefusedOption(
         "--cuda-graph-impl full_iteration",
         lambda a: a.cuda_graph_impl == "full_iteration",
-        "an iteration uses two streams and reads token counts on the host, which a single CUDA graph cannot capture",
+        "a CUDA graph cannot capture an iteration in which the host checks the device's progress or reads token counts",
         "use --cuda-graph-impl none",
     ),
     RefusedOption(
@@ -91,7 +91,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--output-logit-dtype",
         lambda a: getattr(a, "logit_dtype", None) is not None,  # Megatron 0.19 does not have this option.
-        "vocabulary passes and split backward passes compute logits in the model's dtype",
+        "with --vocab-parallel or a schedule that has W passes, logits are computed in the model's dtype",
     ),
     RefusedOption(
         "--mtp-hsm",
@@ -118,11 +118,13 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--moe-use-upcycling",
         lambda a: a.moe_use_upcycling,
-        "upcycling builds a second model to convert the checkpoint of a dense model",
-        "convert the checkpoint in a plain run and load the result",
+        "upcycling builds a dense model and an MoE model, but our code can prepare only one model per run",
+        "upcycle the checkpoint in a run with neither --vocab-parallel nor --pipeline-schedule, and load the result",
     ),
     RefusedOption(
-        "--freeze-all-layers", lambda a: a.freeze_all_layers, "without gradients there is nothing to schedule"
+        "--freeze-all-layers",
+        lambda a: a.freeze_all_layers,
+        "an iteration would have no backward passes to schedule",
     ),
     RefusedOption(
         "--log-straggler",

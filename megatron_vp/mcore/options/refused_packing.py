@@ -1,4 +1,4 @@
-"""Refusals of jobs with packed sequences: several documents each, with no attention across their boundaries."""
+"""Refusals of jobs with packed sequences, in which each token attends only to its own document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED_PACKING = (
     RefusedOption(
         f"{PACKING}, --context-parallel-size and --mtp-num-layers",
         lambda a: _packs(a) and a.context_parallel_size > 1 and a.mtp_num_layers,
-        "prediction heads need the tokens after a position, which may be on another context-parallel rank",
+        "prediction heads also need later tokens of the sequence, which may be on another context-parallel rank",
         "leave one of these options out",
     ),
     RefusedOption(
@@ -74,8 +74,8 @@ PACKING_REFUSALS = (
         ),
         f"{PACKING} with --pipeline-model-parallel-size {{pipeline_model_parallel_size}} and a micro-batch size above "
         "1 cannot work under Megatron's own schedule: Megatron's scripts concatenate the sequences of a micro-batch, "
-        "but its stages expect them to be separate; use --micro-batch-size 1 and --eval-micro-batch-size 1, or one of "
-        "our schedules (--pipeline-schedule)",
+        "but the pipeline stages expect them to be separate; use --micro-batch-size 1 and --eval-micro-batch-size 1, "
+        "or one of our schedules (--pipeline-schedule)",
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.context_parallel_size > 1 and _packs(a) and not a.sft,

@@ -16,7 +16,7 @@ from megatron_vp.mcore.options.refused_options import RefusedOption
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The environment variable that lets Transformer Engine load the state of delayed scaling."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
-"""The first version of Transformer Engine that requires the variable."""
+"""The first version of Transformer Engine that refuses to load this state unless the variable is 1."""
 
 
 def describe_precision(a: argparse.Namespace) -> str | None:
@@ -24,15 +24,15 @@ def describe_precision(a: argparse.Namespace) -> str | None:
     if not (a.fp8 or a.fp4):
         return None
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
-    layers = "the layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the layers"
+    layers = "the other layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the other layers"
     if a.fp4:
         # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
         return (
-            f"fp4 ({a.fp4_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested only on CPU, without "
+            f"{vocabulary} in the vocabulary layers, fp4 ({a.fp4_recipe}) in {layers}: tested only on CPU, without "
             "the fp4 kernels; losses differ between schedules, because gradients are rounded stochastically"
         )
     return (
-        f"fp8 ({a.fp8_recipe}) in {layers}, {vocabulary} in the vocabulary layers: tested only on CPU, without the fp8 "
+        f"{vocabulary} in the vocabulary layers, fp8 ({a.fp8_recipe}) in {layers}: tested only on CPU, without the fp8 "
         "kernels"
     )
 
@@ -88,14 +88,14 @@ REFUSED_PRECISION = (
     RefusedOption(
         "--te-precision-config-file",
         lambda a: a.te_precision_config_file,
-        "the file may select, for single layers, formats that our schedules do not support",
+        "for individual layers, the file may select formats that our schedules do not support",
         "choose one format for all layers with --fp8-format and --fp8-recipe",
     ),
     RefusedOption(
         "--fp8-recipe delayed, recomputation and different numbers of layers per chunk",
         _counts_recomputed_regions,
-        "Transformer Engine counts recomputed regions over all chunks of a rank, so scaling factors would be updated "
-        "in the wrong backward pass",
+        "Transformer Engine counts recomputed regions per process instead of per chunk, so scaling factors would be "
+        "updated in the wrong backward pass",
         "use another --fp8-recipe, give every chunk the same number of layers or leave --recompute-granularity out",
     ),
 )

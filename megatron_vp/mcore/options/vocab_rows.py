@@ -23,7 +23,8 @@ from megatron_vp.trace.partition import Partition
 
 
 def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
-    """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly a layout.
+    """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly the
+    layout of the pipeline's layers.
 
     A layout is chosen only if the arguments contain none. The choice depends only on the arguments, the files that they
     name, and the name of the GPU, so all ranks make the same choice. Call this function before Megatron validates the
@@ -42,7 +43,7 @@ def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Pre
 
 
 def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
-    """Raise UserError for rows that do not fit validated Megatron arguments."""
+    """Raise UserError if `args.vocab_rows` does not fit the other arguments, which Megatron has validated."""
     if args.vocab_rows is None:
         return
     vocab_size = prediction.vocabulary
@@ -57,7 +58,7 @@ def needs_even_shards(settings: RunSettings) -> bool:
 
 
 def describe_rows(job: SettledJob) -> str | None:
-    """Describe in one line the rows and why they were chosen; None for equal shards that need no explanation."""
+    """One line that gives the rows and the reason for them; None for equal shards that need no explanation."""
     reason = job.shards.reason
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"
@@ -81,11 +82,14 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
         return ChosenRows(
             reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
         )
-    return _chosen(args, found, f"predicted to be {found.gain:.3f} times as fast as equal rows on {hardware.name}")
+    why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
+    return _chosen(args, found, why)
 
 
 def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose the rows and layers from an earlier run's pass times. Raises UserError if that run's job was different."""
+    """Choose rows based on the pass times of an earlier run, and keep that run's layers. Raises UserError if that run's
+    job differs from this one.
+    """
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         try:
@@ -102,12 +106,15 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
     return _chosen(
         args,
         chosen,
-        f"chosen from the pass times in {folder}: the busiest rank becomes {chosen.gain:.3f} times as fast",
+        f"chosen from the pass times in {folder}: the busiest rank should be {chosen.gain:.3f} times as fast as in the "
+        "measured run",
     )
 
 
 def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
-    """Return the rows in `shards`, and its layers as a layout unless the arguments already name a layout."""
+    """Return the rows of `shards` and a layout of its layers. The layout is None if `shards` has no layers, or if the
+    arguments already say which layers each stage holds.
+    """
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))

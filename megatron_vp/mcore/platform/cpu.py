@@ -120,8 +120,8 @@ class _HostGenerator:
     """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
 
     On a CPU, torch's default generator also takes the role of the device's generator. If data loaders drew from it,
-    dropout would depend on which tensor rank reads the data, and on how often a loader was started (once more in a
-    resumed run). Loaders therefore draw from a separate generator, which no checkpoint stores.
+    dropout would depend on which tensor rank reads the data, and would change in a resumed run, which starts the
+    loaders again. Loaders therefore draw from a separate generator, which no checkpoint stores.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,12 @@ PATCHES = (
         "Megatron moves batches and parameters to the device with Tensor.cuda",
         "builtin",
     ),
-    Patch("torch:Tensor.type", _type_as_cuda, "Megatron's optimizers check types by 'torch.cuda.*' names", "builtin"),
+    Patch(
+        "torch:Tensor.type",
+        _type_as_cuda,
+        "Megatron's optimizers compare the result of Tensor.type with names such as torch.cuda.FloatTensor",
+        "builtin",
+    ),
     Patch(
         "torch.cuda:current_device",
         _always(lambda: _CPU),
@@ -231,25 +236,25 @@ PATCHES = (
     Patch(
         "torch.cuda:Stream",
         _always(_Stream),
-        "Megatron wraps models for data parallelism on a side stream",
+        "Megatron uses a side stream to wrap models for data parallelism",
         "(device=None, priority=0, **kwargs)",
     ),
     Patch(
         "torch.cuda:Event",
         _always(_Event),
-        "Megatron orders streams with events",
+        "Megatron uses events to make streams wait for each other",
         "(enable_timing=False, blocking=False, interprocess=False, external=False)",
     ),
     Patch(
         "torch.cuda:current_stream",
         _always(lambda device=None: _Stream()),
-        "side streams wait for the current stream",
+        "Megatron makes side streams wait for the current stream",
         "(device=None)",
     ),
     Patch(
         "torch.cuda:default_stream",
         _always(lambda device=None: _Stream()),
-        "side streams wait for the default stream",
+        "Megatron makes side streams wait for the default stream",
         "(device=None)",
     ),
     Patch(
@@ -261,19 +266,19 @@ PATCHES = (
     Patch(
         "torch.cuda:get_rng_state",
         _always(lambda device="cuda": torch.default_generator.get_state()),
-        "checkpoints store the GPU's random number generator; in a CPU run, they store the CPU's generator",
+        "a checkpoint stores the random state of the GPU; in a CPU run, it stores that of the CPU",
         "(device='cuda')",
     ),
     Patch(
         "torch.cuda:set_rng_state",
         _always(lambda new_state, device="cuda": torch.default_generator.set_state(new_state)),
-        "checkpoints restore the GPU's random number generator; in a CPU run, they restore the CPU's generator",
+        "loading a checkpoint restores the random state of the GPU; in a CPU run, it restores that of the CPU",
         "(new_state, device='cuda')",
     ),
     Patch(
         "torch.cuda:manual_seed",
         _always(lambda seed: torch.default_generator.manual_seed(seed)),
-        "Megatron seeds its parallel random states on the device",
+        "Megatron seeds the device's random number generator",
         "(seed)",
     ),
     Patch(
@@ -292,8 +297,8 @@ PATCHES = (
         Patch(
             f"torch.utils.data.dataloader:{method}",
             _on_the_host,
-            "data loaders draw from the host's generator, and dropout from the device's; on a CPU, both would be one "
-            "generator",
+            "data loaders use the host's random generator, and dropout uses the device's; on a CPU, both would use the "
+            "same one",
             "(self)",
         )
         for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")
@@ -316,7 +321,7 @@ PATCHES = (
     Patch(
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
         _always(checkpoint_writer),
-        "the process that writes asynchronous checkpoints selects a device",
+        "the process that writes asynchronous checkpoints selects a CUDA device",
         "(rank, queue, preload_q, comp_q, log_level=20, cpu_priority=10, io_priority=None)",
     ),
     Patch(
@@ -329,22 +334,22 @@ PATCHES = (
     Patch(
         "megatron.core.optimizer.clip_grads:l2_norm_impl",
         _always(_exact_l2_norm),
-        "torch's fp32 norm on CPU is off by 1e-3 for a million elements, so clipping would depend on how weights "
-        "are split",
+        "torch's fp32 norm on CPU has a relative error of up to 1e-3 for a million elements, so clipping would depend "
+        "on how weights are split",
         "(chunk_size, noop_flag, tensor_lists, per_tensor, *args) or builtin",
     ),
     Patch(
         "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         _bytes_apart,
-        "torch coalesces all-gathers of several buffers; over gloo, this converts 16-bit weights to bytes if one of "
-        "the buffers holds fp8 weights",
+        "torch coalesces all-gathers of several buffers, but over gloo, coalescing fp8 and 16-bit weights can corrupt "
+        "both",
         "(output_tensor, input_tensor, group=None, async_op=False)",
     ),
     Patch(
         "torch.distributed:all_gather",
         _parts_of_any_size,
-        "gloo gathers only parts of equal size, but with a layer-wise optimizer, replicas update parts of different "
-        "sizes",
+        "gloo gathers only tensors of equal size, but with a layer-wise optimizer, replicas update different numbers "
+        "of weights",
         "(tensor_list, tensor, group=None, async_op=False)",
     ),
     Patch(

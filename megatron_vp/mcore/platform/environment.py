@@ -24,8 +24,8 @@ _BROKEN = "broken"
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the installation. `found` is the part's version or name, None if the part is missing. `without` says
-    what happens without the part.
+    """One part of the installation. `found` is the part's version or name, or None if the part is missing. `without`
+    says what happens without the part.
     """
 
     name: str
@@ -47,8 +47,8 @@ def who_computes() -> dict[str, str]:
     """Return the implementations that a bf16 job on this machine would use, for layers, norms, softmax, accumulation
     and the optimizer step.
 
-    The assumed job has no other flags, uses LayerNorm, and does not split backward passes. Raises UserError if such a
-    job cannot start.
+    The job is assumed to set only `--bf16`, to use LayerNorm, and not to split backward passes. Raises UserError if
+    such a job cannot start.
     """
     machine, cpu = here(), uses_cpu([])
     flags = platform_arguments([], cpu)
@@ -67,7 +67,7 @@ def who_computes() -> dict[str, str]:
 def _quietly(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
-    except Exception as error:  # A broken package must not hide the other parts.
+    except Exception as error:  # One broken package must not stop the checks of other parts.
         return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
 
 
@@ -124,7 +124,7 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ("Python", lambda: sys.version.split()[0], ""),
     ("torch", lambda: torch.__version__, ""),
     ("megatron-core", lambda: importlib.metadata.version("megatron-core"), "nothing trains"),
-    ("GPU", _gpu, "training runs in CPU processes over gloo, for tests and trials"),
+    ("GPU", _gpu, "training can only use the CPU and gloo, which is enough for tests and trials"),
     ("NCCL", _nccl, "no communication between GPUs"),
     (
         "Transformer Engine",
@@ -141,7 +141,8 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "Apex: accumulation",
         lambda: "fused_weight_gradient_mlp_cuda" if here().apex_accumulation else None,
-        "megatron_vp's own kernel accumulates into main_grad; before PyTorch 2.10, it rounds products to 16 bits first",
+        "megatron_vp's own kernel accumulates into main_grad; with PyTorch older than 2.10, it first rounds products "
+        "to 16 bits",
     ),
     (
         "Apex: softmax",
@@ -156,13 +157,13 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "C compiler",
         triton_start.c_compiler,
-        "Triton compiles a small library when it first runs on a machine: without a C compiler (gcc, clang or CC) and "
-        "Python's headers, passes S and T fail with an error",
+        "Triton compiles a small library when it first runs on a machine: unless Python's headers and a C compiler "
+        "(gcc, clang or the one that CC names) are installed, passes S and T fail with an error",
     ),
     (
         "Triton's cache",
         triton_start.cache,
-        "all ranks of all nodes would read and write compiled kernels over the network when they start: set "
+        "when training starts, all ranks of all nodes read and write compiled kernels over the network: set "
         "TRITON_CACHE_DIR to a folder on each node's own disk, such as /tmp/triton-$USER",
     ),
     (
@@ -174,7 +175,7 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "dataset index",
         _index_builder,
-        "Megatron compiles its index builder when it first starts, which needs make and a C++ compiler",
+        "when Megatron first starts, it compiles its index helpers with make, a C++ compiler and pybind11",
     ),
     ("psutil", _package("psutil", "psutil"), "torch_dist checkpoints cannot be written"),
     ("tensorboard", _package("tensorboard", "tensorboard"), "loss curves cannot be written to --tensorboard-dir"),

@@ -30,7 +30,7 @@ def check_index_helpers() -> None:
     compiler = os.environ.get("CXX", "g++")
     missing = [tool for tool in ("make", compiler, "python3", "python3-config") if shutil.which(tool) is None]
     if not missing and not _has_pybind11():
-        missing = ["pybind11 (for the first python3 in PATH)"]
+        missing = ["pybind11 (in the environment of the first python3 in PATH)"]
     if missing:
         raise UserError(
             f"Megatron in {folder} compiles its index helpers with {missing[0]}, which is not installed: "
@@ -68,8 +68,8 @@ PATCHES = (
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
         _compile_only_if_missing,
-        "the wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and end "
-        "the job",
+        "Megatron's wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and "
+        "end the job",
         "()",
     ),
 )

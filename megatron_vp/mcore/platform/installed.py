@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megatron_vp.errors import UserError
 
 INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
-"""Builds the version of Transformer Engine that was tested with Megatron 0.19, for the installed PyTorch."""
+"""Command that builds Transformer Engine for the installed PyTorch. This version was tested with Megatron 0.19."""
 
 _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
@@ -31,7 +31,7 @@ _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 @dataclass(frozen=True)
 class Installed:
-    """The packages of a machine, other than PyTorch and Megatron."""
+    """The packages installed on a machine, other than PyTorch and Megatron."""
 
     engine: str | None = None
     """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
@@ -46,19 +46,19 @@ class Installed:
     apex_fault: str | None = None
     """The reason why Megatron must not use the installed package `apex`."""
     datasets: bool = False
-    """Whether `datasets` is installed, with which Megatron reads conversations for --sft."""
+    """Whether `datasets` is installed, which Megatron needs to read conversations for --sft."""
     einops: bool = False
     """Whether `einops` is installed, which Megatron needs for several instances of the distributed optimizer."""
     emerging_optimizers: bool = False
     """Whether `emerging_optimizers` is installed, which provides Muon and similar optimizers."""
     nvrx: bool = False
-    """Whether `nvidia_resiliency_ext` is installed, with which --async-save writes checkpoints by default."""
+    """Whether `nvidia_resiliency_ext` is installed, which --async-save uses by default to write checkpoints."""
     capability: tuple[int, int] | None = None
-    """The compute capability of the GPUs, if given."""
+    """The compute capability that --nodes gives for the GPUs; None if it gives none."""
 
 
 of_nodes: Installed | None = None
-"""Packages of other nodes for which the job is only checked (`pretend_gpu.py`); None if it runs on this machine."""
+"""The packages of the job's nodes if this machine only checks the job (`pretend_gpu.py`); None if the job runs here."""
 
 _hidden: dict[str, str] = {}
 
@@ -69,7 +69,7 @@ def installed() -> Installed:
 
 
 def here() -> Installed:
-    """The packages of this machine. The check imports Transformer Engine, as Megatron does anyway."""
+    """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway."""
     engine, engine_fault = _engine()
     apex_fault = _hidden.get(_APEX) or _apex_fault()
     return Installed(
@@ -115,10 +115,10 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """Parse the packages of nodes from `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, where PACKAGE is a
+    """Parse `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, which describes a job's nodes. PACKAGE is a
     name in `_PACKAGES`.
 
-    Entries that are missing in the text take the values of this machine. Raises UserError.
+    Entries that are missing from the text take the values of this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
     if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
@@ -158,7 +158,9 @@ def _version(text: str) -> str:
 
 
 def _engine() -> tuple[str | None, str | None]:
-    """Return Transformer Engine's version, and why it cannot be imported; both None if it is not installed."""
+    """Return Transformer Engine's version and fault. The version is None if the package cannot be imported. The fault
+    tells why an installed package cannot be imported, and is None otherwise.
+    """
     if _ENGINE in _hidden:
         return None, _hidden[_ENGINE]
     if not _is_there(_ENGINE):
@@ -182,8 +184,8 @@ def _apex_fault() -> str | None:
     if not missing:
         return None
     return (
-        f"{' and '.join(missing)} cannot be found, so this is not NVIDIA's Apex, or it was built without APEX_CPP_EXT "
-        "and APEX_CUDA_EXT"
+        f"{' and '.join(missing)} cannot be found, so the installed Apex is not NVIDIA's, or was built without "
+        "APEX_CPP_EXT and APEX_CUDA_EXT"
     )
 
 

@@ -1,7 +1,8 @@
-"""Patches norms, checkpoints of Adam's state, and Megatron's warm-up for machines without Transformer Engine.
+"""Patches Megatron for machines without Transformer Engine.
 
-For each patch, we tested that Megatron fails without it, with two exceptions. We did not test the final norm on
-machines with Apex: its patch follows from Megatron's code. Without the warm-up patch, a job merely starts later.
+For all but two of the patches, we tested that Megatron fails without the patch. We did not test `_final_norm` on
+machines with Apex, but Megatron's code shows that this patch is needed there. Without the warm-up patch, a job merely
+starts later.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[.
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
-        # A replay that counts Transformer Engine's layers builds torch's norms instead, which refuse zero-centered
-        # weights.
+        # A replay with --shapes-only builds PyTorch's norms in place of Transformer Engine's. PyTorch's norms refuse
+        # zero-centered weights.
         whole.layernorm_zero_centered_gamma &= not replay().counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
@@ -142,8 +143,8 @@ PATCHES = (
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
-        "loading expects one step per parameter, but checkpoints store one step per group; loading also writes into "
-        "leaf tensors, so it must run without autograd",
+        "loading expects Adam's step count for every parameter, but checkpoints store it only once per group; loading "
+        "also writes into leaf tensors, so it must run without autograd",
         "(self, model_param, tensors)",
     ),
     Patch(
@@ -165,7 +166,7 @@ WARM_UP_PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
         _no_warm_up,
-        "on a GPU, Megatron's warm-up compiles fused kernels for minutes, none of which is used without Transformer "
+        "on a GPU, Megatron's warm-up takes minutes to compile fused kernels, which are not used without Transformer "
         "Engine",
         "(tp_size=None)",
     ),

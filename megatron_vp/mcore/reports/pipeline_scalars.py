@@ -31,7 +31,9 @@ _PATIENCE = timedelta(seconds=10)
 
 
 class PipelineScalars:
-    """Records every `interval`-th iteration of pipeline rank `rank`, and writes the figures of all `ranks` ranks."""
+    """Records every `interval`-th iteration of pipeline rank `rank`. The job's last rank logs metrics that are computed
+    from the figures of all `ranks` pipeline ranks.
+    """
 
     def __init__(self, interval: int, rank: int, ranks: int) -> None:
         self._interval, self._rank, self._ranks = interval, rank, ranks
@@ -49,7 +51,9 @@ class PipelineScalars:
         self._recorded[self._running] = recorder
 
     def share(self, at_last: bool) -> None:
-        """Publish this rank's figures for recorded iterations that its device has finished; `at_last`: wait for all."""
+        """Publish this rank's figures for the recorded iterations that its device has finished. If `at_last` is true,
+        the method assumes that the device has finished all recorded iterations.
+        """
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
@@ -59,12 +63,14 @@ class PipelineScalars:
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
     def expect(self, iteration: int) -> None:
-        """Note that an iteration has ended; if it was recorded, `write` expects figures for it from all ranks."""
+        """Make `write` expect figures from all ranks for an iteration that has ended, if the iteration was recorded."""
         if iteration % self._interval == 0:
             self._due.append(iteration)
 
     def write(self, at_last: bool) -> None:
-        """Write the figures of each iteration once all ranks have published theirs; `at_last`: wait for all."""
+        """Write the figures of each iteration for which all ranks have published theirs. If `at_last` is true, wait for
+        missing figures.
+        """
         store = self._store()
         for each in list(self._due):
             keys = [f"{each} {rank}" for rank in range(self._ranks)]
@@ -153,7 +159,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:training_log",
         _with_pipeline,
-        "write the figures of --log-pipeline-interval to TensorBoard and W&B",
+        "write the pipeline metrics of --log-pipeline-interval to TensorBoard and W&B",
         "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, "
         "grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False, "
         "seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",

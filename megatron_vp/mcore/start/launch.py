@@ -1,4 +1,4 @@
-"""Runs a Megatron script with the plug-in: sets the environment, applies patches, reports bad input in one line."""
+"""Runs a Megatron script with the plug-in: sets the environment, applies patches and reports input errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 from megatron_vp.mcore.start.last_line import refuse_together
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
-"""Storage errors that may not recur in a job's next attempt."""
+"""Storage errors that might not recur in a job's next attempt."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
@@ -30,8 +30,8 @@ def one_line_errors() -> Iterator[None]:
     lost peer, a storage error, or a checkpoint that cannot be written or read. Before ranks are connected, a storage
     error has status 2 unless another attempt may help.
 
-    Once ranks are connected, a process that fails exits at once: otherwise the destructors of its process groups would
-    wait for peers, which would wait for this process to exit.
+    Once ranks are connected, a failed process ends without running destructors, because those of its process groups
+    would wait for peers, which would wait for this process to exit.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process with one line even outside `one_line_errors`, such as while Megatron is imported."""
+    """Let Ctrl-C end this process without a traceback even outside `one_line_errors`, such as during imports."""
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -106,14 +106,14 @@ def _exit(status: int) -> NoReturn:
 
 
 def _checkpoint_line(error: BaseException) -> str | None:
-    """One line for a checkpoint that could not be written or read. Only rank 0 can name the rank that failed."""
+    """One line that describes a checkpoint error; None for other errors. Only rank 0 can name the rank that failed."""
     from torch.distributed.checkpoint import CheckpointException
 
     if not isinstance(error, CheckpointException):
         return None
     failed = [f"rank {rank}: {_failure(reason)}" for rank, (reason, _) in error.failures.items()]
     where = f" on {'; '.join(failed)}" if failed else "; the message of rank 0 names the rank that failed"
-    return f"{_who()} abandoned the checkpoint, because its {error.args[0]} failed{where}"
+    return f"{_who()} abandoned the checkpoint, because the {error.args[0]} step failed{where}"
 
 
 def _failure(reason: BaseException) -> str:
@@ -163,10 +163,11 @@ def _foreign(file: str) -> bool:
 
 
 def prepare() -> None:
-    """Prepare this process for a Megatron script, whose arguments are in `sys.argv`; call it before importing Megatron.
+    """Prepare this process for a Megatron script, whose arguments are in `sys.argv`.
 
-    Removes `--cpu` from `sys.argv`. Exits with status 2 and one line, without patching anything, if the process was not
-    started by a launcher, if Megatron's version is not supported, or if an essential patch of this run does not fit.
+    Call this function before importing Megatron. It removes `--cpu` from `sys.argv`. It exits with status 2 and a
+    one-line message, without patching anything, if the process was not started by a launcher, if Megatron's version is
+    not supported, or if an essential patch does not fit the installed Megatron.
     """
     _end_quietly_when_interrupted()
     with one_line_errors():

@@ -40,12 +40,13 @@ def check_job(
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
-    The environment, `sys.argv` and patches are restored afterwards. Arguments are checked for the GPU nodes that
-    `nodes` describes, such as "te=2.17.1,apex=no", or else for this machine. If this machine has no GPUs, they are
-    checked for typical GPU nodes if the job asks for NCCL or Transformer Engine's layers, or if Transformer Engine is
-    installed, and otherwise for CPUs. `here` or --cpu forces a check for this machine. With `files`, the files that the
-    job reads and writes are checked as well. With `own_script`, the user's script may have options of its own. Raises
-    UserError for anything that the job would refuse at startup.
+    Afterwards, the environment and `sys.argv` are restored, and patches are undone. `nodes`, such as
+    "te=2.17.1,apex=no", describes the GPU nodes for which arguments are checked. Without it, they are checked for this
+    machine's GPUs. On a machine without GPUs, the check assumes typical GPU nodes if Transformer Engine is installed,
+    or if the job asks for Transformer Engine's layers or for NCCL. Otherwise, it assumes CPUs. `here` or --cpu forces a
+    check for this machine. With `files`, the files that the job reads and writes are checked as well. With
+    `own_script`, unknown options are accepted, because they may belong to the user's script. Raises UserError for
+    anything that the job would refuse at startup.
     """
     with (
         one_line_for_paths(),
@@ -77,7 +78,7 @@ def own_options(arguments: list[str]) -> list[str]:
 
 
 def refusal_of(arguments: list[str], ranks: int) -> str | None:
-    """The reason why a job's `ranks` processes would refuse its arguments; None if the job would start.
+    """The reason why a job with `ranks` processes would refuse its arguments; None if the job would start.
 
     Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a typical GPU node. The
     environment variable that Megatron requires with tensor or context parallelism counts as set, because it is not part
@@ -141,7 +142,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
 
 
 def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The layers and the backend that a job's command line or configuration asks for; None for a missing setting."""
+    """The transformer implementation and the distributed backend that a job asks for; None for a missing setting."""
     values = read_job_config(*split_config(arguments)).values
     return {name: values.get(name) for name in _PLATFORM}
 
@@ -180,7 +181,7 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
     if devices < ranks_per_node:
         raise UserError(
             f"{node}: {ranks_per_node} ranks are to run on this node, but the number of visible GPUs is {devices}: "
-            "start one task for each GPU of a node (sbatch --gpus-per-node), and do not bind GPUs to tasks"
+            "request one GPU per rank (sbatch --gpus-per-node), and do not bind GPUs to tasks"
         )
     interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not _names_an_interface(interfaces, [name for _, name in socket.if_nameindex()]):
@@ -234,7 +235,11 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
 def describe_start(job: SettledJob) -> list[str]:
     """Lines that say for which nodes a job was checked and at which iteration it would start."""
     args = job.args
-    lines = [] if job.nodes is None else [f"checked for GPU nodes, not for this machine: {assumptions(job.nodes)}"]
+    lines = (
+        []
+        if job.nodes is None
+        else [f"the job was checked as if it ran on GPU nodes instead of this machine, {assumptions(job.nodes)}"]
+    )
     if args.save is None:
         return [*lines, "without --save, a stopped job starts again from iteration 0"]
     if args.save != args.load:
@@ -286,8 +291,8 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
 
 @contextmanager
 def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the last rank of
-    the job, so that code for particular ranks, which prints or writes files, does not run.
+    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the job's last
+    rank. Code that prints or writes files only on certain ranks therefore does not run.
     """
     environment, command = dict(os.environ), list(sys.argv)
     os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")

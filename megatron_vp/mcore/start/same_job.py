@@ -1,4 +1,4 @@
-"""Checks that every rank runs the same job, to find a node with a different file or installation before training.
+"""Checks before training that every rank runs the same job, to find nodes whose configuration or software differs.
 
 Ranks with different numbers of microbatches would wait for each other forever, and different learning rates or versions
 of this package would silently produce a different model. So all arguments are compared, except those that may differ
@@ -42,10 +42,10 @@ _PLACES = {
         "per_dataset_sequences_path data_cache_path object_storage_cache_path titles_data_path evidence_data_path "
         "block_data_path embedding_path"
     ),
-    "the tokenizer's files; the sizes that are read from them are compared": (
+    "the tokenizer's files, whose vocabulary sizes are compared instead": (
         "vocab_file merge_file tokenizer_model metadata_path"
     ),
-    "checkpoints, which machines may mount in different places": (
+    "checkpoints, whose paths may differ between machines": (
         "save load pretrained_checkpoint ckpt_convert_save non_persistent_global_ckpt_dir "
         "non_persistent_local_ckpt_dir ict_load bert_load logits_save_dir logits_load_dir ckpt_pg_tensors_cache_path "
         "rl_rollout_bank_dir"
@@ -55,7 +55,7 @@ _PLACES = {
         "memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename "
         "dump_param_to_param_group_map moe_routing_trace_path"
     ),
-    "names of one rank's logs, which may contain the time or the machine's name": (
+    "log names, which only one rank uses and which may contain the time or the machine's name": (
         "wandb_project wandb_exp_name wandb_entity one_logger_project one_logger_run_name app_tag_run_name "
         "app_tag_run_version"
     ),
@@ -65,23 +65,25 @@ _PLACES = {
     ),
 }
 PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a file, a folder or another resource, and what that resource contains. For such an argument,
-ranks compare only whether the argument is given and, in a list of datasets, the weights.
+"""Arguments that name a file, a folder or another resource, each mapped to what the resource contains. Ranks compare
+only whether these arguments are given. If an argument is a list, ranks also compare its length and the numbers in it,
+such as the weights of datasets.
 """
 
 
 def facts(
     arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Return the texts that must be equal on all ranks, by name ("alike"), and the options that were given ("given").
+    """Return a rank's description of its job: a dictionary with the keys "alike" and "given".
 
-    "alike" contains all arguments, including those that Megatron and this plug-in derive, the versions of packages, and
-    a fingerprint of our code.
+    "alike" maps names to texts that must be equal on all ranks. It contains the versions of packages, a fingerprint of
+    our code, and the job's arguments, including those that Megatron and this plug-in derive. "given" is a copy of the
+    argument `given`.
 
     Args:
         arguments: values by name; names that begin with an underscore are left out.
         parts: the implementation of each part of the job.
-        given: the options that were typed, by the names of their arguments.
+        given: the options that the run was given, by argument name.
     """
     alike = {
         name: _place(value) if name in PLACES else _text(value)
@@ -89,7 +91,7 @@ def facts(
         if name not in OF_A_RANK and not name.startswith("_")
     }
     if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
-        alike["vocab_shards"] = "measured:DIR"  # Folders may differ, because the rows read from them are compared.
+        alike["vocab_shards"] = "measured:DIR"  # Instead of the folders, the `vocab_rows` read from them are compared.
     packages = {
         "megatron_vp": megatron_vp.__version__,
         "megatron-core": installed_version(),
@@ -135,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def code(package: Path) -> str:
-    """Return a fingerprint of a package's sources, because two checkouts may have the same version number."""
+    """Return a fingerprint of a package's sources, which may differ between checkouts with the same version number."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
@@ -171,7 +173,8 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
         arguments = job.args
         if arguments.fake_process_group:
             return original(*args, **kwargs)
-        # Compare before groups exist: ranks that create different groups have no communicator in which to compare.
+        # Compare the ranks' jobs before process groups exist, because ranks that create different groups have no common
+        # communicator.
         patience = timedelta(minutes=arguments.distributed_timeout_minutes)
         require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
         original(*args, **kwargs)
@@ -192,7 +195,7 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
-    """Compare the `facts` of all ranks. Raises UserError on every rank if the facts differ."""
+    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if the results differ."""
 
     compare(
         own,
@@ -208,9 +211,9 @@ PATCHES = (
     Patch(
         "megatron.training.initialize:_initialize_distributed",
         _with_the_same_job,
-        "compares the ranks' arguments and versions, because a rank that differs would hang the job or train a wrong "
-        "model; then uses rank 0's costs to order passes, claims the folder that this run saves to, writes the "
-        "resolved configuration, and prints the banner",
+        "compares the ranks' arguments and package versions, because differences would hang the job or silently "
+        "produce a different model; then makes all ranks use the pass times that rank 0 predicts, claims the folder "
+        "that this run saves to, writes the resolved configuration, and prints the banner",
         "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

@@ -33,9 +33,9 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
     Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
 
     Checkpoints on object storage and node-local checkpoints (`--non-persistent-ckpt-type local`) are not checked.
-    Megatron's older torch format is accepted only in plain runs, without checking its files. An empty directory is
-    accepted if the run also saves to it. Raises UserError if the checkpoint cannot be used, or if asynchronous saving
-    needs a package that is not installed.
+    Megatron's older torch format is accepted only if ranks hold the same layers as in plain Megatron. Files in this
+    format are not checked. An empty directory is accepted if the run also saves to it. Raises UserError if the
+    checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
     """
     if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
         raise UserError(
@@ -75,8 +75,8 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
     checkpoint; None if this run may choose them.
 
     Optimizer state in the distributed optimizer's default format can be loaded only with the rows and the layout of the
-    run that wrote it. The result is also None if the checkpoint cannot be read, or if its optimizer state cannot be
-    loaded with any rows; such a job is refused later.
+    run that wrote it. The result is also None if the checkpoint cannot be read, or if no choice of rows and layout lets
+    this run load the optimizer state. In these cases, the job is refused later.
     """
     fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
     if fresh or not args.use_distributed_optimizer or args.load is None:
@@ -149,7 +149,7 @@ def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | Non
     resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
     if resumes_later and option == "--load":
         return None
-    then = " (if a new run will later resume from this directory, set --save to it, too)" * (option == "--load")
+    then = "; for a new run that saves to this directory, keep --load and set --save to it" * (option == "--load")
     raise UserError(
         f"{option} {load} contains no checkpoint (no file {TRACKER}): use the directory that a run saved to, or leave "
         f"{option} out{then}"
@@ -180,9 +180,9 @@ def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
     """Refuse Megatron's older format (one file per rank) unless ranks hold the same layers as in plain Megatron."""
     if args.vocab_parallel or run_settings(args).places_chunks:
         raise UserError(
-            f"{folder} is in Megatron's older torch format, which only plain Megatron with the same parallel sizes can "
-            f"load: convert it in a plain run (--ckpt-format torch --ckpt-convert-format torch_dist "
-            f"--ckpt-convert-save DIR) and load the result"
+            f"{folder} is in Megatron's older torch format, which this run cannot load: convert it in a run that has "
+            f"the checkpoint's parallel sizes but neither --vocab-parallel nor --pipeline-schedule (--ckpt-format "
+            f"torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
         )
 
 
@@ -212,7 +212,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint without its tensors: the arguments of the run that wrote it, and optimizer settings."""
+    """Read a checkpoint without its tensors. The result has the writing run's arguments and optimizer settings."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     with warnings.catch_warnings():
@@ -234,7 +234,9 @@ def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folde
 
 
 def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint without Megatron's random states: on loading it, Megatron would exit, and with status 0."""
+    """Refuse a checkpoint without Megatron's random states. Megatron cannot load such a checkpoint, but would still
+    exit with status 0.
+    """
     if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
         raise UserError(
             f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
@@ -243,7 +245,7 @@ def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
 
 
 def _others(folder: Path) -> str:
-    """Advise what to do about a checkpoint that cannot be used: name the newest other complete iteration, if any."""
+    """Advise what to do about an unusable checkpoint: load the newest other checkpoint that is complete, if any."""
     steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
     for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
         if _damage(folder.parent / f"iter_{step:07d}") is None:

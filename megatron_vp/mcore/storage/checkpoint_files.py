@@ -1,7 +1,7 @@
 """Checks that checkpoints can be written, and makes Megatron replace its tracker file atomically.
 
-Megatron empties the file that names the last checkpoint before it writes a new iteration number. If the writing rank
-dies in between, or if the disk is full, Megatron can no longer find the last good checkpoint.
+The tracker file names the last checkpoint. Megatron empties this file, and then writes the new iteration number. If the
+writing rank dies in between, or if the disk is full, Megatron can no longer find the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ PATCHES = (
         _without_padding,
         "with several gradient buckets, Megatron would look up the optimizer's state at the wrong positions",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron 0.20 does not count the padding, so it needs no patch.
+        {"0.20": None},  # Megatron 0.20 itself subtracts the padding of gradient buckets.
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",
         _Files,
-        "Megatron empties the file that names the last checkpoint before writing it, so a crash could lose that name",
+        "Megatron empties its tracker file before rewriting it, so a crash could lose the last checkpoint's number",
         "value",
     ),
     *attempt.PATCHES,

@@ -1,7 +1,7 @@
 """Reads the `.metadata` file of a torch_dist checkpoint, which is a pickle, without running any function that it names.
 
 Loading a pickle calls any function that the pickle names, so a checkpoint from someone else can contain malicious code.
-A check, for example on a login node, must not run this code.
+Checking a checkpoint, for example on a login node, must not run this code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _RECORDS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
-"""Modules whose data classes and enumerations are allowed. The classes are not listed, because torch may add more."""
+"""Modules whose data classes and enumerations may be unpickled. The classes are not listed one by one, because torch
+may add more.
+"""
 
 _OTHERS = {
     ("torch", "Size"): torch.Size,
@@ -38,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OTHERS:
             return _OTHERS[module, name]
-        # A dotted name could refer to a function that the module imports, such as `os.system` in `filesystem`.
+        # Refuse dotted names, because they can reach functions of imported modules, such as `os.system`.
         if "." not in name:
             if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.memory_format):
                 return found
@@ -47,7 +49,8 @@ class _Unpickler(pickle.Unpickler):
                 if _is_record(found) and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(
-            f"the pickle names {module}.{name}, which does not belong in a checkpoint's metadata and was not executed"
+            f"the pickle refers to {module}.{name}, which does not belong in a checkpoint's metadata and was not "
+            "executed"
         )
 
 

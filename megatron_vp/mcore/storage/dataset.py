@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# A function that gets the name of a step, the number of characters processed, and the number in all (None if unknown).
+# Reports progress, given the name of a step, the number of characters processed, and the total (None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
@@ -46,7 +46,7 @@ class Prepared:
     tokens: int
 
     def flags(self) -> list[str]:
-        """The flags for training on this dataset, with a --split if Megatron's default one would leave a part empty."""
+        """The flags for training on this dataset. Includes --split if Megatron's default split leaves a part empty."""
         split = split_for(self.documents)
         return [
             *("--data-path", str(self.dataset)),
@@ -70,10 +70,11 @@ def prepare(
 
     `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size`, to train a tokenizer
     with exactly this many tokens and save it in `NAME_tokenizer`, or `tokenizer`, the directory of an existing
-    tokenizer. Token ids are stored as uint16 if there are fewer than 65500 tokens, otherwise as int32. Files get their
-    final names only when all are complete, the index file last, so an interrupted run leaves no dataset that looks
-    complete. Existing files are replaced only with `overwrite`. Raises UserError if there is no text, if a tokenizer of
-    this vocabulary size cannot be trained on the text, or if a file already exists or cannot be written.
+    tokenizer. Token ids are stored as uint16 if the vocabulary has fewer than 65500 tokens, otherwise as int32. Files
+    get their final names only when all are complete, and the index file gets its name last. An interrupted run
+    therefore leaves no dataset that looks complete. Existing files are replaced only if `overwrite` is True. Raises
+    UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or if a file
+    already exists or cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -134,7 +135,9 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
 
 
 def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Move old files to `aside`, then rename `parts` to their final names, in order. Undo all if a step fails."""
+    """Move old files to `aside`, then rename `parts` to their final names, in order. If this fails, move all files
+    back.
+    """
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
 
@@ -160,7 +163,8 @@ def _storage_told(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write to {output}: {error.strerror}; free some space, or choose another --output or --name"
+            f"cannot write to {output}: {error.strerror}; choose another --output or --name, or free some space if the "
+            "disk is full"
         ) from error
 
 
@@ -249,7 +253,7 @@ def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> N
     if len(lengths) == 0:
         raise UserError(f"the index {index} lists no documents; {remedy}")
     if ends.size == 0 or ends[0] != 0 or ends[-1] != len(lengths):
-        raise UserError(f"the index {index} is corrupt: its last document does not end at its last sequence; {remedy}")
+        raise UserError(f"the index {index} is corrupt: its documents do not match its sequences; {remedy}")
     expected = int(lengths.sum(dtype="int64")) * reader.dtype_size
     if reader.sequence_pointers[-1] + int(lengths[-1]) * reader.dtype_size != expected:
         raise UserError(f"the index {index} is corrupt: its sequence lengths and positions disagree; {remedy}")
@@ -317,8 +321,9 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int | None:
-    """Return the padded vocabulary size that Megatron will use for this job. If this machine cannot read the tokenizer,
-    for example because it only plans the job, the size follows from --vocab-size. Returns None if the size is unknown.
+    """Return the padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, for
+    example because this machine is only used to plan the job, the size follows from --vocab-size. Returns None if the
+    size is unknown.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -343,7 +348,8 @@ def _tokens_of(args: argparse.Namespace) -> int:
 
     by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
     if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # The transformers library would mistake the path for a name on the Hugging Face Hub, and search for minutes.
+        # The transformers library would mistake the path for a name on the Hugging Face Hub, and spend minutes looking
+        # it up.
         raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # Only rank 0 prints messages.
     try:

@@ -29,8 +29,9 @@ _LAYOUT: dict[str, Any] = {
 def check_optimizer(
     args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
 ) -> None:
-    """Raise UserError if a run with validated Megatron arguments cannot load the optimizer state of a checkpoint.
+    """Raise UserError if this run cannot load the optimizer state of a checkpoint.
 
+    args: this run's arguments, validated by Megatron.
     written_by: the arguments of the run that wrote the checkpoint.
     common: everything in the checkpoint except tensors.
     """
@@ -46,7 +47,8 @@ def check_optimizer(
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Check that this run can read the format of the optimizer state. Megatron loads the state only into the kind of
-    optimizer that wrote it, and the distributed optimizer's default format only with the same parallel layout.
+    optimizer that wrote it. Only a run with the same parallel layout can load the distributed optimizer's default
+    format.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
         raise UserError(
@@ -63,7 +65,8 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             f"with a fresh optimizer"
         )
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
-    # Only experts that are distributed over ranks have a separate optimizer, whose state has different names.
+    # Experts that are distributed over ranks have a separate optimizer. In a checkpoint, the state of two optimizers
+    # has different keys from the state of one optimizer for all parameters.
     if args.num_experts and (there > 1) != (here > 1):
         raise UserError(
             f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
@@ -78,20 +81,20 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
         if there != (here := asked[name]):
             raise UserError(
                 f"the optimizer state in {folder} is in the distributed optimizer's default format (dp_reshardable), "
-                f"which only a run with the same layout can read, but {name} was {there} in the run that wrote it and "
-                f"is {here} in this run: save the checkpoint with --dist-ckpt-optim-fully-reshardable, or add "
-                "--no-load-optim to start with a fresh optimizer"
+                f"which only a run with the same model split can read, but {name} was {there} in the run that wrote it "
+                f"and is {here} in this run: resume with the old split and save with "
+                "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh optimizer"
             )
 
 
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
-    """Whether a run distributes the optimizer: by elements, as is usual, or by whole weights, as with Muon."""
+    """Whether a run distributes the optimizer, either by elements (as usual) or by whole weights (as with Muon)."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
 def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Check --decoupled-lr and --decoupled-min-lr, because Megatron looks up parameter groups by their rates."""
+    """Compare both decoupled learning rates with the checkpoint's: Megatron matches parameter groups by these rates."""
     for name in ("decoupled_lr", "decoupled_min_lr"):
         here, there = getattr(args, name), getattr(written_by, name, None)
         if here == there:

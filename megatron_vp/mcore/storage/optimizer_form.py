@@ -1,11 +1,11 @@
 """Restricts the format in which training loops other than Megatron's save the distributed optimizer's state.
 
 Megatron's default format (`dp_reshardable`) stores a rank's raw buffers under keys that do not name parameters. With
-our schedules, these buffers differ from plain Megatron's: every rank has rows of both vocabulary layers and, with a
-V-shaped placement, different transformer layers. A run with another layout would load the buffers without an error, and
-train with optimizer moments that belong to other parameters. If Megatron parses the arguments, `optimizer_check`
-compares the layouts at startup. A checkpoint of another training loop does not record its layout, so only a format that
-fits every layout is accepted.
+our schedules, these buffers differ from plain Megatron's: both vocabulary layers are split over the ranks, and a
+V-shaped placement also moves transformer layers to other ranks. A run with another layout would load the buffers
+without an error, and train with optimizer moments that belong to other parameters. If Megatron parses the arguments,
+`optimizer_check` compares the layouts at startup. A checkpoint of another training loop does not record its layout, so
+only a format that fits every layout is accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatron_vp.mcore.patches import Patch
 
 _TAKEN = "fully_reshardable"
 _OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""Maps each format that fits only one layout to the suffix in the name of the Megatron function that writes it."""
+"""Each key is a format that loads correctly only with the layout of the run that wrote it. Each value is the suffix in
+the name of the Megatron function that writes this format.
+"""
 
 
 def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -30,14 +32,16 @@ def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         ) -> Any:
             if is_loading:
                 raise UserError(
-                    f"the optimizer state in this checkpoint has the format {form}, which fits only the layout of the "
-                    f"run that wrote it and does not record that layout: save the state in the format {_TAKEN} (in "
+                    f"the optimizer state in this checkpoint has the format {form}, which can be loaded "
+                    f"correctly only if the model is split over the ranks as in the run that saved it, but the "
+                    f"checkpoint does not record that split: let that run save in the format {_TAKEN} (in "
                     f"Megatron-Bridge, set checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh "
                     f"optimizer (load_optim=False)"
                 )
             raise UserError(
-                f"this training loop saves the distributed optimizer's state in the format {form}, which a run with "
-                f"another layout would load into the wrong parameters: call the optimizer's sharded_state_dict with "
+                f"this training loop saves the distributed optimizer's state in the format {form}, which a run that "
+                f"splits the model differently over its ranks would load into the wrong parameters: call the "
+                f"optimizer's sharded_state_dict with "
                 f'metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
             )
 
@@ -64,7 +68,8 @@ PATCHES = tuple(
     Patch(
         f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
         _refusing(form),
-        "a run with another layout would load optimizer state in this format into the wrong parameters",
+        f"a run that splits the model differently over its ranks would load optimizer state in the format {form} into "
+        "the wrong parameters",
         "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
     )
     for form, function in _OF_ONE_LAYOUT.items()
@@ -75,7 +80,8 @@ BRIDGE_PATCHES = (
     Patch(
         "megatron.bridge.training.checkpointing:_build_sharded_state_dict_metadata",
         _always_reshardable,
-        "save the optimizer state in a format that fits every layout, instead of Megatron-Bridge's default format",
+        "optimizer state in Megatron-Bridge's default format loads correctly only if the model is split over the ranks "
+        "as in the run that saved the state",
         "(use_distributed_optimizer, cfg)",
     ),
 )

@@ -36,9 +36,9 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
             continue
         if len(here) != len(there) or (keeps_loaded and len(here) > 1):
             raise UserError(
-                "the checkpoint divides parameters into groups by learning rate differently from this run "
-                "(--decoupled-lr, --use-mup): use the options and rates of the run that wrote the checkpoint, or add "
-                "--no-load-optim to start with a fresh optimizer"
+                "the checkpoint's parameter groups cannot be matched with this run's, because their learning rates "
+                "differ: use the same --decoupled-lr, --use-mup and learning rates as the run that wrote the "
+                "checkpoint, or add --no-load-optim to start with a fresh optimizer"
             )
         for group in () if keeps_loaded else theirs:
             group.update(_named(here[there.index(_rates(group))], group))

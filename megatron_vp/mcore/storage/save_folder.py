@@ -1,11 +1,11 @@
 """Lets only one run at a time save to a folder, because two runs would silently overwrite each other's checkpoints.
 
-Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger than the number of any other claim. The
-file is created exclusively, so only one of several runs succeeds, even on network file systems. During the run, a
-thread keeps renewing the file's modification time.
+Rank 0 claims the `--save` folder with a file `in_use_N.json`, where N is larger than the number of any other claim.
+Creation fails if the file already exists, so only one of several competing runs succeeds, even on network file systems.
+During the run, a thread keeps renewing the file's modification time.
 
-A claim is void if its run was an earlier attempt of the same SLURM job, or a process of this machine that no longer
-exists. A claim of a live process of this machine is valid. Any other claim is watched: if it is not renewed for
+A claim is void if it was made by an earlier attempt of the same SLURM job, or by a process on this machine that has
+ended. A claim of a live process on this machine is valid. Any other claim is watched: if it is not renewed for
 SILENCE_SECONDS, its run is considered dead. If that run is alive after all, it notices at its next save that its claim
 is gone, and stops.
 """
@@ -42,7 +42,7 @@ _FIELDS = ("token", "host", "process", "started", "machine", "job", "attempt", "
 
 
 class SaveFolder:
-    """A folder for checkpoints that this run wants to claim. Only rank 0 uses this class."""
+    """A checkpoint folder that this run wants to claim. Only rank 0 uses this class."""
 
     def __init__(self, folder: Path, option: str = "--save") -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class SaveFolder:
         self._identity = _identity()
 
     def take(self) -> bool:
-        """Try to claim the folder. Returns False if another claim may still be valid; in this case, wait and try again.
+        """Try to claim the folder. Returns False if another claim may still be valid; callers should then retry later.
 
         Raises UserError if another run uses the folder, or if the folder is not writable.
         """
@@ -64,11 +64,13 @@ class SaveFolder:
             return all(map(self._is_void, void)) and self._create(void)
         except OSError as error:
             raise UserError(
-                f"cannot write to {self._named}: {error.strerror}; free some space, or choose another directory"
+                f"cannot write to {self._named}: {error.strerror}; choose a writable directory with free space"
             ) from error
 
     def check(self) -> bool:
-        """Raise UserError if another run has taken over the folder. If the claim is merely gone, create it again."""
+        """Raise UserError if another run has taken over the folder. If this run's claim is missing and there is no
+        other claim, claim the folder again.
+        """
         assert self._own is not None
         found = _read(self._own)
         if found is not None and found[0]["token"] in ("", self._identity["token"]):  # "": unreadable
@@ -78,7 +80,7 @@ class SaveFolder:
             taker = _read(others[-1]) if others else None
             raise UserError(
                 f"{self._named} was taken over by {_who(taker[0]) if taker else 'another run'}, because this run did "
-                f"not renew its claim for {SILENCE_SECONDS:g} s: this run stops without saving, so that it does not "
+                f"not renew its claim within {SILENCE_SECONDS:g} s: this run stops without saving, so that it does not "
                 f"overwrite the other run's checkpoints"
             )
         return True
@@ -142,7 +144,8 @@ class SaveFolder:
         try:
             os.write(descriptor, json.dumps(self._identity).encode())
             os.fsync(descriptor)
-            # If another claim was made and removed in the meantime, a third run may hold a valid claim by now.
+            # `void` may be out of date. A second run may have made and removed a claim at `path`, and a third run may
+            # now hold a valid claim.
             if set(self._claims()) - {path, *void}:
                 raise FileExistsError
         except OSError as error:
@@ -193,7 +196,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """Return the start time of a process, in ticks after boot; None if the process has ended.
+    """Return the start time of a process, in ticks after boot; None if the process has ended, but /proc still shows it.
 
     Raises OSError if /proc does not show the process.
     """
@@ -312,7 +315,7 @@ def agreed(act: Callable[[], Any]) -> Any:
 
 
 def check_claim() -> bool:
-    """Raise UserError on rank 0 if another run has taken over the folder that this run has claimed."""
+    """On rank 0, raise UserError if another run has taken over this run's folder. Otherwise return True."""
     return _claimed is None or _claimed.check()
 
 

@@ -1,7 +1,7 @@
 """Makes skipped iterations and several validation sets work on ranks with several chunks or without data.
 
 If a rank has virtual pipeline stages, Megatron gives the rank a list of data iterators, one per chunk. Two functions of
-Megatron's training loop do not expect a list: `--iterations-to-skip` advances only a single iterator, and the
+Megatron's training loop do not expect a list: skipping an iteration (`--iterations-to-skip`) crashes, and the
 evaluation of several validation sets mistakes the list of chunks for the list of sets. Neither function handles a
 middle stage, which has no data.
 """
@@ -39,10 +39,12 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(*arguments: Any, **options: Any) -> Any:
-        """Call the original function, but keep the numbers of evaluation iterations if the chunk has no data."""
+        """Call the original function. If this chunk has no data, set `args.eval_iters` to the numbers that the previous
+        chunk's call has stored, or to zeros if this is the first chunk.
+        """
         nonlocal given
         args = current().args
-        # The call for a previous chunk has replaced `args.eval_iters` by a list with one number per validation set.
+        # The previous chunk's call may have replaced `args.eval_iters` with a list of one number per validation set.
         if isinstance(args.eval_iters, list):
             counted, args.eval_iters = args.eval_iters, given
         else:
@@ -51,7 +53,7 @@ def _counting_validation_sets(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(args.eval_iters, list):
             _check_names(args.validation_set_names, len(args.eval_iters))
             if None in args.eval_iters:
-                # Before each evaluation, rank 0, which has data, sends the right numbers to the other ranks.
+                # Zeros suffice, because rank 0 has data, and all ranks receive its `eval_iters` before each evaluation.
                 args.eval_iters = counted or [0] * len(args.eval_iters)
         return iterators
 
@@ -94,7 +96,7 @@ PATCHES = (
     Patch(
         "megatron.training.training:build_train_valid_test_data_iterators",
         _counting_validation_sets,
-        "a chunk without data would not know how many iterations each validation set has",
+        "a chunk without data would not know the number of evaluation iterations per validation set",
         "(build_train_valid_test_datasets_provider)",
     ),
     Patch(

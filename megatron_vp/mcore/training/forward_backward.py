@@ -149,15 +149,14 @@ def _check_communicator(pipeline: Pipeline, given: Any) -> None:
 
 
 def _require_gradient_buffers(chunks: list[torch.nn.Module]) -> None:
-    """Raise UserError for chunks without `main_grad`, to which the passes T, IB and W write."""
+    """Raise UserError if a trained parameter lacks the `main_grad` buffer to which T, IB and W add gradients."""
     for chunk in chunks:
         if isinstance(chunk, _BaseDataParallel):
             continue
         if any(each.requires_grad and not hasattr(each, "main_grad") for each in chunk.parameters()):
             raise UserError(
                 "this script trains a model that it did not wrap in Megatron's DistributedDataParallel, but our passes "
-                "write gradients to its buffers: wrap every chunk in DistributedDataParallel, even without data "
-                "parallelism"
+                "write gradients to the wrapper's buffers: wrap every chunk, even without data parallelism"
             )
 
 
@@ -183,8 +182,8 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
     if others:
         raise UserError(
             f"this script wraps its model in {type(others[0]).__name__}, but our passes write gradients to the "
-            "buffers of Megatron's DistributedDataParallel: wrap the model in DistributedDataParallel, and use a "
-            "distributed optimizer"
+            "buffers of Megatron's DistributedDataParallel: wrap the model in DistributedDataParallel, and use the "
+            "distributed optimizer to shard optimizer states"
         )
     cores = unwrap_model(chunks)
     pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
@@ -206,12 +205,12 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """Return the sizes of a microbatch; in a replay of one rank, as `RandomBuffers`, because no peer sends data."""
+    """Return the `Shapes` of a microbatch, or `RandomBuffers` in a replay of one rank, where no peer sends data."""
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     split = {
-        # Our passes predict further tokens only in training with --vocab-parallel.
+        # Our passes handle multi-token prediction only in training with --vocab-parallel.
         "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
         # With context parallelism, each rank has two pieces of the sequence, one from each half.
         "cp_chunks": 2 if context > 1 else 1,
@@ -248,7 +247,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
 def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
-    """Run the program and, in training, record its times for --rank-report and similar options."""
+    """Run the program. In training, also time passes and communication if options such as --rank-report need this."""
     watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(

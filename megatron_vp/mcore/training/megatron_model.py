@@ -32,12 +32,12 @@ class MegatronModel:
         forward_step, data_iterators: the user's function and data, as Megatron passes them to a schedule; one iterator
             per chunk.
         gradients: whether gradients are computed; False in evaluation.
-        is_first_rank: whether this is pipeline rank 0, which may synchronise gradients during the last backward even if
-            Megatron aligns the synchronisation of ranks.
+        is_first_rank: whether this is pipeline rank 0, which may start gradient synchronisation during the last
+            backward even with Megatron's `align_grad_reduce`.
         context_group: the context-parallel group, whose ranks share each sequence.
         split_backward: whether weight gradients are computed in separate W passes instead of in B.
         late_weights: the (chunk, microbatch) pairs for which other passes run between B and W.
-        first_val_step: Megatron's argument in evaluation; False if cached quantised weights are still valid.
+        first_val_step: as Megatron passes it; False in evaluation if cached quantised weights are still valid.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class MegatronModel:
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
-        # The optimizer has changed the weights, so fp8 layers must quantise them again, even in evaluation.
+        # After the optimizer has changed the weights, fp8 layers must quantise them again, even in evaluation.
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
@@ -207,7 +207,7 @@ class MegatronModel:
                 chunk.synchronisation.complete(parameter)
 
     def finish(self) -> None:
-        """Start the gradient synchronisations that have not started during the schedule."""
+        """Start the gradient synchronisations that did not start during the schedule."""
         for chunk in self._chunks:
             # With --exit-signal-handler, the workers of a data loader stop only when the last reference to their
             # iterator is dropped. Drop it now, without waiting for the garbage collector.
@@ -223,8 +223,8 @@ class MegatronModel:
         self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
-        """Call `forward_step` for all microbatches up to `microbatch` that have not been read, in order. Microbatches
-        are read as late as possible, because their attention masks can take a lot of memory.
+        """Call `forward_step` for the microbatches that have not been read yet, in order, up to and including
+        `microbatch`. Microbatches are read as late as possible, because their attention masks can take a lot of memory.
         """
         while chunk.captured <= microbatch:
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
@@ -318,7 +318,7 @@ class _Chunk:
 
     def before_weight_gradient(self, microbatch: int) -> None:
         """Check that W of microbatch 0 runs first, because it overwrites main_grad in Transformer Engine's layers."""
-        assert self._weight_passes or not microbatch, "microbatch 0 must be the first microbatch that runs pass W"
+        assert self._weight_passes or not microbatch, "in every chunk, pass W of microbatch 0 must run first"
         self._weight_passes += 1
 
     def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
