@@ -114,7 +114,9 @@ def sbatch(
             "or give --script FILE"
         )
     if script is not None and not Path(script).is_file():
-        raise UserError(f"--script {script} is not a file: give the path of a Megatron training script")
+        raise UserError(
+            f"--script {script} is not a file: give the path of a Megatron training script, or leave --script out"
+        )
     if container_mounts is not None and container_image is None:
         raise UserError(
             f"--container-mounts {container_mounts} has no effect without --container-image: add --container-image "

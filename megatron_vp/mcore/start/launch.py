@@ -187,7 +187,9 @@ def run_script(script: str, arguments: list[str]) -> None:
         sys.argv = [script, *arguments]
         _require_launcher(f"--no-python megatron-vp run {script}")
         if not Path(script).is_file():
-            raise UserError(f"{script} is not a file: give the path of a Megatron training script")
+            raise UserError(
+                f"{script} is not a file: give the path of a Megatron training script, or pretrain_gpt_vp.py"
+            )
         # Let the script import modules from its own folder, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
