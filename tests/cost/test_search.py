@@ -434,10 +434,14 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["partial"] and document["heading"] == heading and document["budget"] == 2
     assert document["untried_seconds"] > 0 and f"{document['untried']:,} ways to train were not tried" in heading
-    titles = []
-    monkeypatch.setattr(charts, "search_chart", lambda found, limit, title: titles.append(title) or b"")
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
     command(tmp_path, *words, "-o", str(tmp_path / "found.png"))
-    assert titles == [f"{table.splitlines()[0]}\n{heading}"]
+    (figure,) = figures
+    figure.draw_without_rendering()
+    (title,) = [text for text in figure.texts if text.get_text() == figure.get_suptitle()]
+    assert " ".join(title.get_text().split()) == f"{table.splitlines()[0]} {heading}"
+    assert title.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_what_must_be_unset_is_in_the_json(megatron_loaded, tmp_path):

@@ -114,7 +114,7 @@ def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    _entitle(figure, title)
     best = frontier(evaluations)
     longest = max(1.05 * best[-1].iteration_seconds, 1.1 * best[0].iteration_seconds)
     shown = [each for each in evaluations if each.iteration_seconds <= longest]
@@ -168,8 +168,7 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
-    lines = [textwrap.fill(line, 180) for line in title.splitlines()]
-    figure.suptitle("\n".join(lines), fontsize=8, x=0.01, ha="left")
+    _entitle(figure, title)
     frontier = search.frontier(limit)
     longest = max(1.05 * frontier[-1].seconds, 1.1 * frontier[0].seconds)
     shown = [each for each in search.found if each.seconds <= longest]
@@ -221,8 +220,14 @@ def _figure(height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
 
     figure = Figure(figsize=(11, height), layout="constrained")
     axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    _entitle(figure, title)
     return figure, axes
+
+
+def _entitle(figure: Figure, title: str) -> None:
+    """Write the lines of `title` above the plots. Lines that are wider than the figure are wrapped."""
+    lines = [textwrap.fill(line, 180) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), fontsize=8, x=0.01, ha="left")
 
 
 def _limit(axes: Axes, limit: float) -> None:
