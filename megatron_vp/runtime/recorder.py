@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron_vp.schedule.instructions import Instruction, Loss, Run
-from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.transfers import Operation
 
-Work = Instruction | Operation | PassKind
-"""Anything that is timed: an instruction, an operation on a stream or a kind of pass."""
+Work = Instruction | Operation
+"""Anything that is timed: an instruction, or an operation on a stream."""
 
 
 @dataclass(frozen=True, slots=True)

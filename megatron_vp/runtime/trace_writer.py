@@ -10,7 +10,6 @@ from megatron_vp.files import write_report
 from megatron_vp.runtime.clocks import Alignment, Pipeline, align
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
-from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.transfers import Copy
@@ -101,7 +100,7 @@ def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]
                 traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOSS, start, end))
             case Wait(operation):
                 traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
-            case Post() | PassKind():
+            case Post():
                 pass
             case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM

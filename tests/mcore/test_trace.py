@@ -14,7 +14,8 @@ from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule import PassKind, VocabMethod, generate
+from megatron_vp.schedule import Pass, PassKind, VocabMethod, generate
+from megatron_vp.schedule.instructions import Run
 from megatron_vp.trace.figures import figures, ran
 from megatron_vp.trace.rank_files import read_traces
 from megatron_vp.trace.rank_reports import read_reports
@@ -179,7 +180,7 @@ def _long_run(rank, world_size, folder, iterations):
     with process_group(rank, world_size):
         for microbatches in range(iterations):
             recorder = Recorder(torch.device("cpu"))
-            with recorder.span(PassKind.F):
+            with recorder.span(Run(Pass(PassKind.F, 0))):
                 pass
             recorder.finish()
             report.add(recorder, torch.nn.Linear(2, 3), microbatches)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron_vp.runtime import clocks
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.passes import Pass, PassKind
 from tests.harness.ranks import process_group, run_ranks
 
 SKEW = 5_000_000_000
@@ -69,7 +70,7 @@ def test_device_times_are_placed_on_the_clock_of_the_host(monkeypatch):
     before = time.perf_counter_ns()
     recorder = Recorder(torch.device("cuda"))
     after = time.perf_counter_ns()
-    with recorder.span(PassKind.F):
+    with recorder.span(Run(Pass(PassKind.F, 0))):
         pass
     recorder.finish()
     (span,) = recorder.spans

@@ -26,7 +26,6 @@ from megatron_vp.mcore.reports.memory import around_tensors, meter
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
-from megatron_vp.schedule.passes import PassKind
 
 KEPT = 200
 """The largest number of iterations whose times a report contains. This limit keeps reports of long runs small."""
@@ -61,15 +60,9 @@ class RankReport:
         milliseconds: dict[str, float] = defaultdict(float)
         host: dict[str, float] = defaultdict(float)
         for span in recorder.spans:
-            match span.work:
-                case Run(action):
-                    kind = action.kind
-                case PassKind() as kind:
-                    pass
-                case _:
-                    continue
-            milliseconds[kind] += span.computed
-            host[kind] += span.issued
+            if isinstance(span.work, Run):
+                milliseconds[span.work.action.kind] += span.computed
+                host[span.work.action.kind] += span.issued
         self._microbatches.append(microbatches)
         self._pass_milliseconds.append(milliseconds)
         self._host_milliseconds.append(host)
