@@ -94,6 +94,22 @@ def test_ranks_of_different_jobs_end_with_one_line():
         assert line.startswith(told) and "; start every rank with the same" in line
 
 
+def state_a_default(rank, _world_size):
+    """Compare a job of which only rank 1 states a default, and writes some values in another notation."""
+    from megatron_vp.mcore.start.meeting import PATIENCE
+    from megatron_vp.mcore.start.same_job import facts, require_same_job
+
+    notations = ["0.3", "/a"], {"a": 1, "b": 2}
+    if rank == 1:
+        notations = [".30", "/b"], {"b": 2, "a": 1}
+    values = {"lr_wsd_decay_style": "exponential", **dict(zip(("data_path", "of_a_model"), notations, strict=True))}
+    require_same_job(facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), PATIENCE)
+
+
+def test_a_default_that_one_rank_states_is_the_same_job():
+    run_ranks(2, state_a_default)
+
+
 @pytest.fixture(scope="module")
 def parser():
     """Megatron's own, with our options."""

@@ -65,11 +65,13 @@ def _digest(text: str) -> str:
 
 
 def compare(own: dict[str, Any], verdict: Callable[[list[dict[str, Any]]], str], patience: timedelta) -> None:
-    """Compare the ranks' values. Returns if all ranks have equal values, and otherwise raises UserError on every rank.
+    """Compare the ranks' values. Returns if all ranks have equal values or if the verdict is empty. Otherwise raises
+    UserError on every rank.
 
     Args:
         own: JSON values by name.
-        verdict: returns the error message for the values of all ranks; called on one rank if the values differ.
+        verdict: returns the error message for the values of all ranks, or "" if the difference does not matter. It is
+            called on one rank if the values differ.
     """
     rank, ranks = _place()
     if ranks == 1:

@@ -108,25 +108,27 @@ def _place(value: Any) -> str:
     """Return the text that ranks compare instead of the value of an argument in PLACES."""
     if value is None:
         return "not given"
-    return _text([word if _is_number(word) else "PATH" for word in value]) if isinstance(value, list) else "given"
+    return _text([_number(word) or "PATH" for word in value]) if isinstance(value, list) else "given"
 
 
-def _is_number(word: Any) -> bool:
+def _number(word: Any) -> str | None:
+    """The number that `word` stands for, in one notation, or None if it is not a number."""
     try:
-        float(word)
+        return str(float(word))
     except (TypeError, ValueError):
-        return False
-    return True
+        return None
 
 
 def _text(value: Any) -> str:
-    """Format a value identically in every process: without memory addresses, and with sets in sorted order."""
+    """Format a value identically in every process: without memory addresses, and with sets and mappings in sorted
+    order.
+    """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{_text(key)}: {_text(each)}' for key, each in value.items()))}}}"
     if isinstance(value, functools.partial):
         return f"{_text(value.func)}({_text(value.args)}, {_text(value.keywords)})"
     if hasattr(value, "__qualname__"):
@@ -145,15 +147,18 @@ def code(package: Path) -> str:
 
 
 def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
-    """Describe the first argument in which `ranks` differ: its name, and each value with its ranks. Options that were
-    given are compared first, because arguments derived from them may differ as well.
+    """Describe the first argument in which `ranks` differ: its name, and each value with its ranks. Returns "" if all
+    arguments are equal, as when only one rank states a default. Options that were given are compared first, because
+    arguments derived from them may differ as well.
     """
     given: dict[str, str] = {}
     for each in ranks:
         given |= each["given"]
     alike = [each["alike"] for each in ranks]
     names = dict.fromkeys([*given, *(name for each in alike for name in each)])
-    name = next(name for name in names if len({each.get(name) for each in alike}) > 1)
+    name = next((name for name in names if len({each.get(name) for each in alike}) > 1), None)
+    if name is None:
+        return ""
     values: dict[str | None, list[int]] = {}
     for rank, each in enumerate(alike):
         values.setdefault(each.get(name), []).append(rank)
@@ -195,16 +200,14 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
-    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if the results differ."""
+    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if arguments differ."""
 
-    compare(
-        own,
-        lambda everyone: (
-            f"the ranks did not get the same job: {difference(everyone)}; start every rank with the same "
-            f"configuration files, flags and package versions"
-        ),
-        patience,
-    )
+    def verdict(everyone: list[dict[str, dict[str, str]]]) -> str:
+        said = difference(everyone)
+        way = "start every rank with the same configuration files, flags and package versions"
+        return said and f"the ranks did not get the same job: {said}; {way}"
+
+    compare(own, verdict, patience)
 
 
 PATCHES = (
