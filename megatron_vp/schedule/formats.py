@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, printable
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
@@ -75,8 +75,8 @@ def from_json(text: str) -> Schedule:
             placement,
             _whole(document["microbatches"]),
             [
-                [Pass(PassKind(e["pass"]), _whole(e["microbatch"]), _whole(e.get("chunk", 0))) for e in order]
-                for order in document["ranks"]
+                [_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order)]
+                for rank, order in enumerate(document["ranks"])
             ],
             document.get("shape", ""),
         )
@@ -96,6 +96,13 @@ def from_json(text: str) -> Schedule:
             f"(rank, chunk) pairs {pairs}"
         )
     return schedule
+
+
+def _pass(entry: dict[str, Any], which: str) -> Pass:
+    try:
+        return Pass(PassKind(entry["pass"]), _whole(entry["microbatch"]), _whole(entry.get("chunk", 0)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{which}: {error}") from None
 
 
 def _whole(value: object) -> int:
@@ -173,29 +180,49 @@ def from_csv(text: str) -> Schedule:
             "the schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
             "microbatches=M' (CSV), or with a PyTorch action such as 0F0"
         )
+    reader = csv.DictReader(io.StringIO(body))
+    orders: dict[int, list[Pass]] = {}
+    stages: dict[int, dict[int, int]] = {}
     try:
-        orders: dict[int, list[Pass]] = {}
-        stages: dict[int, dict[int, int]] = {}
-        for row in csv.DictReader(io.StringIO(body)):
-            rank, stage = int(row["rank"]), int(row["stage"])
-            step = Pass(PassKind(row["pass"]), int(row["microbatch"]), int(row["chunk"]))
+        for row in reader:
+            rank = _whole_cell(row, "rank")
+            step = Pass(PassKind(row["pass"]), _whole_cell(row, "microbatch"), _whole_cell(row, "chunk"))
             orders.setdefault(rank, []).append(step)
-            if step.kind is PassKind.F and stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
+            if step.kind is not PassKind.F:
+                continue
+            stage = _whole_cell(row, "stage")
+            if stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
                 raise ValueError(
-                    f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} in one row and stage "
-                    f"{stage} in another"
+                    f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} in an earlier row and "
+                    f"stage {stage} in this one"
                 )
-        ranks = range(len(orders))
-        if orders.keys() != set(ranks) or stages.keys() != set(ranks):
-            raise ValueError(
-                f"the rows list passes on ranks {sorted(orders)} and F passes on ranks {sorted(stages)}; number the "
-                "ranks from 0 without gaps, and give each rank F passes"
-            )
+    except KeyError as error:
+        raise UserError(f"line 2: column {error} is missing; the columns are {', '.join(CSV_COLUMNS)}") from None
+    except ValueError as error:
+        raise UserError(f"line {1 + reader.line_num}: {error}") from None
+    except csv.Error as error:  # before the reader has counted the line
+        raise UserError(f"line {2 + reader.line_num}: {error}") from None
+    ranks = range(len(orders))
+    if not orders or orders.keys() != set(ranks) or stages.keys() != set(ranks):
+        raise UserError(
+            f"the rows list passes on ranks {sorted(orders)} and F passes on ranks {sorted(stages)}; number the "
+            "ranks from 0 without gaps, and give each rank F passes"
+        )
+    try:
         placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
+    except ValueError as error:
+        raise UserError(f"the column 'stage': {error}") from None
+    try:
         return _assemble(
             about["name"], about["vocab"], placement, int(about["microbatches"]), [orders[rank] for rank in ranks]
         )
-    except KeyError as error:
-        raise UserError(f"the schedule file is not in the CSV format: column {error} is missing") from None
-    except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(f"the schedule file is not in the CSV format: {error}") from None
+    except ValueError as error:
+        raise UserError(f"line 1: {error}") from None
+
+
+def _whole_cell(row: dict[str, str], column: str) -> int:
+    text = row[column]
+    try:
+        return int(text)
+    except (ValueError, TypeError):
+        raise ValueError(f"the column {column!r} holds {printable(text or '', 40)!r}, not a whole number") from None

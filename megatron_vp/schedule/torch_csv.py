@@ -29,10 +29,13 @@ def looks_like_actions(text: str) -> bool:
 
 def from_torch_csv(text: str) -> Schedule:
     """Read PyTorch's CSV of compute actions, and number each rank's chunks by ascending stage. Raises UserError."""
+    reader = csv.reader(io.StringIO(text))
     try:
-        rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
-    except csv.Error as error:
-        raise UserError(f"the schedule file is not in PyTorch's CSV format: {error}") from None
+        rows = [list(_actions(row)) for row in reader if row]
+    except ValueError as error:
+        raise UserError(f"line {reader.line_num}: {error}") from None
+    except csv.Error as error:  # before the reader has counted the line
+        raise UserError(f"line {1 + reader.line_num}: {error}") from None
     splits = any(letter in "IW" for row in rows for _, letter, _ in row)
     # If backwards are split, PyTorch's I is our B, and its B is our BW.
     kinds = {"F": PassKind.F, "I": PassKind.B, "W": PassKind.W, "B": PassKind.BW if splits else PassKind.B}
@@ -64,13 +67,13 @@ def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
         for each in together[1].split(";") if together else [cell]:
             match = _ACTION.fullmatch(each.strip())
             if match is None:
-                raise UserError(f"schedule file: {each[:40]!r} is not a PyTorch action such as 2F0 or 2B0")
+                raise ValueError(f"{each[:40]!r} is not a PyTorch action such as 2F0 or 2B0")
             stage, letter, microbatch = match.groups()
             if letter not in ("F", "I", "W", "B"):
-                raise UserError(
-                    f"schedule file: {each[:40]} is not a compute action; write the file with PyTorch's _dump_csv "
+                raise ValueError(
+                    f"{each[:40]} is not a compute action; write the file with PyTorch's _dump_csv "
                     "and format='compute_only'"
                 )
             if microbatch is None:
-                raise UserError(f"schedule file: {each[:40]} has no microbatch number; add one at the end, as in 2F0")
+                raise ValueError(f"{each[:40]} has no microbatch number; add one at the end, as in 2F0")
             yield int(stage), letter, int(microbatch)

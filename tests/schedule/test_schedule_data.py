@@ -1,6 +1,7 @@
 """Test passes, placements, costs and files: written data is read back, and invalid data is refused with a reason."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -142,7 +143,7 @@ def test_json_has_the_agreed_layout():
         (lambda d: d.update(pipeline_size=7), "sets 'pipeline_size' to 7"),
         (lambda d: d.update(placement=[[0], [0]]), "placement"),
         (lambda d: d["ranks"][0][0].update({"pass": "Q"}), "'Q' is not a pass; passes are IF, F, S, T, V, B, W, BW"),
-        (lambda d: d["ranks"][0][0].update(microbatch="one"), "'one'"),
+        (lambda d: d["ranks"][0][1].update(microbatch="one"), "pass 1 of rank 0: 'one' is not a whole number"),
         (lambda d: d.update(ranks=3), "JSON format"),
         (lambda d: d.update(microbatches=0), "at least 1 microbatch, got 0"),
         (lambda d: d.update(microbatches=10**12), "no rank lists more than 2 passes"),
@@ -176,15 +177,23 @@ def test_no_json_object_is_refused(text):
         (lambda text: text.split("\n", 1)[1], "must begin with"),
         (lambda text: text.replace("vocab=none", ""), "must begin with"),
         (lambda text: text.replace("stage", "floor"), "column 'stage' is missing"),
-        (lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"), "'zero'"),
-        (lambda text: text.replace("0,F,0,0,0", "0,Q,0,0,0"), "'Q' is not a pass"),
-        (lambda text: text.replace("0,F,0,0,0", "0,F,0,0,1"), "of rank 0 is stage 1 in one row and stage 0 in another"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F,0,zero,0"), "^line 3: the column 'microbatch' holds 'zero', not"),
+        (lambda text: text.replace("1,F,0,1,1,", "1,F,0,1,,"), "^line 9: the column 'stage' holds '', not a whole"),
+        (lambda text: text + "1,B\n", "^line 11: the column 'microbatch' holds '', not a whole number"),
+        (lambda text: text.replace("0,F,0,0,0", "0,Sx,0,0,0"), "^line 3: 'Sx' is not a pass"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F,0,0,1"), "line 4: .* of rank 0 is stage 1 in an earlier row and"),
+        (lambda text: text.replace("vocab=none", "vocab=3"), "^line 1: '3' is not a vocabulary method"),
         (lambda text: text.replace("\n1,", "\n2,"), "number the ranks from 0"),
         (lambda text: text.replace("\n1,F", "\n1,B"), "give each rank F passes"),
-        (lambda text: "\n".join(text.splitlines()[:2]), "CSV format"),
-        (lambda text: text.replace("0,F,0,0,0", "0,F" + 200_000 * "F" + ",0,0,0"), "CSV format: field larger than"),
+        (lambda text: "\n".join(text.splitlines()[:2]), "give each rank F passes"),
+        (lambda text: text.replace("0,F,0,0,0", "0,F" + 200_000 * "F" + ",0,0,0"), "^line 3: field larger than"),
     ],
 )
 def test_a_damaged_csv_is_refused(damage, words):
     with pytest.raises(UserError, match=words):
         from_csv(damage(to_csv(generate("1f1b", 2, 2))))
+
+
+def test_the_stage_is_read_only_from_forward_passes():
+    schedule = generate("1f1b", 2, 2)
+    assert from_csv(re.sub(r"(B,\d,\d,)\d", r"\1", to_csv(schedule))) == schedule
