@@ -387,11 +387,11 @@ GROUPS = (
         essential=False,
     ),
     PatchGroup(
-        "pipeline curves",
+        "training log",
         "megatron_vp.mcore.reports.pipeline_scalars:PATCHES",
-        Condition("only with --log-pipeline-interval", lambda run: _logs(run.args)),
+        Condition("except after `megatron_vp.enable`", lambda run: own_loop() is None),
         Stage.AFTER_VALIDATION,
-        "pipeline metrics are not written to TensorBoard or W&B",
+        "after a start, the log's second loss is the mean of two iterations, and pipeline metrics are not written",
         essential=False,
     ),
 )

@@ -31,6 +31,7 @@ class RankReport:
     peak_bytes: int | None
     run: str
     partition: Partition
+    log_interval: int = 1
 
     @property
     def iteration_seconds(self) -> float:
@@ -71,6 +72,7 @@ class RankReport:
             peak_bytes=None if peak is None else int(peak),
             run=str(document["run"]),
             partition=Partition.of(document),
+            log_interval=int(document.get("log_interval", 1)),
         )
 
 

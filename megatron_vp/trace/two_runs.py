@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ LOG_SUFFIXES = (".txt", ".log", ".out")
 LONGEST_LOG = 1024 * MIB
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 """Matches the iteration, the job's number of iterations and the mean training loss in a line of Megatron's log."""
+_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ (?:.*?lm loss: (\S+))?(?:.* skipped iterations:\s+(\d+))?")
+"""Matches the iteration, the loss, which is missing if every iteration was skipped, and the skipped iterations."""
 
 GIB = 2**30
 
@@ -67,6 +70,7 @@ class TwoRuns:
         for what, before, after in (
             ("pipeline ranks", len(self.plain.ranks), len(self.split.ranks)),
             ("microbatches per iteration", first.microbatches, second.microbatches),
+            ("--log-interval", first.log_interval, second.log_interval),
             *((name, size, sizes.get(name, size)) for name, size in first.partition.sizes),
         ):
             if before != after:
@@ -138,18 +142,33 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
     """
     reports = [read_reports(folder) for folder in (plain, split)]
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))
-    return TwoRuns(*(RecordedRun(ranks, read_losses(log)) for ranks, log in zip(reports, paths, strict=True)))
+    return TwoRuns(
+        *(
+            RecordedRun(ranks, read_losses(log, ranks[0].log_interval))
+            for ranks, log in zip(reports, paths, strict=True)
+        )
+    )
 
 
-def read_losses(log: Path) -> dict[int, float]:
+def read_losses(log: Path, interval: int = 1) -> dict[int, float]:
     """Training losses by iteration, from Megatron's log; if a resumed run repeats an iteration, the last loss counts.
+
+    interval: the run's --log-interval. Megatron also logs the first iteration after a start. The next loss is the mean
+        since the start, and is left out if it covers less than an interval.
 
     Raises UserError for a log without losses, and for a loss that is not a finite number.
     """
     losses: dict[int, float] = {}
-    for iteration, _, text in ITERATION.findall(read_text(log, "log", LONGEST_LOG, errors="replace")):
+    last, before = sys.maxsize, 0  # the iteration of the last line, and the one before the first that a line covers
+    for number, text, skipped in _LINE.findall(read_text(log, "log", LONGEST_LOG, errors="replace")):
+        iteration = int(number)
+        if iteration <= last or iteration % interval:  # the first iteration after a start
+            before = iteration - 1
+        whole = iteration - before >= interval or iteration % interval
+        # Megatron keeps the loss of a first iteration within an interval for the mean of that interval.
+        last, before = iteration, before if iteration % interval else iteration
         try:
-            loss = float(text)
+            loss = float(text or 0)
         except ValueError:
             loss = math.nan
         if not math.isfinite(loss):
@@ -157,7 +176,8 @@ def read_losses(log: Path) -> dict[int, float]:
                 f"the loss of iteration {iteration} in {log} is {printable(text, 40)}: give two runs whose losses are "
                 "finite"
             )
-        losses[int(iteration)] = loss
+        if whole and text and (loss or not int(skipped or 0)):  # 0 stands for a mean over skipped iterations alone
+            losses[iteration] = loss
     if not losses:
         raise UserError(
             f"{log} contains no line with 'iteration' and 'lm loss': give --logs two files with Megatron's output"

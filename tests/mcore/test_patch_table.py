@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
 WITHOUT_PACKAGES = {"no transformer engine", "warm-up", "no fused accumulation"}
 SHARDS = {"vocabulary parallelism", "memory estimate", "pipeline schedule"}
-ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS}
+ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS} | {"training log"}
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def one_of_two_ranks(monkeypatch):
         ),
         ("--rank-report there", {}, {"plain schedule"}),
         ("--pipeline-trace there", {}, {"plain schedule"}),
-        ("--log-pipeline-interval 2", {}, {"plain schedule", "pipeline curves"}),
-        ("--log-pipeline-interval 2 --vocab-parallel", {}, SHARDS | {"pipeline curves"}),
+        ("--log-pipeline-interval 2", {}, {"plain schedule"}),
+        ("--log-pipeline-interval 2 --vocab-parallel", {}, SHARDS),
         ("--rank-report there --vocab-parallel", {}, SHARDS),
         ("--tensorboard-dir there", {}, {"curves"}),
         ("--override-opt_param-scheduler", {}, {"parameter groups"}),

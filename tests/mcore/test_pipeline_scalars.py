@@ -9,8 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_vp.trace.figures import IterationFigures, scalars
-from tests.harness.ranks import ROOT
+from megatron_vp.trace.two_runs import read_losses
+from tests.harness.ranks import ROOT, run_ranks_to_their_end
 from tests.harness.training import tiny_model, train
+from tests.mcore.faults import train_with_fault
 
 ALWAYS = {"pipeline/bubble", "pipeline/busy-fastest-rank", "pipeline/busy-slowest-rank"}
 OF_VOCABULARY = {"pipeline/vocabulary-share", "pipeline/second-stream-hidden"}
@@ -88,3 +90,12 @@ def test_the_benchmark_of_what_the_curves_cost_runs():
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     assert row["schedule"] == "v-half" and row["median_ratio"] > 0 and set(row["curves"]) == ALWAYS | OF_VOCABULARY
+
+
+def test_each_line_of_the_log_has_the_loss_of_its_own_iteration_as_tensorboard_has(tmp_path):
+    """Plain Megatron's second line after a start has the mean of two iterations."""
+    ((status, output),) = run_ranks_to_their_end(1, train_with_fault, tiny_model(tensorboard_dir=tmp_path, lr=0.1))
+    assert status == 0, output
+    (tmp_path / "log").write_text(output)
+    losses = EventAccumulator(str(tmp_path)).Reload().Scalars("lm loss")
+    assert read_losses(tmp_path / "log") == pytest.approx({each.step: each.value for each in losses}, rel=1e-6)

@@ -175,7 +175,7 @@ def _long_run(rank, world_size, folder, iterations):
 
     rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
     report = rank_report.RankReport(
-        SimpleNamespace(rank_report=folder, **CUT), {"run": "a", "schedule": "1f1b", "vocab": "none"}
+        SimpleNamespace(rank_report=folder, log_interval=1, **CUT), {"run": "a", "schedule": "1f1b", "vocab": "none"}
     )
     with process_group(rank, world_size):
         for microbatches in range(iterations):

@@ -106,6 +106,20 @@ def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
     assert read_losses(tmp_path / "log") == {1: 9.0, 2: 7.0, 3: 6.0}
 
 
+def test_of_longer_intervals_only_whole_ones_count_and_the_first_iteration_of_a_start(tmp_path):
+    starts = ({1: "9.0", 10: "8.0", 20: "7.0"}, {15: "6.5", 20: "6.0"}, {20: "5.5", 30: "5.0"}, {31: "4.5", 40: "4.0"})
+    (tmp_path / "log").write_text("".join(map(log_of, starts)))
+    assert read_losses(tmp_path / "log", 10) == {1: 9.0, 10: 8.0, 15: 6.5, 20: 7.0, 30: 5.0, 31: 4.5, 40: 4.0}
+
+
+def test_a_skipped_iteration_has_no_loss(tmp_path):
+    skipped = " [2026] iteration  1/  3 | loss scale: 8.0 | number of skipped iterations:   1 |\n"
+    zero = " [2026] iteration  2/  3 | lm loss: 0.0E+00 | loss scale: 8.0 | number of skipped iterations:   1 |\n"
+    trained = " [2026] iteration  3/  3 | lm loss: 5.0E+00 | number of skipped iterations:   0 |\n"
+    (tmp_path / "log").write_text(skipped + zero + trained)
+    assert read_losses(tmp_path / "log") == {3: 5.0}
+
+
 def change(name, **changes):
     def apply(plain, split):
         path = (plain if name == "plain" else split) / "rank_1.json"
@@ -152,6 +166,9 @@ def test_runs_in_the_wrong_order_or_of_two_jobs_are_refused(runs, tmp_path, caps
     write_run(tmp_path / "eight", (20, 80), rows=[512, 512], microbatches=8)
     with pytest.raises(UserError, match="differ in microbatches per iteration \\(4 and 8\\)"):
         read_two_runs(runs[0], tmp_path / "eight")
+    write_run(tmp_path / "rare", (20, 80), rows=[512, 512], log_interval=2)
+    with pytest.raises(UserError, match="differ in --log-interval \\(1 and 2\\)"):
+        read_two_runs(runs[0], tmp_path / "rare")
     write_run(tmp_path / "wide", (20, 80), rows=[512, 512], sizes={"hidden_size": 128})
     with pytest.raises(UserError, match="differ in hidden_size \\(64 and 128\\)"):
         read_two_runs(runs[0], tmp_path / "wide")

@@ -134,16 +134,19 @@ def _of_process(job: SettledJob) -> PipelineScalars:
     return _current
 
 
-def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
+def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
-    def training_log(
-        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
-    ) -> bool:
-        job = current()
+    def training_log(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> bool:
+        job, iteration = current(), args[3]
+        # Megatron keeps the sums of the first iteration after a start for the next line, because this iteration is
+        # logged even within an interval. If the iteration ends an interval, the next line must not contain it.
+        kwargs["is_first_iteration"] = is_first_iteration and iteration % job.args.log_interval != 0
+        if not job.args.log_pipeline_interval:
+            return original(*args, **kwargs)
         found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
         if writes:  # W&B rejects a step that precedes the last one logged, so write before Megatron logs.
             found.write(at_last=False)
-        report_memory = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        report_memory = original(*args, **kwargs)
         at_last = iteration == job.args.train_iters
         found.share(at_last)
         if writes:
@@ -158,8 +161,9 @@ def _with_pipeline(original: Callable[..., bool]) -> Callable[..., bool]:
 PATCHES = (
     Patch(
         "megatron.training.training:training_log",
-        _with_pipeline,
-        "write the pipeline metrics of --log-pipeline-interval to TensorBoard and W&B",
+        _by_interval,
+        "begin a new log interval after the first iteration of a start if that iteration ends one, and write the "
+        "pipeline metrics of --log-pipeline-interval to TensorBoard and W&B",
         "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, "
         "grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False, "
         "seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",

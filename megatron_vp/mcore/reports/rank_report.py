@@ -87,6 +87,7 @@ class RankReport:
             "pipeline_rank": rank,
             "parameters": sum(parameter.numel() for parameter in parameters),
             "microbatches": microbatches,
+            "log_interval": self._args.log_interval,
             "peak_microbatches_in_flight": self._peak_in_flight,
             "peak_microbatches_between_s_and_t": self._peak_logits_in_flight,
             "iterations": len(self._iteration_milliseconds),
