@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import threading
 
 import pytest
 
@@ -26,6 +27,8 @@ def _replay(rank, world_size, flags, *, job_rank, ranks=None):
     with contextlib.redirect_stderr(said):
         found = run_alone("pretrain_gpt_vp.py", [CONFIG], job_rank, ranks, 2, [*SMALL, "--vocab-size", "500", *flags])
     assert "NaN" not in said.getvalue()  # its times would be those of other numbers
+    # A roll call would ask a store that nobody serves, and hold up the exit until its limit.
+    assert not {"roll call", "watchdog"} & {thread.name for thread in threading.enumerate()}
     return found
 
 

@@ -317,7 +317,8 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
         vocab_members=vocab_members,
     )
     pipeline = Pipeline(communicators)
-    Watchdog(pipeline.progress, first, later).start()
+    if not communicators.alone:  # Nobody waits for a rank without peers, and no launcher runs a store for it.
+        Watchdog(pipeline.progress, first, later).start()
     return pipeline
 
 
