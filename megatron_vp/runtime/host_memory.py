@@ -1,15 +1,18 @@
-"""Host memory for activations: one block of slots per chunk.
+"""Host memory for activations: slots that each hold what one forward of a chunk saved.
 
-A slot holds the activations of one microbatch. A block has as many slots as an iteration needs at once. The first
-forward of a chunk shows how large a slot must be. All slots of the chunk are then allocated as one block. On CUDA, the
-block is pinned at its exact size, whereas PyTorch would round the size up to a power of two.
+A slot is allocated when a copy first needs it, and all iterations reuse it. There are never more slots than an
+iteration needs at once. On CUDA, a slot is pinned at its exact size, whereas PyTorch would round it up to a power of
+two.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +24,10 @@ from megatron_vp.schedule.transfers import Copy
 GIB = 2**30
 ALIGNMENT = 512
 """Alignment of tensors in a slot, in bytes: copies are fastest between aligned addresses."""
+SPARE = 8
+"""A slot that replaces a smaller one has 1 / SPARE of its size to spare, so that slots are rarely replaced."""
+TOUCHING_THREADS = 4
+"""Number of threads that touch the pages of a slot before it is pinned."""
 
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
@@ -38,74 +45,75 @@ def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 class HostSlot:
-    """Host memory for the tensors that one forward saved; `chunk` is None if the slot was made for a single use."""
+    """Host memory for the tensors that one forward of chunk `chunk` saved."""
 
-    def __init__(self, memory: torch.Tensor, chunk: int | None) -> None:
-        self._memory = memory
+    def __init__(self, memory: torch.Tensor, chunk: int) -> None:
+        self.memory = memory
         self.chunk = chunk
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self.memory.numel()
 
     def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Split the slot into consecutive parts of the given sizes, in bytes."""
-        return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
-
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether the slot is large enough for parts of the given sizes."""
-        return _room(sizes) <= self._memory.numel()
+        return [self.memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
 
 
 class HostMemory:
-    """One rank's blocks of host memory, which all iterations reuse. With `pins`, the blocks are pinned for CUDA."""
+    """One rank's slots in host memory. With `pins`, they are pinned for CUDA."""
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
         self._needed: Mapping[int, int] = {}
         self._made: dict[int, int] = defaultdict(int)
         self._free: dict[int, list[HostSlot]] = defaultdict(list)
-        self._sizes: dict[int, int] = {}
-        self._blocks: list[torch.Tensor] = []
-        self.odd_slots = 0
-        """Number of slots made for a single use, because the saved tensors did not fit into the chunk's slots."""
+        self.bytes = 0
+        """Total size of all slots in bytes."""
+        self.replaced = 0
+        """Number of slots that were replaced by larger ones, because a later forward of their chunk saved more."""
         self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
         """By chunk: module and size in bytes of each saved tensor that another reference keeps on the device."""
         self.seconds = 0.0
-        """Time spent on allocating the blocks, in seconds."""
-
-    @property
-    def bytes(self) -> int:
-        """Total size of all blocks in bytes."""
-        return sum(block.numel() for block in self._blocks)
+        """Time spent on allocating slots, in seconds."""
 
     def expect(self, slots: Mapping[int, int]) -> None:
         """Set the number of slots that the next iteration needs for each chunk; see `slots_by_chunk`."""
         self._needed = slots
 
     def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
-        """Get a free slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned."""
-        if chunk not in self._sizes:
-            self._sizes[chunk] = _room(sizes)
-        if not self._free[chunk]:
-            self._add_block(chunk)
-        if self._free[chunk][-1].fits(sizes):
-            return self._free[chunk].pop()
-        self.odd_slots += 1
-        room = _room(sizes)
-        own = torch.empty(room, dtype=torch.uint8, pin_memory=True) if self._pins else _unpinned(room)
-        return HostSlot(own, None)
+        """Get a free slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned.
+
+        Forwards save different amounts if experts get different numbers of tokens. A chunk whose slots have all been
+        made then gives up its smallest free slot for one with room to spare, so memory stays near what is needed.
+        """
+        free, room = self._free[chunk], _room(sizes)
+        slot = min((each for each in free if each.size >= room), key=lambda each: each.size, default=None)
+        if slot is not None:
+            free.remove(slot)
+            return slot
+        start = time.perf_counter()
+        if self._made[chunk] < self._needed[chunk]:
+            self._made[chunk] += 1
+        else:
+            assert free, f"chunk {chunk} needs more host memory slots than were counted in the rank's program"
+            smallest = min(free, key=lambda each: each.size)
+            free.remove(smallest)
+            self.bytes -= smallest.size
+            self.replaced += 1
+            if self._pins:
+                _unpin(smallest.memory)
+            del smallest  # Before the larger slot is allocated.
+            room += room // SPARE
+        slot = HostSlot(_pinned(room) if self._pins else _unpinned(room), chunk)
+        self.bytes += room
+        self.seconds += time.perf_counter() - start
+        return slot
 
     def give(self, slot: HostSlot) -> None:
         """Free a slot whose contents are no longer needed."""
-        if slot.chunk is not None:
-            self._free[slot.chunk].append(slot)
-
-    def _add_block(self, chunk: int) -> None:
-        size, count = self._sizes[chunk], self._needed[chunk] - self._made[chunk]
-        assert count > 0, f"chunk {chunk} needs more host memory slots than were counted in the rank's program"
-        start = time.perf_counter()
-        block = _pinned(size * count) if self._pins else _unpinned(size * count)
-        self._blocks.append(block)
-        self._made[chunk] += count
-        self._free[chunk] += [HostSlot(block[place * size : (place + 1) * size], chunk) for place in range(count)]
-        self.seconds += time.perf_counter() - start
+        self._free[slot.chunk].append(slot)
 
 
 def _unpinned(size: int) -> torch.Tensor:
@@ -115,15 +123,30 @@ def _unpinned(size: int) -> torch.Tensor:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    block = torch.empty(size, dtype=torch.uint8)
+    if not size:
+        return _unpinned(size)
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A fork copies pinned pages at once. Every data loader worker would copy the whole slot.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # The kernel may be built without huge pages.
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    slot = torch.frombuffer(mapping, dtype=torch.uint8)
+    with ThreadPoolExecutor(TOUCHING_THREADS) as threads:  # The driver would touch page after page in one thread.
+        list(threads.map(torch.Tensor.zero_, slot.split(-(-size // TOUCHING_THREADS))))
     runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(block.data_ptr(), size, 0) if size else runtime.cudaError.success
+    error = runtime.cudaHostRegister(slot.data_ptr(), size, 0)
     if error != runtime.cudaError.success:
         raise UserError(
             f"cannot pin {size / GIB:.2f} GiB of host memory for activations ({error}): offload fewer chunks "
             "(--offload-chunks), or raise the limit on locked memory (ulimit -l)"
         )
-    return block
+    return slot
+
+
+def _unpin(slot: torch.Tensor) -> None:
+    torch.cuda.synchronize()  # A copy may still read the slot. Programs complete even if the host waits anywhere.
+    error = torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
+    assert error == torch.cuda.cudart().cudaError.success, f"cannot unpin host memory: {error}"
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vp.mcore.training.first_iteration import rehearse
+from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.runtime.communicator import LoneCommunicator
 from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.host_memory import HostMemory
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.rehearsal import RehearsalModel
@@ -81,3 +82,15 @@ def test_sizes_that_come_later_are_rehearsed_then(pipeline, capsys):
 
 def test_a_job_that_only_evaluates_rehearses_no_training(pipeline):
     assert pipeline.rehearsed_for(EVALUATED, False) == [(EVALUATED, False)]
+
+
+def test_slots_that_had_to_grow_are_said_with_their_reason(capsys):
+    memory, said = HostMemory(pins=False), []
+    memory.expect({0: 1})
+    for size in (2**20, 2**21, 2**20):
+        with saying_host_memory(memory):
+            memory.give(memory.take(0, [size]))
+        said.append(capsys.readouterr().out)
+    assert "> allocated 0.00 GiB of host memory" in said[0] and "replace" not in said[0]
+    assert ", also to replace 1 slots, because microbatches save different amounts" in said[1]
+    assert said[2] == ""

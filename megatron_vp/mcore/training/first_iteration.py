@@ -61,7 +61,7 @@ def rehearse(
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
     """Context for one iteration: on exit, log newly allocated host memory and activations that were not offloaded."""
-    size, seconds, known = memory.bytes, memory.seconds, set(memory.held_elsewhere)
+    size, replaced, seconds, known = memory.bytes, memory.replaced, memory.seconds, set(memory.held_elsewhere)
     yield
     for chunk in memory.held_elsewhere.keys() - known:
         for module, held in memory.held_elsewhere[chunk]:
@@ -70,7 +70,9 @@ def saying_host_memory(memory: HostMemory) -> Iterator[None]:
                 f"{module or 'the chunk'} saved are still referenced elsewhere"
             )
     if memory.bytes > size:
+        count = memory.replaced - replaced
+        why = f", also to replace {count} slots, because microbatches save different amounts" if count else ""
         print_rank_0(
             f"> allocated {(memory.bytes - size) / GIB:.2f} GiB of host memory for this rank's activations in "
-            f"{memory.seconds - seconds:.2f} s"
+            f"{memory.seconds - seconds:.2f} s{why}"
         )
