@@ -67,6 +67,21 @@ def test_the_line_is_printed(error, connected, status, said):
     assert "a line of the log" in output and ("Traceback" in output) == (said == "ZeroDivisionError: a defect")
 
 
+def end_normally(rank: int, world: int, stop: BaseException | None) -> bool:
+    """Whether a script's end leaves process groups behind, whose threads could outlive the interpreter."""
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.new_group()
+    with suppress(SystemExit), one_line_errors():
+        if stop is not None:
+            raise stop
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("stop", [None, SystemExit(0)])
+def test_a_run_that_ends_leaves_no_process_group(stop):
+    assert run_ranks(2, end_normally, stop, timeout=30) == [False, False]
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), ConnectionResetError(104, "a peer has gone")])
 def test_other_errors_before_ranks_are_connected_are_left_as_they_are(error):
     with pytest.raises(RankError, match=f"Traceback(.|\n)*{error.args[-1]}"):

@@ -31,13 +31,17 @@ def one_line_errors() -> Iterator[None]:
     error has status 2 unless another attempt may help.
 
     Once ranks are connected, a failed process ends without running destructors, because those of its process groups
-    would wait for peers, which would wait for this process to exit.
+    would wait for peers, which would wait for this process to exit. A process that ends normally destroys its process
+    groups, because Python aborts if their threads outlive the interpreter.
     """
     try:
         yield
+        _disconnect()
     except UserError as error:
         refuse(str(error), 2)
-    except SystemExit:
+    except SystemExit as end:
+        if not end.code:
+            _disconnect()
         raise
     except KeyboardInterrupt:
         _end_interrupted()
@@ -92,6 +96,11 @@ def _report(error: BaseException) -> None:
 def _connected() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
+
+
+def _disconnect() -> None:
+    if _connected():
+        sys.modules["torch"].distributed.destroy_process_group()
 
 
 def _exit(status: int) -> NoReturn:
