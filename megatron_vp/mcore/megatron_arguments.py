@@ -48,6 +48,8 @@ READ = {
         (
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "adam_beta1"),
             *("adam_beta2", "adam_eps", "attention_dropout", "bf16", "ckpt_convert_format", "ckpt_format"),
+            *("calculate_per_token_loss", "eod_mask_loss", "log_params_norm", "moe_aux_loss_coeff"),
+            *("moe_router_load_balancing_type", "moe_z_loss_coeff", "overlap_param_gather"),
             *("clip_grad", "context_parallel_size", "create_attention_mask_in_dataloader", "cross_entropy_loss_fusion"),
             *("cuda_graph_impl", "cuda_graph_modules"),
             *("dataloader_inter_document_masking", "decoder_first_pipeline_num_layers"),

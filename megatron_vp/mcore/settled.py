@@ -159,6 +159,8 @@ class SettledJob:
     """The directory of the checkpoint to load. None if the run starts from scratch, or if the checkpoint was not
     checked (see `check_checkpoint`).
     """
+    warnings: tuple[str, ...] = ()
+    """Sentences about options without their intended effect; see `options.ignored`."""
 
     @property
     def method(self) -> VocabMethod:

@@ -1,12 +1,14 @@
-"""Test options without effect under our schedules: each gives one warning, on one rank, only if it was requested."""
+"""Test the warnings about options that have another effect than intended: one for each, only if it was requested."""
 
 import argparse
-import warnings
 
 import pytest
 
 from megatron_vp.mcore import settled
-from megatron_vp.mcore.options.ignored import IGNORED, warn_of_ignored
+from megatron_vp.mcore.options.ignored import FAULTS, IGNORED, warnings_of
+from megatron_vp.mcore.start.banner import describe_run
+from megatron_vp.mcore.start.preflight import check_job
+from tests.harness.training import tiny_model
 
 ASKED = {
     "cross_entropy_loss_fusion": True,
@@ -20,42 +22,66 @@ ASKED = {
     "save_dgrads_interval": 10,
     "account_for_loss_in_pipeline_split": True,
 }
-BESIDE_LOCAL_LAYERS = IGNORED[-1]
+OURS = [each for each in IGNORED if each.because_of is None]
+(BESIDE_LOCAL_LAYERS,) = (each for each in IGNORED if each.option == "--moe-grouped-gemm")
 UNASKED = dict.fromkeys(ASKED) | {
     **{"overlap_p2p_comm": True, "virtual_pipeline_model_parallel_size": 2, "high_priority_stream_groups": []},
     **{"save_activations_interval": None, "account_for_embedding_in_pipeline_split": False},
     **{"moe_grouped_gemm": False, "transformer_impl": "local"},
 }
+SOUND = {
+    **{"context_parallel_size": 1, "tensor_model_parallel_size": 1, "data_parallel_size": 2},
+    **{"pipeline_model_parallel_size": 2, "calculate_per_token_loss": False, "eod_mask_loss": False, "sft": False},
+    **{"mtp_num_layers": None, "num_experts": None, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": None},
+    **{"moe_router_load_balancing_type": "aux_loss", "reset_attention_mask": False, "softmax_type": "vanilla"},
+    **{"dataloader_inter_document_masking": False, "multi_latent_attention": False, "use_megatron_fsdp": False},
+    **{"log_params_norm": False, "overlap_param_gather": False, "bf16": False},
+}
+PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
+DOCUMENTS = {"reset_attention_mask": True, "virtual_pipeline_model_parallel_size": None}
+LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
+SINKS = {"softmax_type": "learnable", "tensor_model_parallel_size": 2}
+NORMS = {"log_params_norm": True, "overlap_param_gather": True}
+TRAINS_SOMETHING_ELSE = [
+    ({"context_parallel_size": 2, "eod_mask_loss": True}, {"calculate_per_token_loss": True}),
+    ({"context_parallel_size": 2, "sft": True}, {"sft": False}),
+    ({**PER_TOKEN, "mtp_num_layers": 1}, {"calculate_per_token_loss": False}),
+    ({**PER_TOKEN, "num_experts": 4}, {"moe_router_load_balancing_type": "none"}),
+    ({**PER_TOKEN, "num_experts": 4, "moe_aux_loss_coeff": [0.0, 0.01]}, {"moe_aux_loss_coeff": [0.0, 0.0]}),
+    ({**PER_TOKEN, "num_experts": 4, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-3}, {"eod_mask_loss": False}),
+    ({**DOCUMENTS, "transformer_impl": "transformer_engine"}, {"dataloader_inter_document_masking": True}),
+    ({**DOCUMENTS, "pipeline_model_parallel_size": 4}, {"pipeline_model_parallel_size": 2}),
+    (LATENT, {"transformer_impl": "transformer_engine"}),
+    (SINKS, {"tensor_model_parallel_size": 1}),
+    (NORMS, {"bf16": True}),
+]
+"""Jobs in which Megatron trains or logs something else, each with a change after which it does not."""
 FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "account_for_loss_in_pipeline_split")
 
 
-def warned(rank=0, vocab_parallel=False, pipeline_schedule="1f1b", **options):
+def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
     args = argparse.Namespace(
-        rank=rank,
         vocab_parallel=vocab_parallel,
         pipeline_schedule=pipeline_schedule,
         offload_chunks="0",
-        **UNASKED | options,
+        **UNASKED | SOUND | options,
     )
     settled.note_words(settled.Words(options={name: f"--{name}" for name in options}))
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warn_of_ignored(args)
+        return list(warnings_of(args))
     finally:
         settled.clear()
-    return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(("name", "ignored"), list(zip(ASKED, IGNORED[:-1], strict=True)))
+@pytest.mark.parametrize(("name", "ignored"), list(zip(ASKED, OURS, strict=True)))
 def test_an_option_without_effect_is_named_once(name, ignored):
     (said,) = warned(vocab_parallel=True, **{name: ASKED[name]})
     does = "unbalances the stages" if name.startswith("account_for") else "has no effect"
     assert said == f"{ignored.option} {does} with --pipeline-schedule 1f1b and --vocab-parallel: {ignored.why}"
 
 
-def test_nothing_is_said_where_megatron_uses_the_option_or_on_other_ranks():
-    assert warned(**ASKED) == [] == warned(vocab_parallel=True) == warned(rank=1, vocab_parallel=True, **ASKED)
+def test_nothing_is_said_where_megatron_uses_the_option():
+    assert warned(**ASKED) == [] == warned(vocab_parallel=True)
     # The vocabulary layers are Megatron's own.
     assert len(warned(pipeline_schedule="zb-h1", **ASKED)) == len(ASKED) - len(FOR_VOCABULARY_PASSES)
 
@@ -64,3 +90,25 @@ def test_grouped_products_of_experts_are_said_to_need_other_layers_in_plain_runs
     (said,) = warned(moe_grouped_gemm=True)
     assert said == f"--moe-grouped-gemm has no effect with --transformer-impl local: {BESIDE_LOCAL_LAYERS.why}"
     assert not warned(moe_grouped_gemm=True, transformer_impl="transformer_engine")
+
+
+@pytest.mark.parametrize(("job", "mended"), TRAINS_SOMETHING_ELSE, ids=str)
+def test_a_job_in_which_megatron_trains_something_else_is_warned_of_and_its_sound_neighbour_is_not(job, mended):
+    (said,) = warned(**job)
+    assert said == warned(vocab_parallel=True, **job)[0]
+    assert warned(**job | mended) == []
+
+
+def test_every_fault_has_a_job():
+    found = {said for job, _ in TRAINS_SOMETHING_ELSE for said in warned(**job)}
+    assert len(found) == len(FAULTS)
+
+
+def test_warnings_stand_in_the_banner_and_in_check_in_plain_runs_too():
+    words = tiny_model(context_parallel_size=2, core_attention="sdpa", eod_mask_loss=True)
+    (said,) = (line for line in describe_run(check_job(["--cpu", *words], 2), 2) if "warning" in line)
+    assert said == (
+        "warning: --context-parallel-size without --calculate-per-token-loss weights tokens unequally with masked "
+        "tokens (--eod-mask-loss, --sft): Megatron divides the loss of each part of a sequence by the number of "
+        "trained tokens in that part alone; add --calculate-per-token-loss"
+    )

@@ -26,7 +26,6 @@ from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_arguments import check_parsed
-from megatron_vp.mcore.options.ignored import warn_of_ignored
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
@@ -252,7 +251,6 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         print(said.getvalue(), end="", flush=True)
         settle(job)
         make_trace_folder(args)
-        warn_of_ignored(args)
         if args.fake_process_group:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True

@@ -278,9 +278,9 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: run_settings(a).last_stage_elsewhere and a.reset_attention_mask,
-        "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: Megatron gives masks to "
-        "the first and the last rank, but the last stage of a V shape is on the first rank; use 1f1b, interleaved, "
-        "zb-h1 or interlaced",
+        "--pipeline-schedule {pipeline_schedule} with --reset-attention-mask is not supported: only the first and the "
+        "last stage get masks, and a V shape has more stages; use --dataloader-inter-document-masking, which works in "
+        "every stage (with --transformer-impl local, add --core-attention sdpa)",
     ),
     Refusal(
         lambda a: a.vocab_parallel and a.init_model_with_meta_device,
@@ -409,8 +409,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda a: a.core_attention == "sdpa" and a.reset_attention_mask,
-        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel does not support "
-        "document boundaries; use --core-attention megatron",
+        "--core-attention sdpa with --reset-attention-mask is not supported: the fused kernel takes no masks; use "
+        "--dataloader-inter-document-masking",
     ),
     Refusal(
         lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not (a.sequence_parallel or a.skip_train),

@@ -20,6 +20,7 @@ from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_arguments import check_validated
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
+from megatron_vp.mcore.options.ignored import warnings_of
 from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.ranges import check_ranges
@@ -91,7 +92,8 @@ def settled_job(
             checkpoint = check_files(args)
     reasons.refuse()
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
-    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint)
+    warnings = warnings_of(args)
+    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings)
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:

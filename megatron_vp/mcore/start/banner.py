@@ -73,6 +73,7 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
         describe(job.parts),
         describe_precision(args) if job.settings.replaces_schedule else None,
         f"flags added for this machine: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None,
+        *(f"warning: {each}" for each in job.warnings),
     )
     return [line for line in lines if line]
 

@@ -144,7 +144,6 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     from megatron.core import parallel_state
     from megatron.training import arguments
 
-    from megatron_vp.mcore.options.ignored import warn_of_ignored
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
@@ -166,7 +165,6 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     job = replace(job, order=order[0])
     settled.settle(job)
     make_trace_folder(args)
-    warn_of_ignored(args)
     if args.rank == 0:
         print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job

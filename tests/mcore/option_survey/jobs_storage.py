@@ -96,7 +96,7 @@ DATASETS = (
         "a blend, masks of documents, rows by position",
         {**ONE_FILE, "reset_attention_mask": True},
         ONE_CHUNK,
-        why="only the first and the last rank get masks",
+        why="only the first and the last stage get masks",
     ),
     Job(
         "three sets of data, no masks from the loader",
