@@ -3,10 +3,9 @@
     python scripts/nvidia_jobs.py MEGATRON_LM [--write] [--list]
 
 The script reads the functional tests and the shell scripts of examples that train GPT or hybrid models with two or more
-pipeline stages. It runs the checks of `megatron-vp check` on each job three times: unchanged, with vocabulary
-parallelism under the job's own schedule (1f1b, or interleaved with virtual stages), and with vocabulary parallelism
-under v-half. `--write` writes the tables to the evidence page, and `--list` prints every job. No job is started, and no
-data, tokenizer or checkpoint is read.
+pipeline stages. It runs the checks of `megatron-vp check` on each job three times: unchanged, with `--vocab-parallel`
+alone (1f1b or, with virtual stages, interleaved), and with `--vocab-parallel` under v-half. `--write` writes the tables
+to the evidence page, and `--list` prints every job. No job is started, and no data, tokenizer or checkpoint is read.
 """
 
 from __future__ import annotations
@@ -75,23 +74,23 @@ class Job:
 
         For a job that is refused unchanged, only the first reason is returned.
         """
-        plain, chunks = self._judged(self.words)
+        plain = self._judged(*self.words)
         if plain is not None:
             return (plain,)
-        own = "1f1b" if (chunks or 1) == 1 else "interleaved"
-        return None, *(
-            self._judged((*words, "--vocab-parallel", "--pipeline-schedule", schedule))[0]
-            for words, schedule in ((self.words, own), (self._without_stages(), "v-half"))
+        return (
+            None,
+            self._judged(*self.words, "--vocab-parallel"),
+            self._judged(*self._without_stages(), "--vocab-parallel", "--pipeline-schedule", "v-half"),
         )
 
-    def _judged(self, words: tuple[str, ...]) -> tuple[str | None, int | None]:
-        """The reason for a refusal, or the number of chunks per rank if the job is accepted."""
+    def _judged(self, *words: str) -> str | None:
+        """The reason for a refusal; None if the job is accepted."""
         with mock.patch.dict(os.environ, self.environment):
             try:
-                job = preflight.check_job(list(words), self.ranks, nodes=self.nodes, own_script=True)
+                preflight.check_job(list(words), self.ranks, nodes=self.nodes, own_script=True)
             except UserError as error:
-                return str(error), None
-            return None, job.args.virtual_pipeline_model_parallel_size
+                return str(error)
+            return None
 
     def _without_stages(self) -> tuple[str, ...]:
         """The command line without options for virtual stages, because v-half itself has two per rank."""

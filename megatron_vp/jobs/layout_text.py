@@ -15,6 +15,19 @@ def layers_in(layout: str) -> tuple[int, ...]:
 
     Raises UserError if the text is not a valid layout.
     """
+    text = _expanded(layout)
+    if not re.fullmatch(r"E?[t|]*m*L?", text):
+        raise UserError(f"--pipeline-model-parallel-layout {layout!r} cannot be parsed; write it as Et*4|(t*5|)*6t*3L")
+    return tuple(segment.count("t") for segment in text.split("|"))
+
+
+def stages_in(layout: str) -> int:
+    """The number of stages of a `--pipeline-model-parallel-layout`. Raises UserError if the layout is too long."""
+    return _expanded(layout).count("|") + 1
+
+
+def _expanded(layout: str) -> str:
+    """The layout with every repetition written out."""
     text = layout.replace(" ", "").replace(",", "")
     while repeated := re.search(r"(?:\(([^()]*)\)|([EtmL]))\*(\d{1,9})", text):
         part, times = repeated[1] or repeated[2] or "", int(repeated[3])
@@ -23,9 +36,7 @@ def layers_in(layout: str) -> tuple[int, ...]:
                 f"--pipeline-model-parallel-layout {layout!r} expands to more than {_LONGEST_LAYOUT} letters"
             )
         text = text[: repeated.start()] + part * times + text[repeated.end() :]
-    if not re.fullmatch(r"E?[t|]*m*L?", text):
-        raise UserError(f"--pipeline-model-parallel-layout {layout!r} cannot be parsed; write it as Et*4|(t*5|)*6t*3L")
-    return tuple(segment.count("t") for segment in text.split("|"))
+    return text
 
 
 def layout_of(layers: Sequence[int]) -> str:

@@ -301,10 +301,11 @@ def family_of(name: str) -> Family:
 def run_settings(args: argparse.Namespace) -> RunSettings:
     """Return the settings that follow from a run's arguments, which Megatron or `options.early_arguments` has parsed.
 
+    Until `settled_job` chooses the default schedule, it counts as 1f1b, which needs the same patches as interleaved.
     Raises UserError if --pipeline-schedule names neither a schedule family nor a file.
     """
     with _named():
-        name = args.pipeline_schedule
+        name = args.pipeline_schedule or DEFAULT_SCHEDULE
         return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks)
 
 

@@ -74,6 +74,9 @@ def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,
+        # Megatron's interleaved schedule mixes up the messages of two ranks that it does not overlap.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )

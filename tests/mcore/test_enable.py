@@ -54,6 +54,7 @@ def merged(ranks):
 V_HALF = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeline_schedule": "v-half"}
 CASES = [
     ({"vocab_parallel": True}, 1, True, list),
+    ({"vocab_parallel": True}, 2, False, list),
     ({}, 1, False, list),
     ({"pipeline_schedule": "zb-h1"}, 1, False, list),
     (V_HALF, 2, False, list),
@@ -64,7 +65,8 @@ CASES = [
 
 @pytest.mark.parametrize(("settings", "chunks", "tied", "hook"), CASES)
 def test_a_loop_of_ones_own_has_plain_megatrons_gradients(settings, chunks, tied, hook):
-    plain, plain_losses = merged(run_ranks(2, gradients, None, 1, tied, hook))
+    as_megatron = chunks if "pipeline_schedule" not in settings else 1
+    plain, plain_losses = merged(run_ranks(2, gradients, None, as_megatron, tied, hook))
     ours, losses = merged(run_ranks(2, gradients, settings, chunks, tied, hook))
     if tied:  # plain Megatron's last stage holds a copy, of which the gradient is added to the embedding's
         plain.pop("output_layer.weight", None)

@@ -28,7 +28,10 @@ DECAY = {**TWO_STAGES, "lr_decay_style": "linear"}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
-    ({**VP, "num_layers_per_virtual_pipeline_stage": 1}, "virtual pipeline stages"),
+    (
+        {**VP, "pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1},
+        "--pipeline-schedule 1f1b has one chunk per rank, but this job asks for more",
+    ),
     ({"eval_interval": None, "eval_iters": 0}, "--eval-interval is missing, so Megatron cannot compute"),
     ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, "NullTokenizer has no vocabulary of its own"),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),

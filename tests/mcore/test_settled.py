@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cost.prediction import limit, predict, stage_costs
+from megatron_vp.cost.sizes.job_plan import plan_of
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.schedule import PassCosts, ScheduleRequest, VocabMethod
+from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, VocabMethod
 from megatron_vp.schedule.flex import shaped
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
@@ -142,3 +145,51 @@ def test_a_replay_is_known_inside_alone():
         settled.clear()
         assert settled.replay().counts_engine
     assert settled.replay() == settled.Replay()
+
+
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+ROPE = {"num_layers": None, "position_embedding_type": "rope"}
+TWO_CHUNKS = (
+    {"num_virtual_stages_per_pipeline_rank": 2},
+    {"num_layers_per_virtual_pipeline_stage": 1},
+    {"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 6, **ENDS},
+    {"pipeline_model_parallel_layout": "Ett|t|t|L"},
+    {"hybrid_layer_pattern": "*|-|*|-", **ROPE},
+)
+ONE_CHUNK = (
+    {},
+    {"num_virtual_stages_per_pipeline_rank": 1},
+    {"num_layers_per_virtual_pipeline_stage": 2},
+    {"pipeline_model_parallel_layout": "Ettt|tL"},
+    {"hybrid_layer_pattern": "*-|*-", **ROPE},
+    {"hybrid_layer_pattern": "*-*-", **ROPE},
+)
+
+
+@pytest.mark.parametrize("asks", [{"vocab_parallel": True}, {"offload_chunks": "all"}], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "chunks"), [*((each, 2) for each in TWO_CHUNKS), *((each, 1) for each in ONE_CHUNK)], ids=str
+)
+def test_a_job_without_a_schedule_gets_the_one_that_its_stages_need(stages, chunks, asks):
+    words = tiny_model(pipeline_model_parallel_size=2, **stages, **asks)
+    job, plan = check_job(["--cpu", *words], 2), plan_of(read_sizes([], words))
+    assert job.args.pipeline_schedule == plan.schedule == ("interleaved" if chunks == 2 else "1f1b")
+    assert job.settings.replaces_schedule and job.placement.chunks == (plan.chunks or 1) == chunks
+    assert plan.offload_chunks == (chunks if "offload_chunks" in asks else 0)
+
+
+@pytest.mark.parametrize("stages", TWO_CHUNKS, ids=str)
+def test_virtual_stages_alone_leave_the_schedule_to_megatron(stages):
+    words = tiny_model(pipeline_model_parallel_size=2, **stages)
+    assert not check_job(["--cpu", *words], 2).settings.replaces_schedule
+    assert plan_of(read_sizes([], words)).schedule == "interleaved"
+
+
+@pytest.mark.parametrize("asks", [{"vocab_parallel": True}, {"offload_chunks": "all"}], ids=str)
+def test_a_schedule_that_was_named_is_kept(asks):
+    words = tiny_model(pipeline_model_parallel_size=2, **TWO_CHUNKS[0], **asks, pipeline_schedule="1f1b")
+    with pytest.raises(UserError, match="--pipeline-schedule 1f1b has one chunk per rank"):
+        check_job(["--cpu", *words], 2)
+    with pytest.raises(UserError, match="schedule 1f1b has 1 chunk per rank, got 2"):
+        plan = plan_of(read_sizes([], words))
+        FAMILIES[plan.schedule].placement_of(2, plan.chunks)

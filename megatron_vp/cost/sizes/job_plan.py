@@ -14,6 +14,7 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
@@ -92,13 +93,12 @@ def uncounted(config: JobConfig) -> list[str]:
 
 def plan_of(config: JobConfig) -> Plan:
     """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
-    asked = config.values.get("pipeline_schedule")
-    chosen = family(DEFAULT_SCHEDULE if asked is None else str(asked))
-    vocab, chunks = VocabMethod.NONE, _chunks(config)
+    chosen, chunks = _chosen(config), _chunks(config)
+    vocab, offload = VocabMethod.NONE, str(config.values.get("offload_chunks") or 0)
     split = config.values.get("vocab_parallel") is True
     if not split and config.values.get("vocab_parallel_algorithm") is not None:
         raise UserError(ALGORITHM_ALONE.format_map(config.values))
-    if chosen.name == DEFAULT_SCHEDULE and not split:
+    if chosen.name == DEFAULT_SCHEDULE and not split and offload == "0":
         chosen = megatrons_own(chunks)
     if chosen.own_method is not None:
         if not split:
@@ -118,9 +118,20 @@ def plan_of(config: JobConfig) -> Plan:
     layers = layers_given(config)
     if layers is None:
         layers = _uneven_layers(config, chosen)
-    offload = str(config.values.get("offload_chunks") or 0)
     offload_chunks = 0 if offload in ("0", AUTO) else chunks_to_offload(offload, chosen.chunks_of(chunks))
     return Plan(chosen.name, vocab, chunks, layers, offload_chunks=offload_chunks)
+
+
+def default_schedule(arguments: Mapping[str, Any]) -> Family:
+    """The schedule of a job that does not name one, with or without vocabulary parallelism: 1f1b or, with virtual
+    stages, interleaved. `arguments` are as in `chunks_asked`.
+    """
+    return megatrons_own(chunks_asked(arguments))
+
+
+def _chosen(config: JobConfig) -> Family:
+    asked = config.values.get("pipeline_schedule")
+    return default_schedule(config.values) if asked is None else family(str(asked))
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
@@ -235,22 +246,18 @@ def chunks_given(config: JobConfig) -> int | None:
 
 
 def _chunks(config: JobConfig) -> int | None:
-    chunks = config.values.get("num_virtual_stages_per_pipeline_rank")
+    chunks, chosen = chunks_asked(config.values), _chosen(config)
     each = config.values.get("num_layers_per_virtual_pipeline_stage")
-    if chunks is None and each is not None:
+    if each is not None:
         job = job_of(config.values)
-        stages, rest = divmod(job.model.layers, each)
-        chunks, uneven = divmod(stages, job.pipeline)
-        if rest or uneven:
+        layers = job.model.layers + sum(config.values.get(name) is True for name in ENDS)
+        if layers != (chunks or 1) * job.pipeline * each:
             raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage {each} does not divide {job.model.layers} layers into "
-                f"equally many stages for each of {job.pipeline} pipeline ranks; choose a number that does"
+                f"--num-layers-per-virtual-pipeline-stage {each} does not divide {layers} layers into equally many "
+                f"stages for each of {job.pipeline} pipeline ranks; choose a number that does"
             )
-    layers = layers_given(config)
-    chosen = family(config.values.get("pipeline_schedule") or DEFAULT_SCHEDULE)
-    if chunks is None and layers is not None and chosen.chunks in (1, None):
-        # Like Megatron, derive the chunks from the layout. A layout that does not match the ranks is refused later.
-        chunks = max(1, len(layers) // (config.values.get("pipeline_model_parallel_size") or 1))
+    if layers_given(config) is not None and chosen.chunks not in (1, None):
+        return None  # A layout that does not match the schedule's own number of chunks is refused later.
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")
         raise UserError(f"--pipeline-schedule {chosen.name} needs at least two chunks per rank: add {needed} 2")

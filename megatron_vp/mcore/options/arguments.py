@@ -31,7 +31,7 @@ from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
-from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
+from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
 
@@ -171,10 +171,9 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
             "--pipeline-schedule",
             type=_schedule_name,
             metavar="NAME|FILE",
-            default=DEFAULT_SCHEDULE,
             help=f"Pipeline schedule: {', '.join(FAMILIES)}, or a schedule file (JSON or CSV from `megatron-vp "
-            "schedule`, or PyTorch's CSV of compute actions). With neither --vocab-parallel nor --offload-chunks, 1f1b "
-            "is Megatron's own schedule.",
+            "schedule`, or PyTorch's CSV of compute actions). Default: 1f1b or, for a job with virtual stages, "
+            "interleaved. With neither --vocab-parallel nor --offload-chunks, 1f1b is Megatron's own schedule.",
         )
         ours.add_argument(
             "--activation-limit",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from megatron_vp.cost.sizes.job_plan import default_schedule
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.layout_text import even_layers
@@ -36,6 +37,7 @@ from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs, check_room_without_files
 from megatron_vp.mcore.storage.save_folder import saves_to
+from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 
 def settled_job(
@@ -56,6 +58,9 @@ def settled_job(
     # 1. Check the user's own arguments, before anything is derived from them.
     check_ranges(args)
     args.offload_chunks = chosen_offload(args)
+    if args.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
+        ours = args.vocab_parallel or args.offload_chunks != "0"
+        args.pipeline_schedule = default_schedule(vars(args)).name if ours else DEFAULT_SCHEDULE
     settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
     _refuse_numbers_of_chunks(args, settings)
 

@@ -152,7 +152,8 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     args, _ = _parsed(settings)
     _describe(args, settings, model)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if run_settings(args).family.chunks is None:  # The schedule accepts any number of chunks.
+    # Without a schedule, the chunks decide which one is used; some schedules accept any number of chunks.
+    if chunks > 1 and (args.pipeline_schedule is None or run_settings(args).family.chunks is None):
         args.num_virtual_stages_per_pipeline_rank = chunks
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
     with redirect_stdout(io.StringIO()):  # Megatron would print all arguments, although most are unused.

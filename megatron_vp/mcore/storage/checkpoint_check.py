@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
+from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
@@ -95,18 +96,10 @@ def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None,
         args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
     ):
         return None  # No choice of vocabulary rows lets this run load the optimizer state.
-    if _chunks_asked(args) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
+    if chunks_asked(vars(args)) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
         return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
     return getattr(written_by, "vocab_rows", None), getattr(written_by, layout, None)
-
-
-def _chunks_asked(args: argparse.Namespace) -> int | None:
-    """Return the number of chunks per rank from parsed arguments; None if the arguments do not set this number."""
-    layers = args.num_layers_per_virtual_pipeline_stage
-    if layers is not None and args.num_layers is not None:
-        return args.num_layers // (args.pipeline_model_parallel_size * layers)
-    return args.num_virtual_stages_per_pipeline_rank
 
 
 def _placed_alike(here: str, there: str | None) -> bool:
