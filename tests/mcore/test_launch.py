@@ -120,7 +120,7 @@ REFUSED = [
     ({**VP, "te_precision_config_file": "there.yaml"}, "--te-precision-config-file"),
     ({**VP, "overlap_dispatch_backward_with_experts_wgrad": True}, "--overlap-dispatch-backward-with-experts-wgrad"),
     ({**VP, "tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards"),
-    ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "stages; use --dataloader-inter-document-masking"),
+    ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "use --dataloader-inter-document-masking"),
     (
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
         "gloo",
