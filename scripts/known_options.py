@@ -10,7 +10,7 @@ status 1 if the file is out of date.
 from __future__ import annotations
 
 import argparse
-import signal
+import enum
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -22,8 +22,13 @@ FOLDER = ROOT / "megatron_vp" / "jobs"
 FILE = FOLDER / "known_options.txt"
 HEADER = f"""\
 # Made by {Path(__file__).relative_to(ROOT)} from Megatron's parser and our options; do not edit.
-# One line per option: its name, the type of its value (+: several values), and its choices.
+# One line per option: its names, the type of its value and the number of values (as in argparse), and its choices.
 """
+_KINDS = {
+    **{"int": "int", "float": "float", "bool": "bool", "tuple_type": "integers"},
+    **dict.fromkeys(("moe_freq_type", "la_freq_type", "no_rope_freq_type"), "pattern"),
+}
+"""The type of an option's value by the function that Megatron's parser calls; all other values are text."""
 
 
 def lines() -> Iterator[str]:
@@ -33,18 +38,22 @@ def lines() -> Iterator[str]:
     from megatron_vp.mcore.options.arguments import with_ours
 
     parser = with_ours(add_megatron_arguments)(argparse.ArgumentParser(allow_abbrev=False))
-    for action in parser._actions:
-        if not isinstance(action, argparse._HelpAction):
-            yield from (_line(option, action) for option in action.option_strings)
+    return (_line(action) for action in parser._actions if not isinstance(action, argparse._HelpAction))
 
 
-def _line(option: str, action: argparse.Action) -> str:
+def _line(action: argparse.Action) -> str:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    names = ",".join(option.lstrip("-") for option in action.option_strings)
     if action.nargs == 0:
-        return f"{option.lstrip('-')} switch"
-    several = "" if action.nargs is None else "+"
-    kind = action.type.__name__ if action.type in (int, float, bool) else "text"
-    names = [str(getattr(choice, "name", choice)) for choice in action.choices or () if choice not in signal.Signals]
-    return " ".join(filter(None, (option.lstrip("-"), kind + several, ",".join(names))))
+        return f"{names} switch"
+    choices = list(action.choices or ())
+    if choices and isinstance(choices[0], enum.Enum):
+        choices = list(type(choices[0]).__members__)  # with the aliases, such as SIGCLD
+    elif getattr(action.type, "__name__", "") == "_parse_cuda_graph_modules_arg":
+        choices = [*CudaGraphModule.__members__, "full", "full_iteration", "full_iteration_inference"]
+    kind = _KINDS.get(getattr(action.type, "__name__", ""), "text")
+    return " ".join(filter(None, (names, f"{kind}{action.nargs or ''}", ",".join(map(str, choices)))))
 
 
 def content(known: Container[str] = ()) -> str:

@@ -129,14 +129,14 @@ def _words(values: dict[str, Any]) -> list[str]:
         option = option_of(name)
         if name not in known or value is None:
             continue
-        if known[name].kind == "switch":
+        if known[name].nargs == 0:
             if value:
                 words.append(option_of(name))
             elif f"no_{name}" in known:
                 words.append(option_of(f"no_{name}"))
         elif isinstance(value, list):
             words += [option, *map(str, value)]
-        elif known[name].several:
+        elif known[name].nargs is not None:
             words += [option] if value is True else [option, str(value)]
         else:
             words.append(f"{option}={'' if value is False else value}")

@@ -22,24 +22,27 @@ class Flag(NamedTuple):
     """The words that follow the name; empty for a bare flag."""
 
 
-def flags_in(words: Sequence[str]) -> Iterator[Flag]:
-    """Yield the flags in order; a word that does not start with `--` is a value of the flag before it.
+def grouped(words: Sequence[str]) -> list[list[str]]:
+    """Split words into flags, each with the words that follow it up to the next word that starts with `--`.
 
     Raises UserError if the first word is not a flag.
     """
-    option, values = None, []
+    groups: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
-            if option is not None:
-                yield Flag(option, tuple(values))
-            option, equals, value = word.partition("=")
-            values = [value] if equals else []
-        elif option is None:
+            groups.append([word])
+        elif not groups:
             raise UserError(f"{word!r} is not a flag; after the configuration file, give only --flags")
         else:
-            values.append(word)
-    if option is not None:
-        yield Flag(option, tuple(values))
+            groups[-1].append(word)
+    return groups
+
+
+def flags_in(words: Sequence[str]) -> Iterator[Flag]:
+    """Yield the flags in order, as `grouped` does."""
+    for first, *values in grouped(words):
+        option, equals, value = first.partition("=")
+        yield Flag(option, (value, *values) if equals else tuple(values))
 
 
 def flag_value(words: Sequence[str], option: str) -> str | None:

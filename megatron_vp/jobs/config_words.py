@@ -78,7 +78,7 @@ def _text(action: argparse.Action, value: Any, where: str) -> str:
     text = str(value)
     try:
         converted = action.type(text) if callable(action.type) else text
-    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+    except (argparse.ArgumentTypeError, KeyError, TypeError, ValueError) as error:  # KeyError: from enumerations
         raise UserError(f"{where} must be {_expected(action)}, not {value!r}") from error
     if action.choices is not None and converted not in action.choices:
         raise UserError(f"{where} must be {_expected(action)}, not {value!r}")

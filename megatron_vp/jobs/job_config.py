@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, flags_in, name_of, option_of
-from megatron_vp.jobs.known_options import refuse_unknown, refuse_wrong_value
+from megatron_vp.jobs.config_words import arguments_from_leaves
+from megatron_vp.jobs.known_options import listed_parser, refuse_unknown, refuse_wrong_words
 from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 
 ALGORITHM_ALONE = (
@@ -125,9 +126,13 @@ def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str
 
     Raises UserError for a file that cannot be read, a key that is in two sections, and a word that is not a flag.
     """
+    return _job_config(read_leaves(files), flags)
+
+
+def _job_config(leaves: Sequence[Leaf], flags: Sequence[str]) -> JobConfig:
     values: dict[str, Any] = {}
     origins: dict[str, Leaf | str] = {}
-    for leaf in read_leaves(files):
+    for leaf in leaves:
         before = origins.get(leaf.key)
         if isinstance(before, Leaf):
             raise UserError(f"{leaf} was already set in {before.section}; delete one of the two settings")
@@ -147,9 +152,10 @@ def read_sizes(
     `commands_own` lists the options of the calling command, which are also suggested for a misspelled option. Also
     raises UserError for an unknown argument, a value that its option does not accept, NaN or infinity.
     """
-    config = read_job_config(files, flags)
+    leaves = read_leaves(files)
+    config = _job_config(leaves, flags)
     for name, origin in config.origins.items():
-        if name != CPU_NAME:
+        if origin != CPU:
             refuse_unknown(name, origin, commands_own)
     for name in SIZES:
         value, least = config.values.get(name), LEAST.get(name, 1)
@@ -163,9 +169,8 @@ def read_sizes(
     for name, value in config.values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{config.origins[name]} {value} is not a finite number")
-    for name, value in config.values.items():
-        if name != CPU_NAME:
-            refuse_wrong_value(name, value, config.origins[name])
+    arguments_from_leaves(leaves, listed_parser())
+    refuse_wrong_words([word for word in flags if word != CPU])
     return config
 
 

@@ -7,15 +7,16 @@ installed Megatron. If the installed Megatron is older than the list, commands a
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import name_of, option_of
+from megatron_vp.jobs.command_line import grouped, name_of, option_of
 from megatron_vp.jobs.yaml_files import Leaf
 
 _FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
@@ -35,30 +36,63 @@ _SHORT = {
 }
 """Common short names and their options. A search for similar spellings would not find these options."""
 
-_KINDS = {"int": (int,), "float": (int, float)}
-_EXPECTED = {"int": "an integer", "float": "a number", "text": "a string", "bool": "true or false"}
+
+def pattern(text: str) -> int | str:
+    """The value of an option like `--moe-layer-freq`: an integer, or a Python list such as `[0]*3+[1]*29`."""
+    return text if re.fullmatch(r"[,\d\[\]()+*]*\[[,\d\[\]()+*]*", text) else int(text)
 
 
-@dataclass(frozen=True)
-class Option:
-    """Which values an option accepts."""
+def integers(text: str) -> list[int]:
+    """The value of `--window-size`: integers between commas."""
+    return [int(each) for each in text.strip("()").split(",")]
 
-    kind: str
-    """One of `switch`, `int`, `float`, `bool` and `text`."""
-    several: bool
-    choices: tuple[str, ...]
-    """The accepted values; empty if the option accepts any value of its kind."""
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    **{"int": int, "float": float, "bool": bool, "text": str, "pattern": pattern, "integers": integers}
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors. If an option is unknown, the error names the nearest known option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
+        if unknown and unknown[0].startswith("--"):
+            known = [name_of(option) for option in self._option_string_actions if option.startswith("--")]
+            message += f"; the nearest known option is {option_of(nearest_name(name_of(unknown[0]), known))}"
+        raise UserError(message)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except KeyError:  # From Megatron's enumerations, where argparse expects a ValueError.
+            raise argparse.ArgumentError(action, f"invalid choice: {arg_string!r}") from None
 
 
 @cache
-def known_options() -> dict[str, Option]:
+def listed_parser() -> Parser:
+    """A parser of all listed options. It accepts the same words as the parser of training."""
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, conflict_handler="resolve")
+    for line in (line for file in _FILES for line in file.read_text().splitlines() if not line.startswith("#")):
+        names, kind, *choices = line.split()
+        options = [f"--{name}" for name in names.split(",")]
+        if kind == "switch":
+            pair = [option for option in options if f"--no-{option[2:]}" in options]
+            parser.add_argument(*(pair or options), action=argparse.BooleanOptionalAction if pair else "store_true")
+            continue
+        word = kind.rstrip("+*0123456789")
+        nargs = kind.removeprefix(word) or None
+        several = int(nargs) if nargs and nargs.isdecimal() else nargs
+        accepted = [_TYPES[word](choice) for choice in choices[0].split(",")] if choices else None
+        parser.add_argument(*options, type=_TYPES[word], nargs=several, choices=accepted)
+    return parser
+
+
+@cache
+def known_options() -> dict[str, argparse.Action]:
     """All known options by name, with underscores."""
-    found = {}
-    for line in (line for file in _FILES for line in file.read_text().splitlines()):
-        if not line.startswith("#"):
-            option, kind, *choices = line.split()
-            found[name_of(option)] = Option(kind.rstrip("+"), kind.endswith("+"), tuple(",".join(choices).split(",")))
-    return {name: Option(each.kind, each.several, tuple(filter(None, each.choices))) for name, each in found.items()}
+    return {name_of(option): action for option, action in listed_parser()._option_string_actions.items()}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -83,37 +117,9 @@ def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = 
     raise UserError(f"{origin} is not a known option; the nearest known option is {option_of(nearest)}")
 
 
-def refuse_wrong_value(name: str, value: Any, origin: Leaf | str) -> None:
-    """Raise UserError if a known option does not accept `value`; None stands for the default and is always accepted."""
-    option = known_options()[name]
-    if value is None:
-        return
-    if option.kind == "switch":
-        if isinstance(value, bool):
-            return
-        if isinstance(origin, Leaf):
-            raise UserError(f"{origin} is a switch: write true or false, not {value!r}")
-        raise UserError(f"{origin} is a switch and takes no value; it was given {value!r}")
-    if value is True and not isinstance(origin, Leaf):
-        if option.several:
-            return  # Only Megatron's parser knows whether the option accepts an empty list.
-        raise UserError(f"{origin} needs a value: {_expected(option)}")
-    if isinstance(value, list) and not option.several:
-        raise UserError(f"{origin} takes one value; it was given {len(value)}: {', '.join(map(str, value))}")
-    for each in value if isinstance(value, list) else [value]:
-        if not _fits(option, each):
-            raise UserError(f"{origin} must be {_expected(option)}, not {each!r}")
-
-
-def _fits(option: Option, value: Any) -> bool:
-    if isinstance(value, bool):
-        return option.kind == "bool"
-    if isinstance(value, str) and value.startswith("-") and value != "-":
-        return False  # A string with a leading dash is probably a misspelled option.
-    if option.kind in _KINDS and not isinstance(value, _KINDS[option.kind]):
-        return False
-    return isinstance(value, str | int | float) and (not option.choices or str(value) in option.choices)
-
-
-def _expected(option: Option) -> str:
-    return f"one of {', '.join(option.choices)}" if option.choices else _EXPECTED[option.kind]
+def refuse_wrong_words(words: Sequence[str]) -> None:
+    """Raise UserError for flags that training would refuse: a wrong value, or a wrong number of values."""
+    for option, *values in grouped(words):
+        extra = listed_parser().parse_known_args([option, *values])[1]
+        if extra:
+            raise UserError(f"{option} takes fewer values: leave out {' '.join(extra)}")

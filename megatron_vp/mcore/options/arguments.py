@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import name_of, option_of, split_config
+from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.config_words import arguments_from_config, arguments_from_leaves
-from megatron_vp.jobs.known_options import nearest_name
+from megatron_vp.jobs.known_options import Parser
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.jobs.yaml_files import Leaf
@@ -45,18 +45,8 @@ class _HelpFormatter(argparse.HelpFormatter):
             return action.help or ""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """A parser that puts `platform_arguments` and the options of configuration files before the command line."""
-
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message}; {self._hint(message)}")
-
-    def _hint(self, message: str) -> str:
-        """Advice to add to an error message: the known option nearest to an unknown one, or a pointer to `--help`."""
-        unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
-        if unknown and unknown[0].startswith("--"):
-            return f"the nearest known option is {option_of(nearest_name(name_of(unknown[0]), self._names()))}"
-        return "`--help` lists all options"
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
         """Return the options in the command line `words`, keyed by argument name. Their order is kept."""
@@ -71,9 +61,6 @@ class _Parser(argparse.ArgumentParser):
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
         return super().parse_args(chosen + words), tuple(words)
-
-    def _names(self) -> list[str]:
-        return [name_of(option) for option in self._option_string_actions if option.startswith("--")]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
         given = list(sys.argv[1:] if args is None else args)
