@@ -117,10 +117,10 @@ READ = {
         ),
     ),
     "platform": Reads(
-        "to report which of Transformer Engine, Apex and PyTorch computes an operation",
+        "to report which of Transformer Engine, Apex and PyTorch computes an operation, and to run without a GPU",
         (
             *("bf16", "fp16", "gradient_accumulation_fusion", "masked_softmax_fusion", "normalization"),
-            *("transformer_impl",),
+            *("transformer_impl", "use_pytorch_profiler"),
         ),
     ),
     "replay": Reads(

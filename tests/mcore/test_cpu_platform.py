@@ -1,7 +1,10 @@
 """Test unmodified Megatron on CPU processes: the patches of torch, and the runs that need them."""
 
+import ast
 import os
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.platform import flags
 from tests.harness import run_ranks, train
-from tests.harness.ranks import process_group
+from tests.harness.ranks import process_group, run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 
@@ -188,6 +191,71 @@ def test_flags_are_chosen_only_where_the_user_left_them_open():
 def test_a_flag_that_cannot_work_here_is_refused(given):
     with pytest.raises(UserError, match="cannot work without a CUDA device: use --"):
         flags.platform_arguments(given, cpu=True)
+
+
+SAFE_WITHOUT_A_DEVICE = {
+    *("is_available", "device_count", "is_initialized", "current_device", "set_device", "synchronize", "empty_cache"),
+    *("Stream", "Event", "stream", "current_stream", "default_stream", "get_rng_state", "set_rng_state", "manual_seed"),
+}
+"""What PyTorch runs without a device, and what our patches replace."""
+
+NOT_SWITCHED_OFF = {
+    "moe_grouped_gemm": "local layers ignore it",
+    "language_model": "it belongs to --yaml-cfg, which is refused",
+    "profile_ranks": "without --profile, it has no effect",
+    "profile_step_start": "without --profile, it has no effect",
+    "profile_step_end": "without --profile, it has no effect",
+    "log_interval": "it guards --record-memory-history",
+    "tensorboard_log_interval": "it guards --log-memory-to-tensorboard",
+    "perform_rl_step": "reinforcement learning has a script of its own",
+    "rl_inference_pipeline_model_parallel_size": "reinforcement learning has a script of its own",
+    "rl_inference_tensor_model_parallel_size": "reinforcement learning has a script of its own",
+    "rl_inference_expert_model_parallel_size": "reinforcement learning has a script of its own",
+    "rl_inference_expert_tensor_model_parallel_size": "reinforcement learning has a script of its own",
+}
+
+
+def arguments_that_guard_a_device():
+    """The arguments of Megatron's training code under whose conditions it calls what needs a device."""
+    import megatron.training
+
+    found = set()
+    for file in Path(megatron.training.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.If):
+                calls = {name for each in node.body for name in re.findall(r"torch\.cuda\.(\w+)", ast.unparse(each))}
+                if calls - SAFE_WITHOUT_A_DEVICE:
+                    found |= set(re.findall(r"\bargs\.(\w+)", ast.unparse(node.test)))
+    return found
+
+
+def test_every_option_that_calls_what_needs_a_device_is_switched_off():
+    off = {name for name, _, _ in flags.OF_A_DEVICE}
+    found = arguments_that_guard_a_device()
+    assert found > {"log_memory_to_tensorboard", "record_memory_history", "profile", "cuda_graph_impl"}
+    assert found <= off | NOT_SWITCHED_OFF.keys()
+
+
+def test_options_for_gpus_are_switched_off_and_named_once(tmp_path):
+    options = {
+        **{"log_memory_to_tensorboard": True, "tensorboard_dir": str(tmp_path), "record_memory_history": True},
+        **{"profile": True, "profile_step_start": 1, "profile_step_end": 2, "log_device_memory_used": True},
+        **{"gpu_sniff_test_interval": 1, "cuda_graph_impl": "local", "use_sharp": True, "use_nccl_ub": True},
+        **{"nccl_communicator_config_path": "a_file", "init_model_with_meta_device": True},
+    }
+    words = tiny_model(pipeline_model_parallel_size=2, tensorboard_log_interval=1, **options)
+    ends = run_ranks_to_their_end(2, train_a_little, words, timeout=60)
+    assert [status for status, _ in ends] == [0, 0], ends
+    said = [output.count("on CPUs, these options are switched off: --log-memory-to-tensorboard") for _, output in ends]
+    assert said == [1, 0] and "--profile (needs CUDA's profiler), --log-device-memory-used" in ends[0][1]
+
+
+def train_a_little(_rank, _world_size, words):
+    import pretrain_gpt_vp as script
+
+    sys.argv = ["pretrain_gpt_vp.py", *words]
+    script.prepare()
+    script.main()
 
 
 def test_sequence_parallel_training_equals_pipeline_training():

@@ -158,6 +158,8 @@ def captured_on_cpu() -> Iterator[None]:
     from megatron.core.transformer.module import GraphableMegatronModule
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    from megatron_vp.mcore.platform import flags
+
     captured, seeded = [], tensor_parallel.model_parallel_cuda_manual_seed
 
     def capture(*args, **kwargs):
@@ -167,6 +169,7 @@ def captured_on_cpu() -> Iterator[None]:
     with ExitStack() as patched:
         for target, name, value in (
             (torch.cuda, "set_stream", lambda stream: None),
+            (flags, "OF_A_DEVICE", ()),
             (tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_, **__: seeded(seed)),
             (cuda_graphs, "HAVE_TE_GRAPHS", True),
             (cuda_graphs, "make_graphed_callables", capture),

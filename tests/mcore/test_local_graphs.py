@@ -53,6 +53,8 @@ def replayed_on_cpu() -> Iterator[None]:
     from megatron.core import tensor_parallel
     from megatron.core.transformer import cuda_graphs
 
+    from megatron_vp.mcore.platform import flags
+
     device, seeded = Device(), tensor_parallel.model_parallel_cuda_manual_seed
 
     def seed(number: int, *_: object, **__: object) -> None:
@@ -62,6 +64,7 @@ def replayed_on_cpu() -> Iterator[None]:
     with ExitStack() as patched:
         for target, name, value in (
             (tensor_parallel, "model_parallel_cuda_manual_seed", seed),
+            (flags, "OF_A_DEVICE", ()),
             (cuda_graphs, "torch", device),
             (cuda_graphs, "get_all_rng_states", dict),
         ):

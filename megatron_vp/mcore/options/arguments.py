@@ -28,7 +28,7 @@ from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
-from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
+from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import FAMILIES
@@ -236,6 +236,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             job = settled_job(original, args, defaults or {}, files=True)
         print(said.getvalue(), end="", flush=True)
         settle(job)
+        if uses_cpu([]) and (off := switch_off_what_needs_a_gpu(args)) and args.rank == 0:
+            warnings.warn(off, stacklevel=2)
         make_trace_folder(args)
         if args.fake_process_group:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
