@@ -4,10 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_vp.mcore.reports import pipeline_scalars
+from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
+from megatron_vp.runtime.recorder import Recorder, Span
+from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.passes import Pass, PassKind
 from megatron_vp.trace.figures import IterationFigures, scalars
 from megatron_vp.trace.two_runs import read_losses
 from tests.harness.ranks import ROOT, run_ranks_to_their_end
@@ -75,6 +83,54 @@ def test_the_curves_are_those_of_all_ranks():
         }
     )
     assert set(scalars([IterationFigures(1.0, 1.0, 0.0, 0.0, 0.0)])) == ALWAYS
+
+
+class Device:
+    """The clock of a device that has finished nothing until the host waits for it."""
+
+    error, drained = 0, False
+
+    def mark(self):
+        return None
+
+    def passed(self, mark):
+        return self.drained
+
+    def drain(self):
+        self.drained = True
+
+    def span(self, work, start, end, issued):
+        assert self.drained, "an event was read before the device had passed it"
+        return Span(work, 0, 1_000_000_000, 1.0, issued)
+
+
+def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monkeypatch):
+    """Without clipping and checks, nothing else has made the host wait."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(PipelineScalars, "_store", lambda self: store)
+    recorder = Recorder(torch.device("cpu"), lean=True)
+    recorder._clock = Device()
+    with recorder.watch(Run(Pass(PassKind.F, 0, 0))):
+        pass
+    found = PipelineScalars(1, 0, 1)
+    found.begin(1)
+    found.keep(recorder)
+    found.share(at_last=False)
+    assert not recorder._clock.drained and not store.check(["1 0"])
+    found.share(at_last=True)
+    assert json.loads(store.get("1 0"))["busy"] == 1.0
+
+
+def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys):
+    store = torch.distributed.HashStore()
+    args = SimpleNamespace(rank=0, world_size=1, train_iters=1, log_interval=1, log_pipeline_interval=1)
+    monkeypatch.setattr(PipelineScalars, "_store", lambda self: store)
+    monkeypatch.setattr(pipeline_scalars, "_PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(pipeline_scalars, "_of_process", lambda job: PipelineScalars(1, 0, 2))
+    monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
+    [patch] = pipeline_scalars.PATCHES
+    assert patch.make(lambda *given, **named: True)({}, {}, 0.1, 1) is True
+    assert "> the pipeline metrics of the last iteration are missing" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, Store, distributed_c10d
+from megatron.training.utils import print_rank_last
+from torch.distributed import DistError, PrefixStore, Store, distributed_c10d
 
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
@@ -52,13 +53,13 @@ class PipelineScalars:
 
     def share(self, at_last: bool) -> None:
         """Publish this rank's figures for the recorded iterations that its device has finished. If `at_last` is true,
-        the method assumes that the device has finished all recorded iterations.
+        wait until the device has finished all of them.
         """
         for iteration, recorder in list(self._recorded.items()):
             if not (at_last or recorder.passed()):
                 return
             del self._recorded[iteration]
-            recorder.read()
+            (recorder.finish if at_last else recorder.read)()
             own = asdict(own_figures(recorder.spans))
             self._store().set(f"{iteration} {self._rank}", json.dumps(own))
 
@@ -152,7 +153,10 @@ def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
         if writes:
             found.expect(iteration)
         if writes and at_last:
-            found.write(at_last=True)
+            try:
+                found.write(at_last=True)
+            except DistError:  # The run has trained to its end, and must still save its last checkpoint.
+                print_rank_last("> the pipeline metrics of the last iteration are missing: a rank did not send its own")
         return report_memory
 
     return training_log
