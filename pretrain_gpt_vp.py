@@ -75,13 +75,20 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
         return (None,) * len(keys)
     args = get_args()
     tp_rank = mpu.get_tensor_model_parallel_rank()
+    # On the device, flattening and broadcasting boundaries would make the host wait for all work issued before.
+    alone = mpu.get_tensor_model_parallel_world_size() == 1
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in keys}
+        batch = {key: sample.get(key) for key in keys}
+        if alone:
+            batch = flatten_batch_for_packed_sequences(batch)
+        stays = ("max_seqlen",) if alone else ()
+        for key, value in batch.items():
+            batch[key] = value if value is None or key in stays else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packs_sequences(),
+        has_cu_seqlens=packs_sequences() and not alone,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -95,7 +102,9 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences({key: batch.get(key) for key in keys})
+    batch = {key: batch.get(key) for key in keys}
+    if not alone:
+        batch = flatten_batch_for_packed_sequences(batch)
     if not at_an_end:
         return (None,) * len(BATCH_KEYS) + tuple(batch[key] for key in BOUNDARY_KEYS)
     batch = get_batch_on_this_cp_rank(

@@ -144,7 +144,8 @@ if __name__ == "__main__":
     test_one_device.TIMEOUT = 150
     case = ("cuda", torch.float32, 2, schedule, method)
     try:
-        found = test_one_device._run(*case, early_receives=receives == "early", limit=10)
+        early = receives == "early"
+        found = test_one_device._run(*case, early_receives=early, limit=10 if early else 40)
     except RankError as error:
         stuck = re.search(test_one_device.STUCK, str(error))
         sys.exit("hangs" if stuck else str(error))
@@ -172,6 +173,55 @@ def test_ranks_that_share_it_wait_for_every_message_where_it_is_posted(
     fresh = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, timeout=200)
     assert (done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]) == (status, said), done.stderr
+
+
+PACKED = """
+import sys
+from types import SimpleNamespace
+from unittest import mock
+import torch
+import pretrain_gpt_vp as script
+
+args = dict(sft=False, dataloader_inter_document_masking=True, create_attention_mask_in_dataloader=False)
+args |= dict(context_parallel_size=1, pipeline_model_parallel_size=2, seq_length=16)
+mpu = mock.Mock(**{
+    "get_tensor_model_parallel_rank.return_value": 0,
+    "get_tensor_model_parallel_world_size.return_value": 1,
+    "is_pipeline_first_stage.return_value": sys.argv[1] == "first",
+    "is_pipeline_last_stage.return_value": sys.argv[1] == "last",
+})
+whole = torch.arange(32).view(2, 16)
+sample = dict(tokens=whole, labels=whole + 1, loss_mask=torch.ones(2, 16), position_ids=whole)
+sample |= dict(cu_seqlens=torch.tensor([[0, 5, 16, 16], [0, 3, 12, 16]], dtype=torch.int32))
+sample |= dict(max_seqlen=torch.tensor([11, 9]))
+torch.cuda.init()
+with (
+    mock.patch.multiple(script, get_args=lambda: SimpleNamespace(**args), mpu=mpu,
+                        is_first_or_last_pipeline_stage=lambda _: sys.argv[1] != "middle",
+                        predicts_further_tokens=lambda _: False, get_batch_on_this_cp_rank=lambda batch, **_: batch),
+    mock.patch.object(torch.distributed, "broadcast"),
+):
+    torch.cuda.set_sync_debug_mode("error")  # every call that makes the host wait raises
+    batch = script.get_batch(iter([sample]), None, 2)
+    packed = script.packed_parameters(*batch[5:])
+    torch.cuda.set_sync_debug_mode("default")
+assert all(each is None or each.is_cuda for each in batch[:7])
+read = [name for name, each in zip(("first", "last"), batch) if each is not None]  # tokens, labels
+assert read == [each for each in sys.argv[1:] if each != "middle"]
+print(packed.max_seqlen_q, packed.cu_seqlens_q.tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "stage", ["first", *(pytest.param(each, marks=pytest.mark.slow) for each in ("middle", "last"))]
+)
+def test_packed_sequences_do_not_make_the_host_wait(tmp_path, environment, stage):
+    """Else the host no longer runs ahead of its device, on every rank and in every F."""
+    (tmp_path / "packed.py").write_text(PACKED)
+    command = [sys.executable, str(tmp_path / "packed.py"), stage]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip().splitlines()[-1] == "11 [0, 5, 16, 19, 28, 32]"
 
 
 def test_the_probe_of_calls_that_wait_reports_every_call(tmp_path, environment):
