@@ -147,8 +147,10 @@ def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, 
 
 def test_stages_with_layers_in_16_bits_take_longer():
     job = replace(JOB, bf16_at_start=1, bf16_at_end=1)
-    costs = predict(job, Plan("v-half", VocabMethod.VOCAB_1), H100).timeline.costs
-    even = predict(JOB, Plan("v-half", VocabMethod.VOCAB_1), H100).timeline.costs
+    alike = replace(CALIBRATED, speed_spread=0.0)
+    costs, even = (
+        predict(each, Plan("v-half", VocabMethod.VOCAB_1), H100, alike).timeline.costs for each in (job, JOB)
+    )
     times = PassTimes(JOB, H100, CALIBRATED)
     assert costs.F[0] - even.F[0] == pytest.approx(times.plain_layer().F - times.layer().F)
     assert costs.W[7] - even.W[7] == pytest.approx(times.plain_layer().W - times.layer().W)
@@ -273,6 +275,6 @@ def test_a_faster_trunk_makes_the_vocabulary_a_larger_share_as_the_page_says():
     for name in ("llama3_8b", "qwen3_8b", "gemma2_9b"):
         for gpu, recipe in ((H100, Fp8Recipe.TENSORWISE), (B200, Fp8Recipe.MXFP8)):
             (wide, before), (narrow, after) = gains(name, gpu, None), gains(name, gpu, recipe)
-            assert after[0] > 1.04 * before[0] and abs(after[1] / before[1] - 1) < 0.11
+            assert after[0] > 1.04 * before[0] and abs(after[1] / before[1] - 1) < 0.12
             missing += [line for line in (wide, narrow) if line not in page]
     assert not missing, "\n".join(missing)

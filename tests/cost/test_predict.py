@@ -1,8 +1,13 @@
 """Test predictions: they follow the schedule, agree with published values, and are refused for unsupported jobs."""
 
 from dataclasses import replace
+from operator import mul
+from statistics import fmean
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, FITTED
 from megatron_vp.cost.hardware.gpus import HARDWARE
@@ -10,6 +15,7 @@ from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs, known_cells
 from megatron_vp.cost.paper.runs import predict_cell
 from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.prediction.stage_costs import _pace, expected_maximum
 from megatron_vp.cost.sizes.layouts import redistributed_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -151,3 +157,54 @@ def test_ranks_that_idle_run_faster_and_one_runs_slowest():
     assert idle.F[1] == pytest.approx(busy.F[1] * (1 - CALIBRATED.idle_boost))
     # Of four normal values the largest is expected 1.03 standard deviations above the mean.
     assert busy.F[2] == pytest.approx(busy.F[1] * (1 + 1.03 * CALIBRATED.speed_spread), rel=1e-3)
+
+
+SPREAD = CALIBRATED.speed_spread
+
+WORK = st.lists(st.floats(0.5, 1.2), min_size=2, max_size=16)
+
+
+def slowest(work, each):
+    """Seconds per microbatch of the slowest rank, with `each` GPUs on every rank."""
+    pace = _pace(work, each * len(work), CALIBRATED)
+    return max(own * factor for own, factor in zip(work, pace, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "last", "gain"), [(4, 16, 1.055, 1.0262), (16, 64, 1.05, 1.0244), (8, 8, 1.03, 1.0073)]
+)
+def test_balancing_a_slightly_heavier_last_rank_gains_although_gpus_differ(ranks, each, last, gain):
+    work = [1.0] * (ranks - 1) + [last]
+    assert slowest(work, each) / slowest([fmean(work)] * ranks, each) == pytest.approx(gain, abs=1e-4)
+
+
+@pytest.mark.parametrize("work", [(1.0,) * 6, (1.0, 0.99, 1.02, 1.01), (0.9, 1.0, 1.4), (0.0, 1.0, 0.98)])
+@pytest.mark.parametrize("each", [1, 4, 32])
+def test_the_last_gpu_takes_as_long_as_drawn_gpus_take_on_average(work, each):
+    drawn = 1 + SPREAD * np.random.default_rng(1).standard_normal((20_000, len(work), each))
+    mean = (np.array(work)[:, None] * drawn).max((1, 2)).mean()
+    assert expected_maximum(work, each, SPREAD) == pytest.approx(mean, rel=5e-4)
+
+
+def test_equal_ranks_wait_for_all_gpus_and_a_much_busier_rank_only_for_its_own():
+    # Of 64 normal values, the largest is expected 2.344 standard deviations above the mean; of 16, 1.766.
+    assert slowest([1.0] * 4, 16) == pytest.approx(1 + 2.344 * SPREAD, abs=1e-5)
+    assert slowest([1.0, 1.0, 1.0, 2.0], 16) == pytest.approx(2 + 2 * 1.766 * SPREAD, abs=1e-5)
+    assert slowest([1.0, 1.0, 1.0, 2.0], 1) == pytest.approx(2, abs=1e-6)
+
+
+@given(WORK, st.data(), st.sampled_from([1, 8, 1024]))
+def test_less_work_on_any_rank_never_takes_longer(work, data, each):
+    less = list(work)
+    less[data.draw(st.integers(0, len(work) - 1))] *= data.draw(st.floats(0.5, 1))
+    assert slowest(less, each) <= slowest(work, each) * (1 + 1e-7)
+
+
+@given(WORK, st.data())
+def test_times_do_not_jump_where_ranks_tie_or_begin_to_idle(work, data):
+    more = list(work)
+    more[data.draw(st.integers(0, len(work) - 1))] *= 1 + 1e-7
+    first, second = ([*map(mul, each, _pace(each, 8 * len(each), CALIBRATED))] for each in (work, more))
+    assert max(first) == pytest.approx(max(second), rel=1e-5)
+    # The rank on which the last GPU is may be another one, whose work is within the spread.
+    assert sum(first) == pytest.approx(sum(second), abs=1.01 * SPREAD * max(more))

@@ -77,10 +77,10 @@ class Compared(NamedTuple):
 
 
 _COMPARED = {
-    ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 6),
-    ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 9),
-    ("h100", False, True): Compared("H100, MoE, bf16 and fp8", 16, 7, 13),
-    ("h100", True, True): Compared("H100, MoE, bf16 and fp8", 16, 7, 13),
+    ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 5),
+    ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 13),
+    ("h100", False, True): Compared("H100, MoE, bf16 and fp8", 16, 6, 16),
+    ("h100", True, True): Compared("H100, MoE, bf16 and fp8", 16, 6, 16),
     ("a100", False, False): Compared("A100, dense, fp16", 22, 4, 7),
 }
 

@@ -154,7 +154,7 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
             work=mean,
             imbalance=most - mean,
             bubble=max(0.0, uncopied - most),
-            communication=makespan - max(silent, most),
+            communication=max(0.0, makespan - max(silent, most)),
             step=step,
             copies=max(silent, most) - max(uncopied, most),
         ),

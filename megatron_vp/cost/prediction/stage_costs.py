@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from statistics import NormalDist
+from math import erfc, prod, sqrt
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -18,8 +19,10 @@ from megatron_vp.cost.times.pass_times import PassTimes, Split
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, ScheduleRequest, StageCosts, VocabMethod
 
-IDLE = 0.85
-"""If a rank's work is less than this fraction of the busiest rank's work, the rank's clock is not throttled."""
+IDLE = (0.8, 0.9)
+"""The clock of a rank is not throttled if its work is at most the first fraction of the busiest rank's work, and fully
+throttled from the second fraction on.
+"""
 
 
 def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
@@ -158,11 +161,33 @@ def _members(plan: Plan, placement: Placement) -> Sequence[int]:
 def _pace(work: list[float], gpus: int, constants: Constants) -> list[float]:
     """The factor by which each rank's pass times are multiplied; `work` is every rank's time per microbatch.
 
-    The factor of a mostly idle rank (see `IDLE`) is below 1. The slowest GPU is assumed to be in the middle of the
-    pipeline, and the other tensor ranks and replicas of its stage wait for it. Its slowdown is estimated as the
-    expected maximum of `gpus` normal samples (Blom's approximation).
+    The factor of a mostly idle rank (see `IDLE`) is below 1. One rank takes as long as the last of all GPUs is expected
+    to take: the rank nearest the middle among those whose work is within `speed_spread` of the largest.
     """
-    pace = [1 - constants.idle_boost if own < IDLE * max(work) else 1.0 for own in work]
-    slowest = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))
-    pace[len(work) // 2] *= 1 + constants.speed_spread * slowest
+    full, none = IDLE
+    idle = [min(1.0, max(0.0, (none - own / max(work)) / (none - full))) for own in work]
+    pace = [1 - constants.idle_boost * share for share in idle]
+    taken = [own * factor for own, factor in zip(work, pace, strict=True)]
+    near = [rank for rank, own in enumerate(taken) if own >= (1 - constants.speed_spread) * max(taken)]
+    late = min(near, key=lambda rank: abs(rank - len(work) // 2))
+    pace[late] *= expected_maximum(tuple(taken), gpus // len(work), constants.speed_spread) / taken[late]
     return pace
+
+
+@lru_cache(maxsize=4096)
+def expected_maximum(work: tuple[float, ...], gpus: int, spread: float) -> float:
+    """The expected time of the last GPU, if each of a rank's `gpus` GPUs takes the rank's `work` times 1 + `spread` x,
+    where x is normally distributed.
+
+    The integral of the probability that the last GPU takes longer than a time, from times at which this is certain.
+    """
+    if not spread:
+        return max(work)
+    most, step, first, last = max(work), 0.25, -6, 8
+    ranks = Counter(own / most for own in work if own)
+    later = 0.0
+    for place in range(round((last - first) / step)):
+        time = 1 + spread * (first + (place + 0.5) * step)
+        done = [(0.5 * erfc((1 - time / own) / spread / sqrt(2))) ** (gpus * count) for own, count in ranks.items()]
+        later += (1 - prod(done)) * step
+    return most * (1 + spread * (first + later))
