@@ -149,6 +149,18 @@ def test_a_model_without_gradient_buffers_is_refused():
         run_ranks(2, without_wrapper)
 
 
+def forward_replaced(parts):
+    """What a framework does after it has built a model: its own forward computes something else from the losses."""
+    original = own_loop.GPTModel.forward
+    own_loop.GPTModel.forward = lambda self, *args, **kwargs: 3.5 * original(self, *args, **kwargs)
+    return parts
+
+
+def test_a_forward_that_is_replaced_after_the_cut_is_refused():
+    with pytest.raises(RankError, match=r"this script replaced GPTModel\.forward, and parts of the replacement would"):
+        run_ranks(2, gradients, {"vocab_parallel": True}, 1, False, forward_replaced)
+
+
 def chunks_out_of_order(rank, ranks):
     """Build chunk 2 of three where chunk 1 is due."""
     import megatron_vp

@@ -1,8 +1,9 @@
 """Test a user's own model and forward_step: features that our passes would silently skip are refused in one line."""
 
 import copy
+import types
 import weakref
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -84,6 +85,30 @@ def test_what_the_cut_would_leave_out_is_named(made, said):
     with pytest.raises(UserError, match=said) as refused:
         check_vocabulary_layers(made())
     assert "\n" not in str(refused.value) and "leave --vocab-parallel out" in str(refused.value)
+
+
+def wrapped(original):
+    """As frameworks replace a method: it calls the original one, of which it has the name and the signature."""
+
+    @wraps(original)
+    def method(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    return method
+
+
+@pytest.mark.parametrize("name", ["forward", "_preprocess", "_postprocess", "_scale_logits"])
+def test_a_method_that_a_script_replaced_is_named(monkeypatch, name):
+    built, original = model(), getattr(GPTModel, name)
+    built.__dict__[name] = types.MethodType(wrapped(original), built)
+    with pytest.raises(UserError, match=f"GPTModel has its own {name}, parts of which would not run"):
+        check_vocabulary_layers(built)
+    monkeypatch.setattr(GPTModel, name, wrapped(original))
+    with pytest.raises(UserError, match=f"replaced GPTModel.{name}, .*; use Megatron's own {name}, and compute from"):
+        check_vocabulary_layers(model())
+    monkeypatch.setattr(GPTModel, name, partial(original))
+    with pytest.raises(UserError, match=f"replaced GPTModel.{name}"):
+        check_vocabulary_layers(model())
 
 
 def test_other_models_are_refused_whatever_layers_they_have():
@@ -181,6 +206,7 @@ def test_data_that_a_script_builds_at_the_ends_alone_is_asked_for_in_the_middle(
         ({"calls": 2}, "called the model 2 times"),
         ({"decoder_input": torch.zeros(2, 1, 2)}, "decoder_input"),
         ({"output_processor": print}, "output_processor"),
+        ({"defer_fp32_logits": True}, "unexpected keyword argument 'defer_fp32_logits'.: leave out the arguments that"),
     ],
 )
 def test_a_forward_step_that_does_more_than_call_the_model_is_refused(changes, said):

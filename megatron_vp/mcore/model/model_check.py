@@ -7,6 +7,7 @@ and loss. A model that overrides one of the replaced methods is refused, because
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -70,16 +71,37 @@ def check_vocabulary_layers(chunk: nn.Module) -> None:
 
     Raises UserError for methods, layers, biases and hooks that are not Megatron's own.
     """
-    base = GPTModel if isinstance(chunk, GPTModel) else HybridModel
-    for name in _LEFT_OUT:
-        if inspect.getattr_static(type(chunk), name, None) is not inspect.getattr_static(base, name, None):
-            _refuse(f"{type(chunk).__name__} has its own {name}, parts of which would not run", base.__name__)
+    check_methods(chunk)
     if chunk.pre_process:
         _check_layer("embedding.word_embeddings", chunk.embedding.word_embeddings, VocabParallelEmbedding)
     if chunk.post_process:
         _check_layer("output_layer", chunk.output_layer, ColumnParallelLinear)
         if softcap_of(chunk.config) and type(chunk.output_layer) is ColumnParallelLinear:
             _refuse(f"the configuration sets {_SOFTCAP}, but the model's output layer does not apply it", "GPTModel")
+
+
+def check_methods(chunk: nn.Module) -> None:
+    """Raise UserError for methods in _LEFT_OUT that a subclass overrides, or that a script replaced. Scripts can do so
+    on the class or on the model, before or after the model was built.
+    """
+    base = GPTModel if isinstance(chunk, GPTModel) else HybridModel
+    for name in _LEFT_OUT:
+        found = inspect.getattr_static(chunk, name, None)
+        if found is not inspect.getattr_static(base, name, None):
+            _refuse(f"{type(chunk).__name__} has its own {name}, parts of which would not run", base.__name__)
+        if found is not None and not _is_megatrons(found):
+            _refuse(
+                f"this script replaced {base.__name__}.{name}, and parts of the replacement would not run",
+                f"own {name}, and compute from the token losses in the loss function",
+            )
+
+
+_MEGATRON = Path(inspect.getfile(GPTModel)).parents[2]
+
+
+def _is_megatrons(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_MEGATRON)
 
 
 def softcap_of(config: Any) -> float:

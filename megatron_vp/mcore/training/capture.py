@@ -122,8 +122,15 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     # A loss function that refers to the model, as NVIDIA's does, keeps the probe alive, because the probe stands in for
     # the model. Remove the recorded call from the probe, so that the call's attention mask can be freed.
     args, kwargs = probe.calls.pop()
-    captured = Capture(args, kwargs, loss_func, _signature(type(unwrap_model(model))))
-    asked = captured.arguments()
+    core = unwrap_model(model)
+    captured = Capture(args, kwargs, loss_func, _signature(type(core).forward))
+    try:
+        asked = captured.arguments()
+    except TypeError as error:
+        raise UserError(
+            f"this forward_step does not call the model as Megatron defines it ({error}): leave out the arguments that "
+            f"{type(core).__name__}.forward does not have, or leave --vocab-parallel and --pipeline-schedule out"
+        ) from None
     for name, what in _ELSEWHERE.items():
         if asked.get(name) is not None:
             raise UserError(
@@ -134,5 +141,5 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
 
 
 @cache
-def _signature(model: type) -> inspect.Signature:
-    return inspect.signature(model.forward)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)

@@ -17,6 +17,7 @@ from megatron.core.transformer.cuda_graphs import create_cudagraphs
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.model_check import check_methods
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
 from megatron_vp.mcore.model.trained_layers import Trained, agreed, layer_shards
 from megatron_vp.mcore.reports.watch import watch
@@ -199,6 +200,8 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     settled = current()
+    for core in cores if settled.settings.vocab_parallel else ():
+        check_methods(core)  # A script may have replaced them since the model was built.
     trained = agreed(settled, chunks[0], cores, alone=pipeline.groups.alone)
     shards = layer_shards(settled, cores, trained)
     return _Job(settled, chunks, pipeline, trained, shards, get_model_config(chunks[0]), groups)
