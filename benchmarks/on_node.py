@@ -2,21 +2,22 @@
 
     benchmarks/on_node.sh FOLDER [STEP...]
 
-The steps run in this order; `losses` must run before the steps after it, which start from its checkpoint:
+The steps run in this order; `losses` must run before the steps after `nccl`, which start from its checkpoint:
 
     env       the software that a run would use on this machine
+    losses    plain Megatron, 1f1b with vocab-2, v-half with vocab-1: the same losses from the same weights; with
+              activations in the host's memory, the same bits
     nccl      communicators, streams and whole iterations over NCCL (tests/gpu/test_nccl.py)
-    losses    plain Megatron, 1f1b with vocab-2, v-half with vocab-1: the same losses from the same weights
     blocking  three iterations with CUDA_LAUNCH_BLOCKING=1
     timers    three iterations with --timing-log-level 2
     tensor    two tensor ranks per stage with CUDA_DEVICE_MAX_CONNECTIONS=1, compared with plain Megatron
-    channels  1f1b with vocab-2, with one or two of NCCL's channels per message between ranks instead of four
+    channels  1f1b with vocab-2, with other numbers of NCCL's channels per message between ranks, or no clusters
     start     the time that jobs take to their first iteration, with each of PyTorch's NCCL backends
     memory    the device memory of each rank outside of PyTorch's allocator
 
-All steps together take ten minutes, and every command has a time limit. FOLDER gets a log per command, summary.txt,
-results.json, and send_this.tar.gz with all of these. The exit status is 1 if a verdict is FAILED. Without eight GPUs,
-the same steps run on four CPU processes, at sizes that only show that the steps work.
+The step `losses` takes five minutes, all steps together fifteen. Every command has a time limit. FOLDER gets a log per
+command, summary.txt, results.json, and send_this.tar.gz with all of these. The exit status is 1 if a verdict is FAILED.
+Without eight GPUs, the same steps run on four CPU processes, at sizes that only show that the steps work.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Node:
 
     def _nccl(self) -> None:
         tests = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-rs", "-p", "no:cacheprovider"]
-        status, seconds, log = self.command("nccl", [*tests, "tests/gpu/test_nccl.py"], 240)
+        status, seconds, log = self.command("nccl", [*tests, "tests/gpu/test_nccl.py"], 300)
         last = log.read_text(errors="replace").strip().splitlines()[-1]
         self.say("ok" if status == 0 else "FAILED", f"nccl: {last} ({seconds:.0f} s)")
 
@@ -202,6 +203,17 @@ class Node:
                 self.say(
                     "figure", f"{name}: {run.median:.1f} ms per iteration, plain Megatron {reference.median:.1f} ms"
                 )
+        if len(runs) == 4 and runs[-1].status == 0:
+            name, flags = "v-half offload", [*OURS["v-half vocab-1"], "--offload-chunks", "1"]
+            offload, resident = self._from_weights(name, flags, ["--train-iters", "20"]), runs[-1]
+            runs.append(offload)
+            if self.ended(offload):
+                same = bool(offload.losses) and offload.losses == resident.losses
+                self.say(
+                    "ok" if same else "FAILED",
+                    f"{name}: losses {'equal to' if same else 'different from'} those without",
+                )
+                self.say("figure", f"{name}: {offload.median:.1f} ms per iteration, {resident.median:.1f} ms without")
         return runs
 
     def _from_weights(
@@ -249,7 +261,8 @@ class Node:
 
     def _channels(self) -> list[Run]:
         runs, flags = [], OURS["1f1b vocab-2"]
-        for channels in ("4", "2", "1"):  # in one step, so that iteration times from the same minute are compared
+        # In one step, so that iteration times from the same minutes are compared.
+        for channels in ("4", "4,1", "2", "1"):
             script = ("benchmarks/with_channels.py", channels, *SCRIPT)
             runs.append(self._from_weights(f"channels {channels}", flags, ["--train-iters", "10"], script))
             if self.ended(runs[-1]):
@@ -282,7 +295,7 @@ class Node:
         return found
 
 
-STEPS = ("env", "nccl", "losses", "blocking", "timers", "tensor", "channels", "start", "memory")
+STEPS = ("env", "losses", "nccl", "blocking", "timers", "tensor", "channels", "start", "memory")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Ten minutes on a node with eight GPUs: whether jobs start, end, compute plain Megatron's losses, and what they take.
+# On a node with eight GPUs: whether jobs start, end, compute plain Megatron's losses, and what they take. Five minutes
+# for the step `losses`, fifteen for all.
 #
 #     benchmarks/on_node.sh FOLDER [STEP...]
 #

@@ -56,6 +56,12 @@ class SavedStorage:
         return self.bytes.numel()
 
     @property
+    def is_emptied(self) -> bool:
+        """Whether the storage's memory has been freed by its owner."""
+        assert self.bytes is not None
+        return self.bytes.untyped_storage().nbytes() == 0
+
+    @property
     def is_ours(self) -> bool:
         """Whether this object holds the only reference to the storage."""
         assert self.bytes is not None
@@ -135,7 +141,8 @@ class SavedForward:
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         for storage in self._by_storage.values():
-            (self.moving if storage.is_ours else self.staying).append(storage)
+            if not storage.is_emptied:  # Megatron frees outputs that it recomputes, and fills their storages again.
+                (self.moving if storage.is_ours else self.staying).append(storage)
         self._by_storage.clear()
         self.sizes = [storage.size for storage in self.moving]
 

@@ -143,6 +143,27 @@ def test_parameters_caches_and_what_others_hold_stay():
     assert values.grad is not None
 
 
+def test_outputs_that_are_freed_until_they_are_recomputed_are_not_reported():
+    """As Megatron does with recomputed norms: the storage is emptied, and filled again before the backward."""
+    values = torch.randn(4, 6, requires_grad=True)
+    normed, contents = [], []
+
+    def forward(values):
+        normed.append(torch.exp(values))
+        contents.append(normed[0].detach().clone())
+        result = normed[0] * normed[0]
+        normed[0].untyped_storage().resize_(0)
+        return result
+
+    saved, output = saved_by(forward, values)
+    assert (saved.moving, saved.staying) == ([], [])
+    normed[0].untyped_storage().resize_(contents[0].untyped_storage().nbytes())
+    with torch.no_grad():
+        normed[0].copy_(contents[0])
+    output.sum().backward()
+    assert torch.allclose(values.grad, 2 * contents[0] ** 2)
+
+
 def test_small_tensors_and_other_kinds_pass_through(monkeypatch):
     values = torch.randn(4, 6, requires_grad=True)
     for smallest, count in ((96, 1), (97, 0)):
