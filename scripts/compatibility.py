@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_vp.mcore.options.ignored import IGNORED  # noqa: E402
+from megatron_vp.mcore.options.ignored import IGNORED, UNREAD  # noqa: E402
 from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
 from megatron_vp.mcore.options.refused_files import FILE_REFUSALS  # noqa: E402
 from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS  # noqa: E402
@@ -139,6 +139,7 @@ def ignored() -> str:
         does = "" if each.does == "has no effect" else f" {each.does}"
         beside = f" with {each.because_of}" if each.because_of else ""
         lines.append(f"- {each.option}{does}{beside}: {each.why}")
+    lines += [f"- {option}, which no code of Megatron reads: {advice}" for option, advice in UNREAD.items()]
     return typed("\n".join(lines))
 
 

@@ -112,7 +112,7 @@ READ = {
             *("phase_transition_iterations", "profile", "profile_step_end", "profile_step_start"),
             *("start_eval_at_iter", "start_weight_decay", "train_sync_interval"),
             "use_checkpoint_opt_param_scheduler",
-            *("data_parallel_size", "fim_data", "per_dataset_sequences_path", "rampup_batch_size"),
+            *("data_parallel_size", "fim_data", "per_dataset_sequences_path"),
             *("decrease_batch_size_if_needed", "step_batch_size_schedule", "tensor_parallel_num_weight_shards"),
         ),
     ),

@@ -108,7 +108,6 @@ FEATURES = (
     Feature(0.2, {"qk_layernorm": True}),
     Feature(0.2, {"add_qkv_bias": True}),
     Feature(0.1, {"kv_channels": 8}),
-    Feature(0.15, {"apply_residual_connection_post_layernorm": True}),
     Feature(0.15, FULL_RECOMPUTE),
     Feature(0.2, {"recompute_granularity": "selective"}, lambda d: "recompute_granularity" not in d.options),
     Feature(0.4, DISTRIBUTED),

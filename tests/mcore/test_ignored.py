@@ -1,12 +1,15 @@
 """Test the warnings about options that have another effect than intended: one for each, only if it was requested."""
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.mcore import settled
-from megatron_vp.mcore.options.ignored import FAULTS, IGNORED, warnings_of
-from megatron_vp.mcore.start.banner import describe_run
+from megatron_vp.mcore.options.ignored import FAULTS, IGNORED, UNREAD, warnings_of
+from megatron_vp.mcore.start.banner import describe_prediction, describe_run
 from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.training import tiny_model
 
@@ -56,6 +59,16 @@ TRAINS_SOMETHING_ELSE = [
     (NORMS, {"bf16": True}),
 ]
 """Jobs in which Megatron trains or logs something else, each with a change after which it does not."""
+OF_OTHER_PROGRAMS = (
+    *("bert_", "biencoder_", "block_data_path", "classes_fraction", "data_per_class_fraction", "dino_", "embedding_"),
+    *("evidence_", "grpo_", "head_lr_mult", "ict_", "indexer_", "inference_", "iter_per_epoch", "langrl_", "mask_"),
+    *("max_tokens_to_oom", "muon_", "num_channels", "num_classes", "output_bert", "query_", "retriever_", "rl_"),
+    *("short_seq_prob", "swin_", "titles_", "use_legacy_static_engine", "use_one_sent_docs", "vision_"),
+    *("deprecated_", "logits_load_", "per_dataset_sequences_path"),
+)
+"""Prefixes of options for other models, RL, distillation and inference, of deprecated options that ask for the
+default, and of Muon's options, which are looked up under names built at run time.
+"""
 FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "account_for_loss_in_pipeline_split")
 
 
@@ -66,7 +79,7 @@ def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
         offload_chunks="0",
         **UNASKED | SOUND | options,
     )
-    settled.note_words(settled.Words(options={name: f"--{name}" for name in options}))
+    settled.note_words(settled.Words(options={name: option_of(name) for name in options}))
     try:
         return list(warnings_of(args))
     finally:
@@ -102,6 +115,45 @@ def test_a_job_in_which_megatron_trains_something_else_is_warned_of_and_its_soun
 def test_every_fault_has_a_job():
     found = {said for job, _ in TRAINS_SOMETHING_ELSE for said in warned(**job)}
     assert len(found) == len(FAULTS)
+
+
+def test_the_options_that_megatron_never_reads_are_those_of_the_table():
+    """Search the sources of Megatron for each option of its parser. A release may start or stop reading one."""
+    import megatron.core
+    from megatron.training.arguments import add_megatron_arguments
+
+    import pretrain_gpt_vp
+
+    root, read = Path(megatron.core.__file__).parents[1], set()
+    for file in [*root.rglob("*.py"), Path(pretrain_gpt_vp.__file__)]:
+        text = file.read_text()
+        read.update(re.findall(r"\.([a-z]\w*)\b(?!\s*=[^=])", text))
+        if file.name != "arguments.py":
+            read.update(re.findall(r"[\"']([a-z]\w+)[\"']", text))
+    unread = {
+        action.option_strings[0]: action.dest
+        for action in add_megatron_arguments(argparse.ArgumentParser())._actions
+        if action.dest not in read and not action.dest.startswith(OF_OTHER_PROGRAMS)
+    }
+    # Elsewhere, this name is a function or belongs to an inference context.
+    assert set(unread) == set(UNREAD) - {"--is-hybrid-model"}
+    assert not any(re.search(r"args\.is_hybrid_model\b", file.read_text()) for file in root.rglob("*.py"))
+
+
+def test_an_option_that_megatron_never_reads_is_warned_of_and_changes_nothing_else():
+    (said,) = warned(rampup_batch_size=[4, 4, 16])
+    assert said == (
+        "--rampup-batch-size has no effect, because no code of Megatron reads it: use --step-batch-size-schedule"
+    )
+    ramp = ["--rampup-batch-size", "2", "2", "8"]
+    plain, grown = (
+        [*describe_run(job, 2), *describe_prediction(job)]
+        for job in (
+            check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True), *words], 2)
+            for words in ([], ramp)
+        )
+    )
+    assert "predicted for" in plain[-1] and [line for line in grown if "--rampup" not in line] == plain
 
 
 def test_warnings_stand_in_the_banner_and_in_check_in_plain_runs_too():

@@ -231,6 +231,7 @@ def answered(capsys, monkeypatch):
 
 
 EXPERTS = ("--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear")
+GROWING = ("--config", "tests/mcore/configs/no_batch.yaml", "--step-batch-size-schedule", "0:8 800:16")
 INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
 
 
@@ -338,7 +339,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a CUDA graph of pass B runs no Python"),
         (
             THERE,
-            [*OURS, "--cuda-graph-impl", "transformer_engine", "--rampup-batch-size", "8", "8", "800"],
+            [*OURS, "--cuda-graph-impl", "local", *GROWING],
             "graphs are captured only once, for a fixed number of microbatches",
         ),
         (

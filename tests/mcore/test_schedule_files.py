@@ -174,9 +174,8 @@ REFUSED = [
     ({"pipeline_schedule": "forward.json", **PLAIN}, "has no backward passes, so it cannot train"),
     (
         {"step_batch_size_schedule": "0:3 6:6", "global_batch_size": None},
-        "the batch grows, but a schedule file has a fixed number of microbatches; leave these options out",
+        "the batch grows, but a schedule file has a fixed number of microbatches; use a named schedule",
     ),
-    ({"rampup_batch_size": [3, 3, 6]}, "the batch grows, but a schedule file has a fixed number of"),
     ({"pipeline_schedule": "v-hlf"}, "nearest name is 'v-half'"),
 ]
 

@@ -199,9 +199,36 @@ IGNORED = (
 )
 
 
+UNREAD = {
+    "--rampup-batch-size": "use --step-batch-size-schedule",
+    "--use-flash-attn": "use --attention-backend flash",
+    "--is-hybrid-model": "use --hybrid-layer-pattern",
+    "--enable-full-sharding-in-hsdp": "use --outer-dp-sharding-strategy",
+    "--vocab-extra-ids": "use a tokenizer that has these tokens",
+    **dict.fromkeys(
+        (
+            *("--openai-gelu", "--apply-residual-connection-post-layernorm", "--onnx-safe"),
+            *("--exit-signal-handler-for-dataloader", "--dist-ckpt-save-pre-mcore-014"),
+            *("--inprocess-max-iterations", "--inprocess-progress-watchdog-interval"),
+        ),
+        "leave the option out",
+    ),
+}
+"""Options for training that no code of Megatron reads, in 0.19 and on the main branch at d98e8a64, and what to do."""
+
+
 def warnings_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return a sentence for each entry of IGNORED that applies to validated Megatron arguments."""
+    """Return a sentence for each entry of IGNORED and UNREAD that applies to validated Megatron arguments."""
     ours = f"--pipeline-schedule {args.pipeline_schedule}{' and --vocab-parallel' * args.vocab_parallel}"
-    return tuple(
-        f"{each.option} {each.does} with {each.because_of or ours}: {each.why}" for each in IGNORED if each.asked(args)
+    return (
+        *(
+            f"{each.option} {each.does} with {each.because_of or ours}: {each.why}"
+            for each in IGNORED
+            if each.asked(args)
+        ),
+        *(
+            f"{option} has no effect, because no code of Megatron reads it: {UNREAD[option]}"
+            for option in words().options.values()
+            if option in UNREAD
+        ),
     )

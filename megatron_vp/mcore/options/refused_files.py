@@ -70,10 +70,10 @@ FILE_REFUSALS = (
         "backward passes, or add --skip-train to evaluate only",
     ),
     Refusal(
-        lambda a: _fixed(a) and (a.step_batch_size_schedule or a.rampup_batch_size),
-        "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule or --rampup-batch-size is not "
-        "supported: the batch grows, but a schedule file has a fixed number of microbatches; leave these options out, "
-        "or use a named schedule instead of a file",
+        lambda a: _fixed(a) and a.step_batch_size_schedule,
+        "--pipeline-schedule {pipeline_schedule} with --step-batch-size-schedule is not supported: the batch grows, "
+        "but a schedule file has a fixed number of microbatches; use a named schedule instead of a file, or a constant "
+        "batch size",
     ),
     Refusal(
         lambda a: (file := _fixed(a)) and file.microbatches != _microbatches(a),

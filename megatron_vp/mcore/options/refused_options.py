@@ -40,9 +40,7 @@ REFUSED_OPTIONS = (
     ),
     RefusedOption(
         "--cuda-graph-impl {cuda_graph_impl} and a growing batch size",
-        lambda a: (
-            a.cuda_graph_impl in ("local", "transformer_engine") and (a.rampup_batch_size or a.step_batch_size_schedule)
-        ),
+        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and a.step_batch_size_schedule,
         "CUDA graphs are captured only once, for a fixed number of microbatches",
         "use --cuda-graph-impl none or a constant batch size",
     ),

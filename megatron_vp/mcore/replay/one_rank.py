@@ -186,7 +186,7 @@ def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
     batch = job.whole_number("global_batch_size", 0)
     schedule = job.values.get("pipeline_schedule") or DEFAULT_SCHEDULE
     count = batch // max(each, 1)
-    if schedule not in FAMILIES or batch % max(each, 1) or job.values.get("rampup_batch_size"):
+    if schedule not in FAMILIES or batch % max(each, 1):
         return count, count
     return min(count, ROUNDS * job.whole_number("pipeline_model_parallel_size", 1)), count
 

@@ -83,9 +83,8 @@ LAYERS = (
         {**ROPE, "attention_output_gate": True, "qk_l2_norm": True, "quick_geglu": True},
     ),
     Job(
-        "OpenAI's GELU, residual after the norm, learnable softmax, interpolated positions",
-        {**ROPE, "openai_gelu": True, "apply_residual_connection_post_layernorm": True, "softmax_type": "learnable"}
-        | {"rotary_seq_len_interpolation_factor": 2, "init_method_std": 0.05},
+        "learnable softmax, interpolated positions",
+        {**ROPE, "softmax_type": "learnable"} | {"rotary_seq_len_interpolation_factor": 2, "init_method_std": 0.05},
     ),
     Job(
         "MLP in chunks, biases of queries, keys and values, wide heads",
@@ -134,8 +133,8 @@ VOCABULARIES = (
     Job("a padding of one's own", {"padded_vocab_size": 777}),
     Job("a padding of one's own, p = 3", {"padded_vocab_size": 777}, ranks=3, size=3),
     Job(
-        "further ids, another end of a document, losses masked at it",
-        {"vocab_extra_ids": 5, "make_vocab_size_divisible_by": 3, "null_tokenizer_eod_id": 7, "eod_mask_loss": True}
+        "another end of a document, losses masked at it",
+        {"make_vocab_size_divisible_by": 3, "null_tokenizer_eod_id": 7, "eod_mask_loss": True}
         | {"reset_position_ids": True},
     ),
     Job("MuP", {**MUP, "decoupled_lr": 3e-4}, MANY_WAYS),

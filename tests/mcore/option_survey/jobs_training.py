@@ -7,7 +7,7 @@ from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, MANY_WAYS, TWO_WAY
 
 BY_SAMPLES = {"train_iters": None, "train_samples": 40}
 DECAY = {"lr_decay_style": "WSD", "lr_decay_iters": 5, "lr_wsd_decay_iters": 3, "min_lr": 1e-5}
-RAMP = {"rampup_batch_size": [4, 4, 16], **BY_SAMPLES}
+GROWING = {"step_batch_size_schedule": "0:4 256:8", "global_batch_size": None, **BY_SAMPLES}
 VALIDATION = {
     "mock_data": None,
     "train_data_path": ["{data}/a"],
@@ -62,15 +62,17 @@ LOOP = (
     Job("evaluation alone", {"skip_train": True, "eval_iters": 2}, by_name=True),
     Job("evaluation alone, p = 3", {"skip_train": True, "eval_iters": 2, **TIED}, by_name=True, ranks=3, size=3),
     Job(
-        "a batch that grows", RAMP, FEWER_CHUNKS, by_name=True, why="Megatron does not support this with virtual stages"
-    ),
-    Job(
-        "a batch that grows, cut to what the replicas can share",
-        {"rampup_batch_size": [4, 2, 16], **BY_SAMPLES, "global_batch_size": 8, "decrease_batch_size_if_needed": True},
+        "a batch that grows",
+        GROWING,
         FEWER_CHUNKS,
-        ranks=4,
         by_name=True,
         why="Megatron does not support this with virtual stages",
+    ),
+    Job(
+        "a batch cut to what the replicas can share",
+        {"global_batch_size": 10, "eval_global_batch_size": 8, "decrease_batch_size_if_needed": True},
+        by_name=True,
+        ranks=4,
     ),
     Job(
         "an exit after three iterations, resumed, checkpoints thinned out",
