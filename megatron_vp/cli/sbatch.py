@@ -142,13 +142,13 @@ def sbatch(
     command += [] if script is None else ["--script", script]
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if not dry_run:
-        check_files(checked.args)
+        check_files(checked.args, own)
     typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node} ranks; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:
         # Only warn about missing input files, because this machine may not be the one that submits the job.
         try:
-            check_files(checked.args)
+            check_files(checked.args, own)
         except UserError as error:
             typer.echo(f"the job would not start on this machine: {error}", err=True)
         return

@@ -26,6 +26,8 @@ number() {
 }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "this is a batch script: start it with sbatch"
+[[ -z ${SLURM_HET_SIZE:-} ]] ||
+    fail "this is a heterogeneous job, and srun would start ranks only on its first group: submit it as one group"
 # The batch script itself runs outside the container. The job's folder has the same path inside the container.
 container=()
 if [[ -n ${MEGATRON_VP_CONTAINER_IMAGE:-} ]]; then
@@ -68,7 +70,12 @@ ranks_per_node=$(count_ranks)
 readonly nodes_of_job cpus_of_node job_number ranks_per_node ranks=$((ranks_per_node * nodes_of_job))
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # A port below the ephemeral range. Jobs that share a node have different job numbers, so they get different ports.
-export MASTER_ADDR=${nodes[0]} MASTER_PORT=$((15000 + job_number % 15000))
+[[ -z ${MASTER_ADDR:-} ]] || echo "ranks connect to MASTER_ADDR=$MASTER_ADDR, from the environment of sbatch"
+export MASTER_ADDR=${MASTER_ADDR:-${nodes[0]}}
+MASTER_PORT=$(number MASTER_PORT 1 $((15000 + job_number % 15000)))
+export MASTER_PORT
+# On a home that nodes share, ranks that compile the same kernels can delete each other's files.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton-${USER:-$UID}-$SLURM_JOB_ID}
 export PYTHONUNBUFFERED=1
 
 # check ARGUMENT...: one process per node checks the node, the arguments and the inputs. If a check fails, no rank is
@@ -83,6 +90,9 @@ check() {
 # shellcheck disable=SC2016 # the rank's shell expands it
 readonly as_rank='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
 export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+# The name of the folder can be guessed, so it may belong to another user, whose kernels must not be loaded.
+mkdir -p -m 700 "$TRITON_CACHE_DIR" && [[ -O $TRITON_CACHE_DIR || $TRITON_CACHE_DIR != /tmp/triton-* ]] ||
+    unset TRITON_CACHE_DIR
 exec "$@"'
 
 # train FOLDER MODULE ARGUMENT...: runs a Python module on all ranks, which log to files in FOLDER. If a rank fails,

@@ -13,7 +13,7 @@ from tests.harness.training import tiny_model
 
 def check(flags, **settings):
     args = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2).args
-    check_files(args)
+    check_files(args, own_script=False)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,11 @@ def check(flags, **settings):
         (
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the",
+        ),
+        (
+            "--data-path corpus",
+            "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add "
+            "--config data/mock",
         ),
         ("--log-straggler", "pretrain_gpt_vp.py does not implement --log-straggler"),
         ("--dataloader-type external", "pretrain_gpt_vp.py does not implement --dataloader-type external"),
@@ -120,3 +125,11 @@ def test_a_limit_gives_the_schedule_a_shape(limit):
 def test_rows_that_add_up_are_taken():
     check("--vocab-parallel --vocab-shards 61,3", vocab_size=63)
     check("--vocab-parallel --vocab-shards 0,64", vocab_size=63)
+
+
+def test_only_our_script_needs_the_names_of_its_data():
+    words = ["--cpu", *tiny_model(mock_data=None)]
+    with pytest.raises(UserError, match="the job has no data: add --data-path PREFIX"):
+        check_job(words, 1, files=True)
+    check_files(check_job(words, 1, files=True, own_script=True).args, own_script=True)
+    check_job(words, 1)

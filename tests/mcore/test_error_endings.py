@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.mcore.start.launch import one_line_errors
+from megatron_vp.mcore.storage.attempt import noting_the_end
 from tests.harness.broken import BROKEN, break_stderr
 from tests.harness.ranks import ROOT, RankError, run_ranks, run_ranks_to_their_end
 from tests.harness.training import tiny_model
@@ -86,6 +88,56 @@ def test_a_run_that_ends_leaves_no_process_group(stop):
 def test_other_errors_before_ranks_are_connected_are_left_as_they_are(error):
     with pytest.raises(RankError, match=f"Traceback(.|\n)*{error.args[-1]}"):
         run_ranks(1, end_with, error, False, None, timeout=30)
+
+
+def end_in_pretrain(rank: int, world: int, error: BaseException, trains: bool, folder: str) -> None:
+    """Raise `error` inside Megatron's `pretrain`, before or after training has begun."""
+    from megatron.training import global_vars
+
+    def pretrain() -> None:
+        raise error
+
+    os.environ["MEGATRON_VP_ATTEMPT"] = folder
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # nobody else has a line to print
+    global_vars._GLOBAL_ARGS = SimpleNamespace(**{"curr_iteration": 0} if trains else {})
+    try:
+        with one_line_errors(), noting_the_end():
+            pretrain()
+    except SystemExit as end:
+        os._exit(end.code)
+
+
+@pytest.mark.parametrize(
+    ("error", "trains", "status", "marks", "said"),
+    [
+        (
+            ValueError("tokenizer_type None"),
+            False,
+            2,
+            {"trusted"},
+            "error: ValueError: tokenizer_type None (in pretrain (",
+        ),
+        (AssertionError(), False, 2, {"trusted"}, "error: AssertionError: raise error (in pretrain ("),
+        (TypeError("not NoneType"), False, 2, {"trusted"}, "error: TypeError: not NoneType (in pretrain ("),
+        (FileNotFoundError(2, "No such file", "x"), False, 2, {"trusted"}, "error: No such file: x (in pretrain ("),
+        (ValueError("a wrong batch"), True, 1, {"retry", "trusted"}, "Traceback"),
+        (RuntimeError("CUDA error: uncorrectable ECC error"), False, 1, {"retry", "trusted"}, "Traceback"),
+        (dist.DistNetworkError("timed out"), False, 1, {"retry", "trusted"}, "timed out"),
+        (MemoryError(), False, 1, {"retry", "trusted"}, "Traceback"),
+        (SystemExit(17), True, 17, {"retry"}, ""),
+    ],
+    ids=str,
+)
+def test_what_ends_before_training_has_status_2_unless_a_machine_may_be_the_cause(
+    tmp_path, error, trains, status, marks, said
+):
+    for mark in ("retry", "trusted"):
+        (tmp_path / mark).touch()
+    [(ended, output)] = run_ranks_to_their_end(1, end_in_pretrain, error, trains, str(tmp_path), timeout=60)
+    assert ended == status and said in output, output
+    assert {path.name for path in tmp_path.iterdir()} == marks
+    assert ("Traceback" in output) == (said == "Traceback" or isinstance(error, TypeError)), output
 
 
 @pytest.mark.parametrize("stderr", BROKEN)

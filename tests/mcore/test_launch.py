@@ -314,6 +314,12 @@ def test_an_option_that_this_script_does_not_serve_is_refused():
     assert text.count("\n") == 1
 
 
+def test_a_start_without_data_is_refused():
+    ((code, text),) = run_ranks(1, start, tiny_model(mock_data=None), {})
+    assert code == 2 and text.startswith("error: the job has no data: add --data-path PREFIX") and "--mock-data" in text
+    assert text.count("\n") == 1
+
+
 def test_a_start_without_a_launcher_says_how_to_launch():
     ((code, text),) = run_ranks(1, start, tiny_model(), {"RANK": ""})
     assert (

@@ -73,6 +73,9 @@ def test_ranks_know_their_place(cluster, stand_in):
     job = cluster.submit(PRETRAIN, "my.yaml", "--lr", "1", MEGATRON_VP_PYTHON=stand_in())
     assert cluster.wait(job, 120)["JobState"] == "COMPLETED", cluster.output(job)
     port = 15000 + int(job)
+    cache = Path(f"/tmp/triton-{os.environ.get('USER', os.getuid())}-{job}")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.rmdir()
     assert logs(cluster, job) == [
         f"rank {rank} of 4, {rank} of 4 here, meets at localhost:{port}: "
         "-m megatron_vp.pretrain --config my.yaml --exit-signal-handler --lr 1\n"
@@ -129,6 +132,8 @@ def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
     [
         ((), {}, "megatron_vp: error: the job has no configuration file"),
         (("--script",), {}, "megatron_vp: error: --script needs a file"),
+        (("my.yaml",), {"SLURM_HET_SIZE": "2"}, "error: this is a heterogeneous job, and srun would start ranks only"),
+        (("my.yaml",), {"MASTER_PORT": "x[$(touch PWNED)]"}, "error: MASTER_PORT is 'x[$(touch PWNED)]' but must be"),
         (("my.yaml",), {"MEGATRON_VP_PYTHON": "/nowhere/python"}, "error: no Python at /nowhere/python"),
         pytest.param(("nowhere.yaml",), {}, "cannot read configuration file nowhere.yaml", marks=pytest.mark.slow),
     ],
@@ -144,6 +149,33 @@ def test_refused_input_is_not_tried_again(cluster, stand_in):
     job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("exit 2"))
     state = cluster.wait(job, 120)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+def test_input_that_one_rank_refuses_is_not_tried_again_whatever_srun_says(cluster, stand_in):
+    """SLURM kills the other ranks, so srun's status is theirs."""
+    refuses = '[[ $RANK == 1 ]] && { rm "$MEGATRON_VP_ATTEMPT/retry"; exit 2; }; sleep 300'
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(refuses))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0"), cluster.output(job)
+
+
+def test_a_suspected_gpu_is_named_and_the_job_does_not_return_to_it(cluster, stand_in):
+    suspects = """echo "Rank $RANK, node n7, device 1, iteration #9: Possible persistent error!"; """
+    behaviour = f'[[ $RANK == 2 ]] && {suspects}rm -f "$MEGATRON_VP_ATTEMPT/trusted"; exit 17'
+    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(behaviour))
+    state = cluster.wait(job, 120)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "17:0", "0"), cluster.output(job)
+    assert "so a GPU may be faulty: Rank 2, node n7, device 1; not requeued" in cluster.output(job)
+
+
+def test_the_environment_says_where_ranks_meet_and_where_triton_keeps_kernels(cluster, stand_in, tmp_path):
+    python = stand_in('echo "$TRITON_CACHE_DIR"')
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456", "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
+    job = cluster.submit("--ntasks-per-node=1", PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=python, **variables)
+    assert cluster.wait(job, 120)["JobState"] == "COMPLETED", cluster.output(job)
+    (log,) = logs(cluster, job)
+    assert "meets at 127.0.0.1:23456: " in log and log.endswith(f"\n{tmp_path / 'kernels'}\n")
+    assert "ranks connect to MASTER_ADDR=127.0.0.1, from the environment" in cluster.output(job)
 
 
 DIES = "kill -KILL $$"

@@ -1,4 +1,4 @@
-"""Refusals of jobs whose ranks, batch or layers cannot be divided equally, and of --save without --save-interval.
+"""Refusals of jobs whose ranks, batch or layers cannot be divided equally, and of options that need or exclude others.
 
 The jobs are checked before Megatron validates the arguments. Megatron would refuse most of them too, but without naming
 the options.
@@ -63,6 +63,11 @@ SIZE_REFUSALS = (
         lambda a: a.save and a.save_interval is None,
         "--save {save} needs --save-interval: set it to the number of iterations between two checkpoints, or leave "
         "--save out",
+    ),
+    Refusal(
+        lambda a: a.mock_data and (a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),
+        "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add --config "
+        "data/mock, which replaces both",
     ),
 )
 

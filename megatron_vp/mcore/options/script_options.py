@@ -12,6 +12,8 @@ SCRIPT_OPTIONS = (
     *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
 )
 
+_DATA = ("mock_data", "data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
+
 
 def refuse_script_options(args: argparse.Namespace) -> None:
     """Raise one UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
@@ -22,4 +24,13 @@ def refuse_script_options(args: argparse.Namespace) -> None:
         raise UserError(
             f"pretrain_gpt_vp.py does not implement {', '.join(asked)}: use a training script that does, such as "
             "NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
+        )
+
+
+def refuse_no_data(args: argparse.Namespace) -> None:
+    """Raise UserError if no argument names the data of `pretrain_gpt_vp.py`."""
+    if not any(getattr(args, name) for name in _DATA):
+        raise UserError(
+            "the job has no data: add --data-path PREFIX (`megatron-vp data` writes a dataset), or --mock-data to "
+            "train on random tokens"
         )

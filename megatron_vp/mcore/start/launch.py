@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -18,17 +20,23 @@ from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, sto
 from megatron_vp.jobs.command_line import CPU, asks_for_help
 from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 from megatron_vp.mcore.start.last_line import refuse_together
+from megatron_vp.mcore.storage import attempt
 
 _MAY_PASS = {errno.EIO, errno.ESTALE}
 """Storage errors that might not recur in a job's next attempt."""
+_OF_DEVICES = re.compile(r"CUDA|CUDNN|CUBLAS|NCCL|out of memory", re.IGNORECASE)
+_INPUT_ERRORS = (AssertionError, ImportError, NotImplementedError, OSError, ValueError)
+"""Types of errors with which Megatron and other libraries reject input; other types may also be bugs."""
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn errors into one line on standard error and an exit status: 2 for a UserError, 130 for Ctrl-C, and 1 for a
-    lost peer, a storage error, or a checkpoint that cannot be written or read. Before ranks are connected, a storage
-    error has status 2 unless another attempt may help.
+    lost peer, a storage error, or a checkpoint that cannot be written or read.
+
+    Before training starts, every error has status 2, because each attempt would end with it, unless it may be the fault
+    of a device, a peer, the network or the storage.
 
     Once ranks are connected, a failed process ends without running destructors, because those of its process groups
     would wait for peers, which would wait for this process to exit. A process that ends normally destroys its process
@@ -46,16 +54,46 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _end_interrupted()
     except BaseException as error:  # torch's CheckpointException does not derive from Exception.
-        if not _connected():
-            refused = storage_failure(error)
-            if refused is None:
-                raise
-            status = 1 if error.errno in _MAY_PASS else 2
-            refuse(f"{refused} (in {_place(error)}); check the paths of this job", status)
+        status = 2 if _before_training(error) and not _may_pass(error) else 1
+        refused = storage_failure(error)
+        if (refused and not _connected()) or (status == 2 and isinstance(error, Exception)):
+            if not isinstance(error, _INPUT_ERRORS):
+                at_last(partial(sys.excepthook, type(error), error, error.__traceback__))
+            said = printable(str(error)) or traceback.extract_tb(error.__traceback__)[-1].line
+            paths = "; check the paths of this job" if refused else ""
+            refuse(f"{refused or f'{type(error).__name__}: {said}'} (in {_place(error)}){paths}", status)
+        if status == 1 and not _connected():
+            raise
         try:
             _report(error)
         finally:
-            _exit(1)
+            _exit(status)
+
+
+def _before_training(error: BaseException) -> bool:
+    """Whether `error` was raised before the first iteration. Loops other than Megatron's are not recognized, so all
+    their errors count as later ones as soon as ranks are connected.
+    """
+    if not _connected():
+        return True
+    variables = sys.modules.get("megatron.training.global_vars")
+    megatrons = any(frame.name == "pretrain" for frame in traceback.extract_tb(error.__traceback__))
+    # Megatron sets this argument just before it starts to train.
+    return megatrons and variables is not None and not hasattr(variables.get_args(), "curr_iteration")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error may not recur in the job's next attempt, perhaps on other nodes."""
+    if isinstance(error, OSError):
+        return error.errno in _MAY_PASS or isinstance(error, ConnectionError | TimeoutError)
+    if isinstance(error, RuntimeError):
+        from megatron_vp.runtime.progress import lost_peer
+
+        return isinstance(error, PeerLost) or lost_peer(error) is not None or bool(_OF_DEVICES.search(str(error)))
+    # A CheckpointException holds the errors of all ranks.
+    return isinstance(error, MemoryError) or any(
+        _may_pass(reason) for reason, _ in getattr(error, "failures", {}).values()
+    )
 
 
 def refuse(said: str, status: int) -> NoReturn:
@@ -104,6 +142,8 @@ def _disconnect() -> None:
 
 
 def _exit(status: int) -> NoReturn:
+    if status == 2:
+        attempt.remove("retry")
     if _connected():
         from megatron_vp.runtime.watchdog import end_process
 
@@ -162,8 +202,8 @@ def _who() -> str:
 def _place(error: BaseException) -> str:
     """The innermost function in the traceback that belongs neither to torch nor to Python's standard library."""
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not _foreign(frame.filename)]
-    return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})"
+    frame = [frame for frame in frames if not _foreign(frame.filename)][-1]
+    return f"{frame.name} ({frame.filename}:{frame.lineno})"
 
 
 def _foreign(file: str) -> bool:
@@ -202,9 +242,7 @@ def run_script(script: str, arguments: list[str]) -> None:
         # Let the script import modules from its own folder, as if Python had started it.
         sys.path.insert(0, str(Path(script).resolve().parent))
         prepare()
-        from megatron_vp.mcore.storage.attempt import noting_the_end
-
-        with noting_the_end():
+        with attempt.noting_the_end():
             runpy.run_path(script, run_name="__main__")
 
 

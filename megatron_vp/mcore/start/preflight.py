@@ -58,7 +58,7 @@ def check_job(
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.options.script_options import refuse_script_options
+        from megatron_vp.mcore.options.script_options import refuse_no_data, refuse_script_options
         from megatron_vp.mcore.options.settle import refused_by_megatron, settled_job
 
         if args.use_checkpoint_args:
@@ -66,6 +66,8 @@ def check_job(
         job = settled_job(megatron.validate_args.__wrapped__, args, {}, files)
         if not own_script:
             refuse_script_options(args)
+        if files and not own_script:
+            refuse_no_data(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         return job
@@ -158,11 +160,14 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
         load_args_from_checkpoint(args)
 
 
-def check_files(args: argparse.Namespace) -> None:
+def check_files(args: argparse.Namespace, own_script: bool) -> None:
     """Check the files named in validated `args`, as a job does at startup. Raises UserError."""
     # Imported late, because warnings must be silenced before Megatron is imported.
+    from megatron_vp.mcore.options.script_options import refuse_no_data
     from megatron_vp.mcore.options.settle import check_files as check
 
+    if not own_script:
+        refuse_no_data(args)
     with one_line_for_paths():
         check(args)
 

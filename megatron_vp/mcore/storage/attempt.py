@@ -1,8 +1,9 @@
-"""Tells the launch script whether this attempt of a job has saved a checkpoint, and whether it has finished.
+"""Tells the launch script how this attempt of a job has ended.
 
-`slurm/pretrain.sbatch` creates two empty files in the folder that MEGATRON_VP_ATTEMPT names. Training removes `unsaved`
-when it has written a checkpoint, and `unfinished` when it has finished. Removing files works even on a full disk, and
-the script does not have to interpret the output of ranks.
+`slurm/pretrain.sbatch` creates empty files, called marks, in the folder that MEGATRON_VP_ATTEMPT names. Training
+removes `unsaved` when it has written a checkpoint, `unfinished` when it has finished, `retry` if every further attempt
+would refuse the same input, and `trusted` if Megatron's result validation suspects a GPU. Removing files works even on
+a full disk, and the script does not depend on `srun`'s exit status, which may be that of a rank that SLURM killed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from megatron_vp.mcore.patches import Patch
 _told_to_stop = False
 
 
-def note_saved() -> None:
-    """Record that this attempt has written a checkpoint."""
-    _remove("unsaved")
+_SUSPECTS_A_GPU = 17
+"""Exit status of Megatron's result validation (`EXIT_CODE_FAILED_ON_RESULT_VALIDATION`)."""
 
 
 @contextmanager
@@ -32,16 +32,19 @@ def noting_the_end() -> Iterator[None]:
     except SystemExit as end:
         if not end.code:
             _note_finished()
+        elif end.code == _SUSPECTS_A_GPU:
+            remove("trusted")
         raise
     _note_finished()
 
 
 def _note_finished() -> None:
     if not _told_to_stop:
-        _remove("unfinished")
+        remove("unfinished")
 
 
-def _remove(mark: str) -> None:
+def remove(mark: str) -> None:
+    """Remove a mark of this attempt, if the launch script has made it."""
     folder = os.environ.get("MEGATRON_VP_ATTEMPT")
     if folder:
         with suppress(OSError):

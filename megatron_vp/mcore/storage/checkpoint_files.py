@@ -17,7 +17,6 @@ from typing import IO, Any
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.storage import attempt, save_folder
-from megatron_vp.mcore.storage.attempt import note_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -55,7 +54,7 @@ def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
     """
     with tracker as file:
         yield file
-    note_saved()
+    attempt.remove("unsaved")
 
 
 @contextmanager
