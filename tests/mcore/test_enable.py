@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import io
+import sys
+from argparse import Namespace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +13,9 @@ import pytest
 from torch import nn
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.options.arguments import _with_checks
 from tests.harness.ranks import RankError, process_group, run_ranks
+from tests.harness.training import tiny_model
 from tests.mcore import engine, frozen, own_loop
 
 BOUND = 1e-6
@@ -224,6 +228,27 @@ def after_a_model(rank, ranks):
 
 def test_a_model_that_was_built_before_is_refused_at_the_call():
     run_ranks(1, after_a_model)
+
+
+def driver(_rank, _ranks):
+    """What a framework's driver does: Megatron's parser leaves the framework's own options alone."""
+    import megatron_vp
+
+    sys.argv = ["driver.py", *tiny_model(), "--rollout-batch-size", "8"]
+    megatron_vp.enable(vocab_parallel=True, pipeline_schedule="zb-h1")
+    from megatron.training import arguments
+
+    parsed = arguments.parse_args(ignore_unknown_args=True)
+    return parsed.vocab_parallel, parsed.pipeline_schedule, sys.argv[-2:]
+
+
+def test_settings_reach_a_parser_that_leaves_unknown_options_alone():
+    assert run_ranks(1, driver) == [(True, "zb-h1", ["--rollout-batch-size", "8"])]
+
+
+def test_arguments_that_the_settings_did_not_reach_are_refused():
+    with pytest.raises(UserError, match=r"arguments that lack our options, .*: call megatron_vp\.enable first"):
+        _with_checks(lambda args, defaults: args)(Namespace(num_layers=4))
 
 
 def without_groups(rank, ranks):

@@ -60,21 +60,22 @@ class _Parser(Parser):
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
-        return super().parse_args(chosen + words), tuple(words)
+        return super().parse_known_args(chosen + words)[0], tuple(words)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """Parse `args`, as `parse_args` does through this function."""
         given = list(sys.argv[1:] if args is None else args)
         called = list(called_with.words) if (called_with := own_loop()) else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
         # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
-        parsed = super().parse_args(sys.argv[1:], namespace)
+        parsed, unknown = super().parse_known_args(sys.argv[1:], namespace)
         check_parsed(parsed)
         note_words(Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
-        return parsed
+        return parsed, unknown
 
 
 def _schedule_name(text: str) -> str:
@@ -230,6 +231,11 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         # Imported late, because `pipeline_trace` imports functions that must be patched first.
         from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
 
+        if not hasattr(args, "pipeline_schedule"):
+            raise UserError(
+                "this script validates arguments that lack our options, because it parsed them before the plug-in was "
+                "on, or with a parser of its own: call megatron_vp.enable first, and parse with Megatron's parse_args"
+            )
         said = io.StringIO()
         # Hold back Megatron's dump of its arguments, so that it does not bury the message if the job is refused.
         with redirect_stdout(said):
