@@ -218,6 +218,7 @@ def _generate(
     costs: PassCosts,
 ) -> Schedule:
     from megatron_vp.schedule import family, generate
+    from megatron_vp.schedule.placed_copies import check_offloaded
     from megatron_vp.schedule.request import chunks_to_offload
     from megatron_vp.schedule.validate import check_memory
 
@@ -227,6 +228,7 @@ def _generate(
             f"{', '.join(FAMILIES)}; or give --from FILE"
         )
     holders = None if vocab_ranks is None else _ranks(vocab_ranks)
+    offloaded = chunks_to_offload(offload_chunks, family(name).chunks_of(chunks))
     found = generate(
         name,
         pipeline_size,
@@ -235,9 +237,11 @@ def _generate(
         chunks=chunks,
         costs=costs,
         vocab_ranks=holders,
-        offload_chunks=chunks_to_offload(offload_chunks, family(name).chunks_of(chunks)),
+        offload_chunks=offloaded,
         activation_limit=limit,
     )
+    if offloaded:
+        check_offloaded(found)
     sizes, promise = (found.chunks, found.microbatches, found.vocab), family(name).promised_peak
     promised = [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)]
     check_memory(found, promised if limit is None else [limit] * pipeline_size)

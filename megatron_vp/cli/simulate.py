@@ -75,7 +75,7 @@ def simulate(
     from megatron_vp.cost.planning.candidates import Candidate, method_of
     from megatron_vp.cost.planning.evaluation import evaluation_of
     from megatron_vp.cost.planning.offloading import with_chosen_offload
-    from megatron_vp.cost.prediction.copies import check_host_memory
+    from megatron_vp.cost.prediction.copies import check_offload
     from megatron_vp.cost.prediction.limit import with_given_limit
     from megatron_vp.cost.prediction.predict import make_simulator, memory_model, predict
     from megatron_vp.cost.prediction.stage_costs import copy_seconds
@@ -105,7 +105,7 @@ def simulate(
             measured = replace(measured, copies=copy_seconds(memory))
         prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
         if plan.offload_chunks:
-            check_host_memory(prediction)
+            check_offload(prediction)
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
@@ -216,6 +216,12 @@ def _copies(request: Request, found: Evaluation) -> str:
         lines.append(
             "the activations of some chunks stay on the device, because the backward passes of these chunks start "
             "before a copy to the host would finish"
+        )
+    slowest = max(range(len(found.copies)), key=lambda rank: found.copies[rank].load)
+    if found.copies[slowest].load > 1:
+        lines.append(
+            f"copies set the pace: on rank {slowest}, they take {found.copies[slowest].load:.2f} times as long as the "
+            "passes; fewer offloaded chunks shorten the iteration"
         )
     if has_one_queue(request.job, request.hardware):
         lines.append(

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
 
+from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
 from megatron_vp.schedule.graph import Step
@@ -44,7 +45,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     orders = []
     for rank, order in enumerate(schedule.ranks):
         pairs = nominal.pairs[rank] if nominal.pairs else ()
-        placing = _Placing(order, nominal.spans[rank], {first for first, _ in pairs})
+        placing = _Placing(order, nominal.spans[rank], {first for first, _ in pairs}, nominal.interval)
         moved = placing.longest_lived(chunks)
         while moved:
             durations = {
@@ -62,6 +63,16 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
             moved.remove(min(late, key=placing.lifespan))
         orders.append(order)
     return replace(nominal, schedule=replace(schedule, ranks=tuple(orders)))
+
+
+def check_offloaded(schedule: Schedule) -> None:
+    """Raise UserError if `schedule` was generated to offload activations, but offloads none."""
+    if not schedule.offloaded:
+        raise UserError(
+            f"--offload-chunks moves no activations with {schedule.name} on {schedule.pipeline_size} ranks: each chunk "
+            "has a backward that starts before its activations could go to the host and come back; use more pipeline "
+            "ranks or another schedule, or leave --offload-chunks out"
+        )
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
@@ -132,8 +143,8 @@ def computed_between(
 class _Placing:
     """Chooses the places of copies in one rank's order of passes. A copy at place k runs right before the k-th pass."""
 
-    def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass]) -> None:
-        self.order, self.spans = tuple(order), spans
+    def __init__(self, order: Sequence[Pass], spans: Sequence[Span], pair_starts: set[Pass], interval: float) -> None:
+        self.order, self.spans, self.interval = tuple(order), spans, interval
         self.starts = [start for start, _ in spans]
         self.latest_ends = list(accumulate((end for _, end in spans), max))
         self.within_pairs = {place + 1 for place, step in enumerate(order) if step in pair_starts}
@@ -148,7 +159,6 @@ class _Placing:
                 self.backward[key] = self.release[key] = place
             elif step.kind is PassKind.W:
                 self.release[key] = place
-        self.work = sum(end - start for start, end in spans) / len({microbatch for _, microbatch in self.forward})
         # Times that should be equal can differ by rounding errors.
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
@@ -170,13 +180,13 @@ class _Placing:
         `durations[chunk]` holds the durations of one copy-out and one copy-back. The copy lane's time is divided into
         slots, each for one copy-out and one copy-back. Each copy-out takes the first free slot after its forward. Each
         copy-back takes the last free slot before its backward; the last backward chooses first. If a microbatch's
-        copies take longer than its passes, the copy times assumed here are scaled down to fit; in a real run, passes
+        copies take longer than `interval`, the copy times assumed here are scaled down to fit; in a real run, passes
         then wait for the copies.
         """
         keys = [key for key in self.forward if key[0] in durations]
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
-        if lane > self.work:
-            faster = self.work / lane
+        if lane > self.interval:
+            faster = self.interval / lane
             durations = {chunk: (faster * out, faster * back) for chunk, (out, back) in durations.items()}
         slot_out, slot_in = (max(each[way] for each in durations.values()) for way in (0, 1))
         period = slot_out + slot_in

@@ -168,7 +168,9 @@ class ScheduleRequest:
         """The passes and their nominal times, in the order of the building block or in the family's fixed order."""
         if self.family.order is not None:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
-            return Nominal(schedule, (), simulate(schedule, self.costs).spans)
+            spans = simulate(schedule, self.costs).spans
+            busiest = max(sum(end - start for start, end in each) for each in spans)
+            return Nominal(schedule, (), spans, busiest / self.microbatches)
         assert self.family.block is not None
         # Nominal times only determine the order of passes, so mean costs over ranks and stages are precise enough. The
         # block's forwards include the vocabulary work, so that the nominal times leave time for this work.

@@ -24,12 +24,13 @@ class Nominal:
     """A valid schedule, in which each rank's passes are in the order of their nominal times.
 
     `pairs` lists each rank's (forward, backward) pairs. The two passes of a pair stay next to each other. `spans` are
-    the nominal start and end times of each rank's passes.
+    the nominal start and end times of each rank's passes. A rank starts one microbatch per `interval` on average.
     """
 
     schedule: Schedule
     pairs: tuple[tuple[tuple[Pass, Pass], ...], ...]
     spans: tuple[tuple[tuple[float, float], ...], ...]
+    interval: float
 
 
 def nominal_schedule(
@@ -55,7 +56,7 @@ def nominal_schedule(
     took |= {PassKind.F: block.forward_time} | dict.fromkeys((PassKind.B, PassKind.W, PassKind.BW), block.backward_time)
     orders = tuple(tuple(step for _, step in timed) for timed in ranks)
     spans = tuple(tuple((start, start + took[step.kind]) for start, step in timed) for timed in ranks)
-    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs, spans)
+    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs, spans, block.interval)
 
 
 def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:

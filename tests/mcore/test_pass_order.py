@@ -19,7 +19,7 @@ from megatron_vp.mcore.options.pass_order import _layers_by_ends, choose_order
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.mcore.training.programs import programs
-from megatron_vp.schedule import FAMILIES, PassCosts, Placement, ScheduleRequest, StageCosts, VocabMethod
+from megatron_vp.schedule import FAMILIES, PassCosts, Placement, ScheduleRequest, StageCosts, VocabMethod, generate
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
@@ -109,6 +109,33 @@ def test_the_heads_of_multi_token_prediction_are_work_of_the_last_stage_and_of_t
     assert found.F[0] == found.F[2] and found.F[3] == pytest.approx(longer * found.F[0], rel=0.05)
     # Three words are predicted, not one.
     assert found.S[0] / found.F[1] == pytest.approx(3 * plain.S / plain.F, rel=0.1)
+
+
+OFFLOADED = SIXTEEN | {"hidden_size": 512, "num_attention_heads": 8, "seq_length": 512, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[] if method is family.methods[-1] else pytest.mark.slow)
+        for name, family in FAMILIES.items()
+        for method in family.methods
+    ],
+)
+def test_offloading_that_is_asked_for_is_done_by_training_simulate_and_schedule(name, method):
+    split = {"vocab_parallel": True} if method is not VocabMethod.NONE else {"vocab_shards": None}
+    if method.is_sharded:
+        split["vocab_parallel_algorithm"] = method
+    if FAMILIES[name].chunks is None:
+        split["num_virtual_stages_per_pipeline_rank"] = 2
+    words = tiny_model(**OFFLOADED | split, pipeline_schedule=name, offload_chunks="all")
+    settled = check_job(["--cpu", *words], 4)
+    config = read_job_config([], settled.words.all)
+    count = settled.settings.offload_chunks(settled.placement.chunks)
+    sizes = {"vocab": method, "chunks": settled.placement.chunks, "costs": settled.order, "offload_chunks": count}
+    trained = generate(name, 4, 8, **sizes)
+    simulated = make_simulator(job_of(config.values), plan_of(config), HARDWARE["cpu"]).schedule
+    assert simulated == trained and len(trained.offloaded) >= 4 * count // 2
 
 
 def test_options_that_are_not_counted_are_left_aside():

@@ -166,9 +166,14 @@ ONE_CHUNK = (
 )
 
 
-@pytest.mark.parametrize("asks", [{"vocab_parallel": True}, {"offload_chunks": "all"}], ids=str)
 @pytest.mark.parametrize(
-    ("stages", "chunks"), [*((each, 2) for each in TWO_CHUNKS), *((each, 1) for each in ONE_CHUNK)], ids=str
+    ("stages", "chunks", "asks"),
+    [
+        *((each, 2, {"vocab_parallel": True}) for each in TWO_CHUNKS),
+        *((each, 2, {"offload_chunks": "all"}) for each in TWO_CHUNKS),
+        *((each, 1, {"vocab_parallel": True}) for each in ONE_CHUNK),
+    ],
+    ids=str,
 )
 def test_a_job_without_a_schedule_gets_the_one_that_its_stages_need(stages, chunks, asks):
     words = tiny_model(pipeline_model_parallel_size=2, **stages, **asks)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     FAMILIES,
@@ -189,6 +190,28 @@ def test_copies_that_take_longer_than_the_passes_set_the_pace_and_all_chunks_sti
         assert timeline.makespan <= 1.06 * load * 32 * 3 * v + 3 * 8 * v
         found.append(max(timeline.peak_activation) * v)
     assert max(found[1:]) <= found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [(name, method) for name, family in FAMILIES.items() for method in family.methods]
+)
+def test_as_many_chunks_leave_with_more_microbatches(name, method):
+    """Copies keep pace with the passes, so they do not fall behind from microbatch to microbatch."""
+    costs = PassCosts(F=100, B=120, W=80, S=10, T=10, IF=2, IB=2, other={"copy": 300.0})
+    few, many = (
+        ScheduleRequest.of(FAMILIES[name], 8, m, method=method, costs=costs, offload_chunks=FAMILIES[name].chunks or 2)
+        .placed()
+        .schedule.offloaded
+        for m in (8, 64)
+    )
+    assert few == many and len(many) >= 4 * (FAMILIES[name].chunks or 2)
+
+
+def test_offloading_that_can_move_nothing_is_refused(capsys):
+    arguments = ["schedule", "1f1b", "-p", "2", "-m", "8", "--offload-chunks", "all", "--cost", "copy=2"]
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "--offload-chunks moves no activations with 1f1b on 2 ranks: each chunk" in capsys.readouterr().err
 
 
 def test_half_of_the_chunks_leave_less_than_a_third_of_interleaved_ones():

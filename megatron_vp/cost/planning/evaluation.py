@@ -30,7 +30,8 @@ class Loss:
     bubble: time that the busiest rank would wait if communication were free.
     communication: time that communication adds.
     step: time after the passes, for gradient synchronisation and the optimizer.
-    copies: time that copies of offloaded activations add.
+    copies: time that copies of offloaded activations add. It includes the time for which the busiest lane of copies is
+        longer than the work of the busiest rank.
     """
 
     work: float
@@ -140,7 +141,10 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
     uncopied = extended(simulator.simulate(replace(quiet, copies={})), job.microbatches) if moves else silent
     makespan = extended(timeline, job.microbatches)
     busy = tuple(each * job.microbatches / prediction.job.microbatches for each in timeline.busy)
+    copies = copies_of(prediction) if moves else ()
+    lane = max((each.load * own for each, own in zip(copies, busy, strict=False)), default=0.0)
     mean, most, step = sum(busy) / len(busy), max(busy), prediction.iteration_seconds - timeline.makespan
+    bubble = max(0.0, uncopied - max(most, lane))
     whole = replace(prediction, job=job, iteration_seconds=makespan + step)
     return Evaluation(
         candidate=candidate,
@@ -153,11 +157,11 @@ def evaluation_of(candidate: Candidate, prediction: Prediction, simulator: Simul
         loss=Loss(
             work=mean,
             imbalance=most - mean,
-            bubble=max(0.0, uncopied - most),
+            bubble=bubble,
             communication=max(0.0, makespan - max(silent, most)),
             step=step,
-            copies=max(silent, most) - max(uncopied, most),
+            copies=max(silent, most) - most - bubble,
         ),
         vocab_rows=candidate.plan.rows_by_rank(job),
-        copies=copies_of(prediction) if moves else (),
+        copies=copies,
     )

@@ -10,6 +10,7 @@ from megatron_vp.cost.prediction.predict import Prediction, make_simulator, memo
 from megatron_vp.cost.prediction.stage_costs import copy_seconds
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
+from megatron_vp.schedule.placed_copies import check_offloaded
 
 HOST_SHARE = 0.8
 """Share of a node's host memory that activations may use; the rest is for processes, data and checkpoint writing."""
@@ -70,8 +71,11 @@ def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
     )
 
 
-def check_host_memory(prediction: Prediction) -> None:
-    """Raise UserError, with the number of chunks that fit, if a node has too little memory for offloaded chunks."""
+def check_offload(prediction: Prediction) -> None:
+    """Raise UserError if no activations are offloaded or, with the number of chunks that fit, if a node has too little
+    memory for them.
+    """
+    check_offloaded(prediction.timeline.schedule)
     job, plan, hardware = prediction.job, prediction.plan, prediction.hardware
 
     def needed(chunks: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.offloading import with_chosen_offload
-from megatron_vp.cost.prediction.copies import check_host_memory
+from megatron_vp.cost.prediction.copies import check_offload
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.errors import UserError
@@ -32,8 +32,8 @@ def chosen_offload(args: argparse.Namespace) -> str:
 
 
 def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:
-    """Raise UserError if --offload-chunks needs more host memory than a node has; the message gives the largest number
-    of chunks that fits.
+    """Raise UserError if --offload-chunks moves nothing, or needs more host memory than a node has; then the message
+    gives the largest number of chunks that fits.
 
     Replays, jobs with a schedule file, and jobs that the cost model does not cover are not checked.
     """
@@ -44,7 +44,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
         found = predict(sampled(job), plan, _on_this_node(hardware))
     except UserError:
         return
-    check_host_memory(found)
+    check_offload(found)
 
 
 def _on_this_node(hardware: Hardware) -> Hardware:
