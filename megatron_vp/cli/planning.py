@@ -135,7 +135,11 @@ class Request:
         """Assumptions about settings that affect time but that the job does not specify."""
         from megatron_vp.cost.times.assumptions import assumed
 
-        return assumed(self.job, self.hardware)
+        growing = "the last batch size of --step-batch-size-schedule"
+        return [
+            *assumed(self.job, self.hardware),
+            *([growing] if self.config.values.get("step_batch_size_schedule") is not None else []),
+        ]
 
     @property
     def unused(self) -> list[str]:

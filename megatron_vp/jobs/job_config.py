@@ -66,7 +66,7 @@ OTHERS = (
     *("attention_backend", "window_size", "window_attn_skip_freq"),
     *("moe_token_dispatcher_type", "activation_func_clamp_value"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    *("moe_layer_freq", "moe_shared_expert_intermediate_size", "step_batch_size_schedule"),
 )
 """Arguments other than SIZES from which the cost model computes times and memory."""
 LEAST = {"mtp_num_layers": 0}

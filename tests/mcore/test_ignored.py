@@ -39,6 +39,7 @@ SOUND = {
     **{"moe_router_load_balancing_type": "aux_loss", "reset_attention_mask": False, "softmax_type": "vanilla"},
     **{"dataloader_inter_document_masking": False, "multi_latent_attention": False, "use_megatron_fsdp": False},
     **{"log_params_norm": False, "overlap_param_gather": False, "bf16": False},
+    "step_batch_size_schedule": None,
 }
 PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 DOCUMENTS = {"reset_attention_mask": True, "virtual_pipeline_model_parallel_size": None}
@@ -57,6 +58,7 @@ TRAINS_SOMETHING_ELSE = [
     (LATENT, {"transformer_impl": "transformer_engine"}),
     (SINKS, {"tensor_model_parallel_size": 1}),
     (NORMS, {"bf16": True}),
+    ({"step_batch_size_schedule": "0:4 1K:8", "train_iters": 5}, {"train_iters": None}),
 ]
 """Jobs in which Megatron trains or logs something else, each with a change after which it does not."""
 OF_OTHER_PROGRAMS = (

@@ -53,7 +53,7 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     # Options for the number of layers per stage, the batch size, the vocabulary size and frozen layers.
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
-    **dict.fromkeys(("step_batch_size_schedule", "freeze_all_layers"), ()),
+    **dict.fromkeys(("freeze_all_layers",), ()),
 }
 """Options that affect time or memory but are ignored by the cost model, each with the values that have no effect."""
 

@@ -20,7 +20,7 @@ from megatron_vp.cost.sizes.shapes import (
     Recompute,
 )
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.division import UNEVEN_BATCH, UNEVEN_RANKS
+from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_RANKS, last_batch
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.pattern_text import pattern_in
 
@@ -108,7 +108,11 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         sizes = {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
         sizes |= {"context_parallel_size": context}
         raise UserError(UNEVEN_RANKS.format(world_size=ranks, replica_ranks=replica, **sizes))
-    batch = given("global_batch_size", micro_batch * data)
+    batch, growing = given("global_batch_size", micro_batch * data), given("step_batch_size_schedule")
+    if growing is not None:
+        if given("global_batch_size") is not None:
+            raise UserError(TWO_BATCHES)
+        batch = last_batch(growing)
     if batch % (micro_batch * data):
         batches = {"global_batch_size": batch, "micro_batch_size": micro_batch}
         raise UserError(UNEVEN_BATCH.format(replicas=data, samples=micro_batch * data, **batches))

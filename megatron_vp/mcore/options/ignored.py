@@ -112,6 +112,15 @@ FAULTS = (
         because_of="--tensor-model-parallel-size",
     ),
     Ignored(
+        "--train-iters",
+        # training/training.py, get_optimizer_param_scheduler and get_train_valid_test_num_samples
+        lambda a: a.step_batch_size_schedule and a.train_iters,
+        "Megatron prepares data, and ends the decay of the learning rate, as if each iteration had one microbatch per "
+        "replica; use --train-samples",
+        does="counts too few samples",
+        because_of="--step-batch-size-schedule",
+    ),
+    Ignored(
         "--log-params-norm",
         # training/utils/common_utils.py, calc_params_l2_norm, before the next forward gathers the parameters
         lambda a: (

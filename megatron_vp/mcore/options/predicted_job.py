@@ -82,6 +82,8 @@ class Prediction:
         if given is None:
             given = read_job_config([], self._words.all)
             sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
+            if args.step_batch_size_schedule is not None:
+                sizes.pop("global_batch_size", None)  # Megatron sets it to one microbatch per replica.
             sizes["offload_chunks"] = args.offload_chunks  # This number may have replaced `auto`.
         return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_vp.errors import Reasons, UserError
-from megatron_vp.jobs.division import UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
+from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.options.refusal import Refusal
 
@@ -47,6 +47,7 @@ def _stages(a: argparse.Namespace) -> int:
 
 SIZE_REFUSALS = (
     Refusal(lambda a: a.world_size % _replica(a), UNEVEN_RANKS),
+    Refusal(lambda a: a.step_batch_size_schedule and a.global_batch_size, TWO_BATCHES),
     Refusal(
         lambda a: (
             a.world_size % _replica(a) == 0

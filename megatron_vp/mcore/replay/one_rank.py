@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.patches import Patch, Variant
@@ -139,7 +140,11 @@ def run_alone(
         )
     kind = layer_kind(job.values)
     engine = kind is LayerKind.ENGINE
-    played, microbatches = _microbatches(job, ranks // replica)
+    growing, each = (
+        job.values.get("step_batch_size_schedule"),
+        job.whole_number("micro_batch_size", 1) * (ranks // replica),
+    )
+    played, microbatches = _microbatches(job, each, growing)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
     with tempfile.TemporaryDirectory() as folder:
@@ -154,12 +159,14 @@ def run_alone(
         made_up = f"--fake-process-group --mock-data --tokenizer-type NullTokenizer --vocab-size {tokens}"
         flags = [word for word in flags if word not in PACKS]
         arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
+        if growing is not None:
+            arguments.append(f"--step-batch-size-schedule=0:{each * (played if shapes_only else microbatches)}")
         if shapes_only:
             # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps
             # the data for reruns in host memory, which a replay would count as device memory.
             host = "--cpu --num-workers 0 --rerun-mode disabled"
-            if played < microbatches:
-                host += f" --global-batch-size {played * job.whole_number('micro_batch_size', 1) * (ranks // replica)}"
+            if played < microbatches and growing is None:
+                host += f" --global-batch-size {played * each}"
             if engine:
                 # Local layers replace Transformer Engine's layers, which need a GPU.
                 host += " --transformer-impl local --core-attention sdpa"
@@ -178,12 +185,12 @@ def run_alone(
     return replace(found, microbatches=max(microbatches, found.microbatches), played=found.microbatches, layers=kind)
 
 
-def _microbatches(job: JobConfig, replicas: int) -> tuple[int, int]:
-    """Return how many microbatches suffice to reach the memory peak, and how many the job has. The two numbers are
-    equal if all microbatches must run, as with a schedule from a file.
+def _microbatches(job: JobConfig, each: int, growing: str | None) -> tuple[int, int]:
+    """Return how many microbatches of `each` samples suffice to reach the memory peak, and how many the job has, at
+    the end of `growing` if the batch grows. The two numbers are equal if all microbatches must run, as with a schedule
+    from a file.
     """
-    each = job.whole_number("micro_batch_size", 1) * replicas
-    batch = job.whole_number("global_batch_size", 0)
+    batch = job.whole_number("global_batch_size", 0) if growing is None else last_batch(growing)
     schedule = job.values.get("pipeline_schedule") or DEFAULT_SCHEDULE
     count = batch // max(each, 1)
     if schedule not in FAMILIES or batch % max(each, 1):

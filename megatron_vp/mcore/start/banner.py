@@ -15,6 +15,7 @@ from megatron_vp.cost.prediction.predict import make_simulator, predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.division import last_batch
 from megatron_vp.mcore.options.pass_order import predicted_plan
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.refused_precision import describe_precision
@@ -56,8 +57,11 @@ def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str
     args = job.args
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
-    microbatches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    growing = args.step_batch_size_schedule
+    batch = args.global_batch_size if growing is None else last_batch(growing)
+    microbatches = batch // args.micro_batch_size // args.data_parallel_size
     split += f"; {microbatches} microbatch{'es' * (microbatches != 1)}" if knows_batch else ""
+    split += " at the end of --step-batch-size-schedule" if growing is not None else ""
     method = args.vocab_parallel_algorithm if args.vocab_parallel else "Megatron's own vocabulary layers"
     schedule = args.pipeline_schedule if job.settings.replaces_schedule else "Megatron's own schedule"
     return f"{ranks} ranks = {split}; {schedule}, {method}"
