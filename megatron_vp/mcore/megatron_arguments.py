@@ -51,7 +51,7 @@ READ = {
             *("calculate_per_token_loss", "eod_mask_loss", "log_params_norm", "moe_aux_loss_coeff"),
             *("moe_router_load_balancing_type", "moe_z_loss_coeff", "overlap_param_gather"),
             *("clip_grad", "context_parallel_size", "create_attention_mask_in_dataloader", "cross_entropy_loss_fusion"),
-            *("cuda_graph_impl", "cuda_graph_modules"),
+            *("cuda_graph_impl", "cuda_graph_modules", "data_path"),
             *("dataloader_inter_document_masking", "decoder_first_pipeline_num_layers"),
             *("decoder_last_pipeline_num_layers", "defer_embedding_wgrad_compute", "delay_wgrad_compute"),
             *("distributed_backend", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init"),
@@ -130,7 +130,8 @@ READ = {
     "reports": Reads(
         "to report the passes, times and memory of a rank",
         (
-            *("curr_iteration", "fake_process_group", "padded_vocab_size", "pipeline_model_parallel_layout"),
+            *("curr_iteration", "fake_process_group", "log_interval"),
+            *("padded_vocab_size", "pipeline_model_parallel_layout"),
             *("pipeline_model_parallel_size", "rank", "tensor_model_parallel_size", "train_iters", "world_size"),
         ),
     ),

@@ -66,7 +66,7 @@ SIZE_REFUSALS = (
         "--save out",
     ),
     Refusal(
-        lambda a: a.mock_data and (a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),
+        lambda a: a.mock_data and a.data_path,
         "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add --config "
         "data/mock, which replaces both",
     ),

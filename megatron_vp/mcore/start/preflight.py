@@ -26,6 +26,7 @@ from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
+from megatron_vp.mcore.storage.optimizer_check import one_way
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
@@ -245,6 +246,7 @@ def describe_start(job: SettledJob) -> list[str]:
         if job.nodes is None
         else [f"the job was checked as if it ran on GPU nodes instead of this machine, {assumptions(job.nodes)}"]
     )
+    lines += filter(None, [one_way(args)])
     if args.save is None:
         return [*lines, "without --save, a stopped job starts again from iteration 0"]
     if args.save != args.load:

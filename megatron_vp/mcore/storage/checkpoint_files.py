@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.files import warn_once
 from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import current
 from megatron_vp.mcore.storage import attempt, save_folder
+from megatron_vp.mcore.storage.optimizer_check import one_way
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -55,6 +58,8 @@ def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
     with tracker as file:
         yield file
     attempt.remove("unsaved")
+    if line := one_way(current().args):
+        warn_once(f"warning: {line}")
 
 
 @contextmanager

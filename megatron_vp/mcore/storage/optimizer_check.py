@@ -87,6 +87,17 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             )
 
 
+def one_way(args: argparse.Namespace) -> str | None:
+    """Describe what the checkpoints of a run tie later runs to, and how to avoid it; None if nothing."""
+    one_stage = args.pipeline_model_parallel_size == 1
+    if one_stage or args.save is None or args.dist_ckpt_optim_fully_reshardable or not _is_distributed(args):
+        return None
+    return (
+        f"only a run with the same model split, {'with' if args.vocab_parallel else 'without'} --vocab-parallel, can "
+        "load the optimizer state of this job: add --dist-ckpt-optim-fully-reshardable if you may want to switch"
+    )
+
+
 def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
     """Whether a run distributes the optimizer, either by elements (as usual) or by whole weights (as with Muon)."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
