@@ -69,7 +69,7 @@ def plan(
             "--search",
             help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
             "recomputation. The number of GPUs (see --nodes) and the job's global batch size stay fixed. A search for "
-            "256 GPUs takes about a minute on two cores.",
+            "llama3_8b takes 60 to 80 seconds of CPU time, on 32 and on 256 GPUs.",
         ),
     ] = False,
     search_budget: Annotated[

@@ -115,8 +115,9 @@ def schedule(
         typer.Option(
             metavar="SCHEDULE",
             help="With --format html: show a second schedule below the first, on the same time axis. SCHEDULE is a "
-            "file, or a name and vocabulary method, such as v-half:vocab-2, from which a schedule for the same numbers "
-            "of ranks and microbatches is generated. --cost applies to both schedules.",
+            "file, or a name, from which a schedule for the same numbers of ranks and microbatches and the same "
+            "vocabulary method is generated; a name such as v-half:none sets another method. --cost applies to both "
+            "schedules.",
         ),
     ] = None,
     from_time: Annotated[
@@ -176,14 +177,17 @@ def schedule(
 def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
     """Simulate the schedule that `--compare` names: a file, or a schedule to generate with the sizes of `first`."""
     from megatron_vp.schedule import evaluation as forward_schedule
-    from megatron_vp.schedule import generate, simulate, validate
+    from megatron_vp.schedule import family, generate, simulate, validate
+    from megatron_vp.schedule.passes import VocabMethod
 
     if Path(words).is_file():
         second = _read(Path(words))
         validate(second, costs)
     else:
         name, _, vocab = words.partition(":")
-        second = generate(name, first.pipeline_size, first.microbatches, vocab=vocab or "none", costs=costs)
+        alike = VocabMethod.VOCAB_2 if first.vocab is VocabMethod.INTERLACED else first.vocab
+        method = vocab or family(name).method(alike)
+        second = generate(name, first.pipeline_size, first.microbatches, vocab=method, costs=costs)
     return simulate(forward_schedule(second, costs) if evaluation else second, costs)
 
 

@@ -456,6 +456,17 @@ def test_the_picture_marks_what_is_recommended_and_what_does_not_fit(small, tmp_
     }  # fmt: skip
 
 
+def test_the_axis_speaks_of_a_limit_only_where_the_picture_shows_it(small, monkeypatch):
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
+    job, machine = job_of(read_sizes([small], []).values), find_hardware("h100")
+    found = [evaluate(candidate, job, machine) for candidate in candidates(job, machine)[:2]]
+    for limit in (1.05, 100):
+        charts.dial_chart(found[:1], limit * found[0].peak_memory, "a title")
+    labels = [(len(axes.lines), axes.get_xlabel()) for (axes,) in (figure.axes for figure in figures)]
+    assert ["dotted line" in label for _, label in labels] == [True, False] and labels[0][0] == labels[1][0] + 1
+
+
 def test_seconds_have_four_digits():
     assert [seconds(value) for value in (0.0123456, 1.59, 12345.6)] == ["0.01235", "1.590", "12346"]
 

@@ -67,6 +67,20 @@ def test_the_command_compares_with_a_name_or_a_file(tmp_path):
     assert isinstance(refused.exception, UserError) and "add --format html" in str(refused.exception)
 
 
+def test_a_name_to_compare_with_gets_the_same_vocabulary_method(tmp_path):
+    for first, method, second, other in [
+        ("1f1b", "vocab-2", "v-half", "vocab-2"),
+        ("1f1b", "vocab-1", "v-half:none", "none"),
+        ("1f1b", "none", "v-half", "none"),
+        ("1f1b", "vocab-2", "interlaced", "interlaced"),
+        ("interlaced", "none", "1f1b", "vocab-2"),
+    ]:
+        words = (first, "-p", 3, "-m", 4, "--vocab", method, "-o", tmp_path / "page.html", "--compare", second)
+        assert run(*words).exit_code == 0
+        shown = data((tmp_path / "page.html").read_text())["schedules"][1]["title"]
+        assert f"vocabulary {other}:" in shown
+
+
 def test_a_window_is_what_is_shown_first():
     page = data(run("1f1b", "-p", 3, "-m", 4, "--format", "html", "--from-time", 2, "--until", 7).stdout)
     assert (page["from"], page["until"]) == (2, 7)

@@ -73,8 +73,7 @@ def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: flo
     memory.set_ylim(times.get_ylim())
     memory.grid(axis="y", color="#E4E4E4", linewidth=0.6, zorder=0)
     memory.set_axisbelow(True)
-    _limit(memory, limit)
-    memory.set_xlabel("peak GiB per rank; dotted line: limit")
+    memory.set_xlabel(f"peak GiB per rank{_limit(memory, limit)}")
     return _png(figure)
 
 
@@ -101,8 +100,7 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     memory.set_yticks(rows, [""] * len(rows))
     memory.set_ylim(times.get_ylim())
-    _limit(memory, limit)
-    memory.set_xlabel("peak memory in GiB; dotted line: memory limit")
+    memory.set_xlabel(f"peak memory in GiB{_limit(memory, limit)}")
     return _png(figure)
 
 
@@ -149,10 +147,9 @@ def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
             fontsize=5,
         )
     most = 1.1 * max(each.peak_memory for each in shown) / GIB
-    if limit / GIB < most:
-        _limit(axes, limit)
+    line = _limit(axes, limit) if limit / GIB < most else ""
     axes.set_xlim(0, most)
-    axes.set_xlabel("peak memory of the fullest rank in GiB; dotted line: limit; filled: activations in host memory")
+    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}; filled: activations in host memory")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
@@ -207,10 +204,9 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
             fontsize=5,
         )
     most = 1.2 * max(each.memory for each in shown) / GIB
-    if limit / GIB < most:
-        _limit(axes, limit)
+    line = _limit(axes, limit) if limit / GIB < most else ""
     axes.set_xlim(0, most)
-    axes.set_xlabel("peak memory of the fullest rank in GiB; dotted line: limit")
+    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
@@ -230,9 +226,11 @@ def _entitle(figure: Figure, title: str) -> None:
     figure.suptitle("\n".join(lines), fontsize=8, x=0.01, ha="left")
 
 
-def _limit(axes: Axes, limit: float) -> None:
+def _limit(axes: Axes, limit: float) -> str:
+    """Draw the memory limit, and return what the label of the axis says about it."""
     axes.axvline(limit / GIB, color="black", linestyle=":", linewidth=1)
     axes.set_xlim(left=0)
+    return "; dotted line: limit"
 
 
 def _png(figure: Figure) -> bytes:

@@ -256,7 +256,8 @@ def describe_start(job: SettledJob) -> list[str]:
         ]
     reached = last_checkpoint(args.save)
     start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
-    return [*lines, f"the job saves to {args.save}, and {start} of {args.train_iters}"]
+    end = f"of {args.train_iters}" if args.train_iters else f"and ends after {args.train_samples} samples"
+    return [*lines, f"the job saves to {args.save}, and {start} {end}"]
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:
