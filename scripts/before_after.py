@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from evidence.comparison import predicted
+from evidence.public_rows import PublicRow, read_rows
 from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs
-from megatron_vp.cost.public.comparison import predicted
-from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 from megatron_vp.cost.sizes.flops import layer_weights
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod

@@ -221,8 +221,8 @@ def _compatibility(name: str) -> Callable[[], str]:
 
 def public_runs() -> str:
     """A table of published runs of Megatron next to their predictions."""
-    from megatron_vp.cost.public.comparison import predicted, to_markdown
-    from megatron_vp.cost.public.public_rows import read_rows
+    from evidence.comparison import predicted, to_markdown
+    from evidence.public_rows import read_rows
 
     return to_markdown([predicted(row) for row in read_rows()])
 

@@ -90,8 +90,6 @@ EXAMPLES = {
     "paper tables": Example("paper tables", most=8),
     "paper jobs": Example("paper jobs -o cells", most=6),
     "paper collect": Example("paper collect cells", status=2),
-    "paper calibrate": Example("paper calibrate", most=8),
-    "paper public": Example("paper public --only gpt3", most=10),
 }
 """The examples by command, in the order in which they run: later examples read files that earlier examples wrote."""
 
@@ -195,7 +193,7 @@ def prepare(folder: Path, page: str = "") -> None:
         (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     (folder / "texts").mkdir()
     (folder / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, "utf-8")
-    for name in ("scripts", "configs", "benchmarks", "tests"):
+    for name in ("scripts", "configs", "benchmarks", "evidence", "tests"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "pretrain_gpt_vp.py").write_text((ROOT / "pretrain_gpt_vp.py").read_text("utf-8"), "utf-8")
 

@@ -39,7 +39,6 @@ COST_ROOMS = {
     "prediction": {"hardware", "sizes", "times", "memory"},
     "balance": {"hardware", "sizes", "times", "memory", "prediction"},
     "planning": {"hardware", "sizes", "times", "memory", "prediction", "balance"},
-    "public": {"hardware", "sizes", "times", "memory", "prediction", "planning"},
     "paper": {"hardware", "sizes", "times", "memory", "prediction", "balance", "planning"},
 }
 STARTS = {"patch_table", "megatron_arguments"}

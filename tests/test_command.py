@@ -82,7 +82,7 @@ SAYS = {
 }
 
 
-SAME = ("plan", "simulate", "data", "flags", "paper tables", "paper public")
+SAME = ("plan", "simulate", "data", "flags", "paper tables")
 """Further commands whose example is the same on every machine."""
 
 DEFAULT = ("version", "help", "env", "simulate")

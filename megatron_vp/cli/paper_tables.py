@@ -30,23 +30,12 @@ def register(app: typer.Typer, summary: str = "Predict every cell of the paper's
     app.command("tables", short_help=summary)(tables)
 
 
-class Paper(StrEnum):
-    """The paper whose runs are predicted."""
-
-    VOCABULARY = "vocabulary"
-    PIPEOFFLOAD = "pipeoffload"
-
-
 def tables(
-    paper: Annotated[
-        Paper,
-        typer.Option(help="Paper whose runs are predicted: vocabulary (tables 3, 5 and 6) or pipeoffload (figure 15)."),
-    ] = Paper.VOCABULARY,
     published: Annotated[
         Path | None,
         typer.Option(
-            help="CSV file of published values to compare with. Its columns are those of the package's "
-            "published_mfu.csv."
+            help="CSV file of published values to compare with, with the columns table, gpus, seq_length, method, "
+            "vocab_k, mfu_percent and peak_memory_gb."
         ),
     ] = None,
     hardware: Annotated[
@@ -75,17 +64,12 @@ def tables(
     MFU is the model's FLOP/s divided by 320 TFLOP/s (table 5) or 312 TFLOP/s (table 6). Memory is the allocator's peak
     on the fullest rank, in GiB. --published adds the published values, the relative error of each prediction, and the
     mean and largest absolute value of these errors. --hardware predicts the same jobs with this project's own code on
-    the given hardware. --paper pipeoffload predicts another paper's runs, in which activations are offloaded to host
-    memory.
+    the given hardware.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
     from megatron_vp.cost.paper.tables import make_rows, to_csv
 
     output_format = format_for(asked_format, output, Format)
-    if paper is Paper.PIPEOFFLOAD:
-        given = {"--published": published, "--hardware": hardware, "--fp8-recipe": fp8_recipe}
-        write(_pipeoffload(output_format, [option for option, value in given.items() if value is not None]), output)
-        return
     setting = _setting(hardware, fp8_recipe)
     if setting is not None and published is not None:
         raise UserError(
@@ -105,25 +89,6 @@ def tables(
             from megatron_vp.cost.paper.tables_picture import picture
 
             write(picture(rows) if setting is None else picture(rows, setting.hardware.memory / GIB), output)
-
-
-def _pipeoffload(output_format: Format, given: list[str]) -> str:
-    """Predict figure 15 of PipeOffload. Raises UserError for options that do not apply (`given`), or --format png."""
-    from megatron_vp.cost.paper.pipeoffload import predict_cells, published, to_csv, to_text
-
-    if given:
-        raise UserError(
-            f"{given[0]} does not apply to --paper pipeoffload, whose runs and hardware are fixed; leave it out"
-        )
-    if output_format is Format.PNG:
-        raise UserError("--format png is not available with --paper pipeoffload; use table or csv")
-    cells, found = published(), []
-    with progress_bar() as progress:
-        task = progress.add_task("predicting cells", total=len(cells))
-        for each in predict_cells(cells, len(os.sched_getaffinity(0))):
-            found.append(each)
-            progress.update(task, advance=1)
-    return to_csv(found) if output_format is Format.CSV else to_text(found)
 
 
 def _setting(hardware: str | None, fp8_recipe: str | None) -> Setting | None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evidence.calibration import known_cells
 from megatron_vp.cost.hardware.constants import CALIBRATED, FITTED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.rank_memory import GIB
-from megatron_vp.cost.paper.published import Cell, jobs, known_cells
+from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import predict_cell
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.stage_costs import _pace, expected_maximum

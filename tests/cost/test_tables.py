@@ -2,24 +2,15 @@
 
 import csv
 import io
-from dataclasses import astuple, replace
-from statistics import fmean
+from dataclasses import astuple
 
 import pytest
 
+from evidence.calibration import known_cells
 from megatron_vp.cli.app import main
-from megatron_vp.cost.hardware.constants import ERROR_BAND, FITTED
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.paper import calibration, runs
-from megatron_vp.cost.paper.calibration import (
-    PathTime,
-    factor_errors,
-    fit,
-    known_to_fit,
-    leave_out,
-    pass_errors,
-)
-from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, read_cells
+from megatron_vp.cost.paper import runs
+from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
 from megatron_vp.cost.paper.runs import CellPrediction, Setting, plan_of, predict_cell, predict_cells
 from megatron_vp.cost.paper.tables import COLUMNS, errors, make_rows, other_layout_rows, to_csv
 from megatron_vp.cost.paper.tables_picture import picture
@@ -147,35 +138,6 @@ def test_an_empty_field_did_not_fit(tmp_path):
     assert read_cells(path) == {Cell(6, 32, 4096, "baseline", 256): Measurement(None, None)}
 
 
-def test_pass_times_and_scaling_factors_are_within_their_bounds():
-    for column in pass_errors(FITTED).values():
-        assert fmean(map(abs, column)) < 0.025
-    assert max(map(abs, factor_errors(FITTED))) < 0.05
-
-
-def test_time_along_the_critical_path_is_the_iteration_s():
-    cell = Cell(5, 8, 2048, "vocab-2", 64)
-    assert PathTime.of(cell, FITTED).mfu(FITTED) == pytest.approx(predict_cell(cell).mfu)
-
-
-def test_cells_are_predicted_by_constants_that_have_not_seen_them(monkeypatch):
-    seen = []
-    monkeypatch.setattr(calibration, "fit", lambda cells: seen.append(set(cells)) or FITTED)
-    eight, sixteen = Cell(5, 8, 2048, "vocab-2", 64), Cell(5, 16, 2048, "vocab-2", 64)
-    longer, unknown = replace(sixteen, sequence=4096), replace(sixteen, method="redis")
-    parts = [eight.setup, sixteen.setup, (5, 16)]
-    found = leave_out({cell: known_cells()[cell] for cell in (eight, sixteen, longer, unknown)}, parts)
-    assert seen == [{sixteen, longer, unknown}, {eight, longer}, {eight}]
-    assert [(entry.part, entry.cells) for entry in found] == list(zip(parts, (1, 1, 2), strict=True))
-
-
-def test_a_fit_bounds_every_error_and_keeps_what_a_step_does_not_improve(monkeypatch):
-    monkeypatch.setattr(calibration, "pass_errors", lambda _: {"far off": [-3.0, 3.0]})
-    monkeypatch.setattr(calibration, "factor_errors", lambda _: [])
-    assert calibration._residuals(FITTED, [], {})[:2] == [-calibration.WORST, calibration.WORST]
-    assert calibration._least_squares(lambda tried: [1.0 if tried == FITTED else 5.0], FITTED) == FITTED
-
-
 def test_the_papers_shards_are_not_rounded_and_this_projects_are_its_own():
     for cell, job in jobs().items():
         assert job.shard_rows == -(-1000 * cell.vocab_k // cell.gpus)
@@ -202,12 +164,3 @@ def test_every_cell_is_predicted_within_the_bounds():
     mfu = errors([row for row in rows if row.cell not in apart], lambda row: row.mfu_error)
     memory = errors(rows, lambda row: row.memory_error)
     assert mfu.mean < 1 and mfu.largest < 4 and memory.mean < 0.5 and memory.largest < 3
-
-
-@pytest.mark.slow
-def test_the_constants_are_what_the_fit_finds_and_carry_over_to_unseen_setups():
-    cells = known_to_fit()
-    assert astuple(fit(cells)) == pytest.approx(astuple(FITTED), rel=0.02)
-    for entry in leave_out(cells, sorted({cell.setup for cell in cells})):
-        assert entry.mfu[0] < 2.5 and entry.mfu[1] < 100 * ERROR_BAND["time"]
-        assert entry.memory[1] < 100 * ERROR_BAND["memory"]

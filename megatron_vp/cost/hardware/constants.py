@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants that `megatron-vp paper calibrate` fits to published runs.
+    """The constants that `evidence/calibrate.py` fits to published runs.
 
     matrix: share of the peak FLOP/s that large matrix products reach under sustained load.
     attention_forward, attention_backward: share of the peak FLOP/s that attention kernels reach, counting only the
@@ -58,7 +58,7 @@ FITTED = Constants(
     idle_boost=0.06107,
     network=0.8927,
 )
-"""The result of `megatron-vp paper calibrate`, for 8 and 16 A100s, fp16, and Megatron with unfused cross entropy."""
+"""The result of `evidence/calibrate.py`, for 8 and 16 A100s, fp16, and Megatron with unfused cross entropy."""
 
 CALIBRATED = FITTED.with_newer_attention()
 """The constants that predictions use by default."""

@@ -1,4 +1,4 @@
-"""Reads the paper's models and measurements, and users' files in the format of the packaged `published_mfu.csv`."""
+"""Reads the paper's models and measurements, and users' files in the format of `evidence/data/published_mfu.csv`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Measurement:
 def jobs() -> dict[Cell, Job]:
     """Return all cells of both tables with their jobs."""
     found = {}
-    for row in packaged("models.csv"):
+    for row in _packaged("models.csv"):
         table, gpus = int(row["table"]), int(row["gpus"])
         for sequence in map(int, row["seq_lengths"].split("/")):
             for method in METHODS[table]:
@@ -85,13 +85,8 @@ def _job(row: dict[str, str], sequence: int, vocab: int) -> Job:
     )
 
 
-def known_cells() -> dict[Cell, Measurement]:
-    """The published cells that come with this package."""
-    return _cells(packaged("published_mfu.csv"), "the package's published cells")
-
-
 def read_cells(path: Path) -> dict[Cell, Measurement]:
-    """Read the cells of a file in the format of the package's `published_mfu.csv`.
+    """Read the cells of a file in the format of `evidence/data/published_mfu.csv`.
 
     Raises UserError for a file that cannot be read, lacks a column, repeats a cell, or has a cell that is not in the
     paper's tables.
@@ -140,20 +135,15 @@ def _cells(rows: Iterable[dict[str, str]], source: str) -> dict[Cell, Measuremen
     return found
 
 
-def pass_times() -> list[dict[str, float]]:
-    """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100s."""
-    return [{name: float(value) for name, value in row.items()} for row in packaged("pass_times_8gpu_a100.csv")]
-
-
 def scaling_factors() -> dict[tuple[int, str, int], float]:
     """Table 3's percentages of linear scaling, keyed by sequence length, layer (such as `output-vocab-1`) and GPUs."""
     return {
         (int(row["seq_length"]), row["layer"], int(row["gpus"])): float(row["percent_of_linear"])
-        for row in packaged("table3_scaling.csv")
+        for row in _packaged("table3_scaling.csv")
     }
 
 
-def packaged(name: str) -> list[dict[str, str]]:
+def _packaged(name: str) -> list[dict[str, str]]:
     """Read a file of published figures from the package."""
     text = (files("megatron_vp.cost.paper") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

@@ -3,27 +3,23 @@
 import csv
 import json
 import re
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from megatron_vp.cli.app import app
+from evidence import DATA, public, public_rows
+from evidence.comparison import errors_by_group, predicted
+from evidence.public_fit import VARIED, fit_of
+from evidence.public_rows import read_rows
 from megatron_vp.cost.hardware.constants import compared
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.public import public_rows
-from megatron_vp.cost.public.comparison import errors_by_group, predicted
-from megatron_vp.cost.public.public_fit import VARIED, fit_of
-from megatron_vp.cost.public.public_rows import read_rows
 from megatron_vp.errors import UserError
 
 H100 = find_hardware("h100")
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["id"]: row for row in read_rows()}
-DATA = files("megatron_vp.cost.public") / "data"
 
 
 def test_every_run_says_what_it_published_once_or_in_figures_that_agree():
@@ -79,18 +75,21 @@ def test_errors_are_counted_by_group_and_refused_runs_are_named():
     assert errors_by_group([refused]) == []
 
 
-def test_the_command_prints_runs_and_groups_of_any_file(tmp_path):
+def test_the_script_prints_runs_and_groups_of_any_file(tmp_path, capsys):
     file = tmp_path / "runs.csv"
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, few()[0].columns)
         writer.writeheader()
         writer.writerows(row.columns for row in few())
-    document = json.loads(CliRunner().invoke(app, ["paper", "public", str(file), "--format", "json"]).stdout)
+    public.main([str(file), "--format", "json"])
+    document = json.loads(capsys.readouterr().out)
     assert [run["id"] for run in document["runs"]] == [row["id"] for row in few()]
     assert [group["group"] for group in document["groups"]] == ["dense_bf16_a100", "dense_fp8", "all"]
-    table = CliRunner().invoke(app, ["paper", "public", str(file), "--only", "llama2_13b"]).stdout
+    public.main([str(file), "--only", "llama2_13b"])
+    table = capsys.readouterr().out
     assert "8,715" in table and "gpt_zb" not in table and "predicted to fit" in table
-    lines = CliRunner().invoke(app, ["paper", "public", str(file), "--format", "csv"]).stdout.splitlines()
+    public.main([str(file), "--format", "csv"])
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("id,group,judged") and len(lines) == 1 + len(few())
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from evidence.comparison import GroupError, group_errors, predicted
+from evidence.public_rows import PublicRow, read_rows
 from megatron_vp.cost.hardware.gpus import Hardware, Rates, find_hardware
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.public.comparison import GroupError, group_errors, predicted
-from megatron_vp.cost.public.public_rows import PublicRow, read_rows
 
 MOVED = 0.02
 """Each constant is changed by this fraction to measure how the errors depend on it."""

@@ -15,8 +15,9 @@ from statistics import fmean
 
 import numpy as np
 
+from evidence import DATA, figures
 from megatron_vp.cost.hardware.constants import Constants
-from megatron_vp.cost.paper.published import Cell, Measurement, jobs, known_cells, pass_times, scaling_factors
+from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells, scaling_factors
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, scaling_factor, simulator_of, software
 from megatron_vp.cost.paper.tables import layout_unknown
 from megatron_vp.cost.prediction.predict import after_passes
@@ -106,6 +107,16 @@ class PathTime:
 def _costs(cell: Cell, constants: Constants) -> StageCosts:
     schedule = simulator_of(cell).schedule
     return stage_costs(jobs()[cell], plan_of(cell), schedule, A100, software(constants, cell.table))
+
+
+def pass_times() -> list[dict[str, float]]:
+    """Mean pass times in milliseconds and iteration times in seconds, measured by the authors on 8 A100s."""
+    return [{name: float(value) for name, value in row.items()} for row in figures("pass_times_8gpu_a100.csv")]
+
+
+def known_cells() -> dict[Cell, Measurement]:
+    """The published cells of the paper's tables to which constants may be fitted."""
+    return read_cells(DATA / "published_mfu.csv")
 
 
 def pass_errors(constants: Constants) -> dict[str, list[float]]:

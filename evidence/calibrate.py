@@ -1,37 +1,31 @@
-"""`megatron-vp paper calibrate`: fit the cost model's constants, and show how well they predict."""
+"""Fit the cost model's constants to published figures, and validate the fit.
+
+    python evidence/calibrate.py
+
+Prints the constants that fit the paper's tables, and the errors with which they predict the pass times and table 3. For
+cross-validation, the script repeats the fit once per setup (table, number of GPUs, sequence length), without the cells
+of that setup, and once more without any cell of table 5 on 16 GPUs. It prints the errors for the cells that were left
+out. Finally the script fits the constants to published runs on H100. It prints the constants' 90 % confidence
+intervals, and the errors for these runs with three sets of constants: current, fitted to all runs, and fitted without
+the predicted run's family (runs of one model that differ mainly in the number of GPUs). The script takes two or three
+minutes.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
-import typer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from evidence.calibration import fit, known_to_fit, leave_out, report
+from evidence.public_fit import PublicFit, fit_to_public_runs
 from megatron_vp.cli.result_output import progress_bar
 
-if TYPE_CHECKING:
-    from megatron_vp.cost.public.public_fit import PublicFit
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("calibrate", short_help="Fit and validate the cost model's constants.")(calibrate)
-
-
-def calibrate() -> None:
-    """Fit the cost model's constants to the values of the paper's tables, and validate the fit.
-
-    Prints the constants, and the errors with which they predict the pass times and table 3. For cross-validation, the
-    command repeats the fit once per setup (table, number of GPUs, sequence length), without the cells of that setup,
-    and once more without any cell of table 5 on 16 GPUs. It prints the errors for the cells that were left out. Finally
-    the command fits the constants to published runs on H100. It prints the constants' 90 % confidence intervals, and
-    the errors for these runs with three sets of constants: current, fitted to all runs, and fitted without the
-    predicted run's family (runs of one model that differ mainly in the number of GPUs). The command takes two or three
-    minutes.
-    """
-    from megatron_vp.cost.paper.calibration import fit, known_to_fit, leave_out, report
-    from megatron_vp.cost.public.public_fit import fit_to_public_runs
-
+def main() -> None:
+    """Run the script."""
     cells = known_to_fit()
     setups = sorted({cell.setup for cell in cells})
     parts = [*setups, (5, 16)]
@@ -60,7 +54,7 @@ def calibrate() -> None:
         name = ", ".join(text.format(number) for text, number in names)
         mfu, memory = ("{:6.2f} {:6.2f}".format(*pair) for pair in (entry.mfu, entry.memory))
         lines.append(f"  {name:38}{entry.cells:6}{mfu:>14}{memory:>14}")
-    typer.echo("\n".join([*lines, "", *public_lines(found)]))
+    print("\n".join([*lines, "", *public_lines(found)]))
 
 
 def public_lines(found: PublicFit) -> list[str]:
@@ -80,3 +74,7 @@ def public_lines(found: PublicFit) -> list[str]:
         errors = "".join(f"{100 * each.mean:9.1f} {100 * each.worst:5.1f}" for each in row)
         lines.append(f"  {row[0].group:16}{row[0].runs:4}{errors}")
     return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""Predicts figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's pass orders.
+"""Predict figure 15 of PipeOffload (Wan et al., arXiv 2503.01328) with this project's pass orders.
+
+    python evidence/pipeoffload.py [--format table|csv]
 
 As in the published figure, memory includes only activations: the largest number of layers whose activations a rank
 holds at once, times the activation bytes of one layer.
@@ -6,16 +8,24 @@ holds at once, times the activation bytes of one layer.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from evidence import figures
+from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.memory.rank_memory import GIB
-from megatron_vp.cost.paper.published import Measurement, packaged
+from megatron_vp.cost.paper.published import Measurement
 from megatron_vp.cost.paper.runs import A100, paper_mfu
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.predict import make_simulator, predict
@@ -130,7 +140,7 @@ def published() -> dict[Cell, Measurement]:
         Cell(row["model"], int(row["seq_length"]), row["method"]): Measurement(
             number(row["mfu_percent"]), number(row["peak_memory_gb"])
         )
-        for row in packaged("pipeoffload.csv")
+        for row in figures("pipeoffload.csv")
     }
 
 
@@ -222,3 +232,21 @@ def in_order(predictions: Iterable[CellPrediction]) -> list[CellPrediction]:
         predictions,
         key=lambda each: (list(MODELS).index(each.cell.model), each.cell.sequence, METHODS.index(each.cell.method)),
     )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the script with `words`, by default those of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", choices=("table", "csv"), default="table")
+    given = parser.parse_args(words)
+    cells, found = published(), []
+    with progress_bar() as progress:
+        task = progress.add_task("predicting cells", total=len(cells))
+        for each in predict_cells(cells, len(os.sched_getaffinity(0))):
+            found.append(each)
+            progress.update(task, advance=1)
+    print(to_csv(found) if given.format == "csv" else to_text(found), end="")
+
+
+if __name__ == "__main__":
+    main()

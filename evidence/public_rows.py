@@ -10,9 +10,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
+from evidence import DATA
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 
@@ -179,7 +179,7 @@ class PublicRow:
 
 
 def read_rows(runs: Path | None = None, models: Path | None = None) -> list[PublicRow]:
-    """Read the published runs from `runs`, or from the package's own file if `runs` is None.
+    """Read the published runs from `runs`, or from `data/h100.csv` if `runs` is None.
 
     Raises UserError for a file that cannot be read or lacks a column, and for a run whose model is not in the file
     `models`.
@@ -190,27 +190,27 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
         if row["model"] not in sizes:
             raise UserError(
                 f"{runs or 'h100.csv'}, line {number}: the sizes of model {row['model']!r} are unknown; add the model "
-                "to a copy of the package's cost/public/data/models.csv, and pass the copy as --models"
+                "to a copy of evidence/data/models.csv, and pass the copy as --models"
             )
         found.append(PublicRow(row, sizes[row["model"]]))
     return found
 
 
 def _read(path: Path | None, own: str) -> list[dict[str, str]]:
-    packaged = (files(__package__) / "data" / own).read_text()
-    text = packaged if path is None else read_text(path, "published runs", MIB)
+    shipped = (DATA / own).read_text(encoding="utf-8")
+    text = shipped if path is None else read_text(path, "published runs", MIB)
     rows = list(csv.DictReader(text.splitlines()))
-    needed = _columns(packaged)
+    needed = _columns(shipped)
     missing = [column for column in needed if rows and rows[0].get(column) is None]
     if missing or not rows:
         lacks = f"column {missing[0]} is missing" if missing else "the file has no rows"
         raise UserError(
             f"{path or own}: {lacks}; the first line must name the columns {', '.join(needed[:4])} and so on, as in "
-            f"the package's {own}"
+            f"evidence/data/{own}"
         )
     return rows
 
 
-def _columns(packaged: str) -> list[str]:
-    """The required columns: all columns of the package's own file except those with free text."""
-    return [column for column in next(csv.reader(packaged.splitlines())) if column not in _FREE_TEXT]
+def _columns(shipped: str) -> list[str]:
+    """The required columns: all columns of this folder's own file except those with free text."""
+    return [column for column in next(csv.reader(shipped.splitlines())) if column not in _FREE_TEXT]

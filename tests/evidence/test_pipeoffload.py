@@ -7,11 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
-from megatron_vp.cost.memory.layer_memory import WORKING_SET
-from megatron_vp.cost.memory.rank_memory import WORKSPACES
-from megatron_vp.cost.paper import pipeoffload
-from megatron_vp.cost.paper.pipeoffload import (
+from evidence import pipeoffload
+from evidence.pipeoffload import (
     A100,
     COLUMNS,
     METHODS,
@@ -24,10 +21,11 @@ from megatron_vp.cost.paper.pipeoffload import (
     to_csv,
     to_text,
 )
+from megatron_vp.cost.hardware.constants import CALIBRATED
+from megatron_vp.cost.memory.layer_memory import WORKING_SET
+from megatron_vp.cost.memory.rank_memory import WORKSPACES
 from megatron_vp.cost.planning.offloading import copy_load
 from megatron_vp.cost.prediction.predict import make_simulator, memory_model
-from megatron_vp.errors import UserError
-from tests.cost.small_job import run
 
 GIB = 2**30
 PUBLISHED = published()
@@ -120,7 +118,7 @@ def test_text_and_csv_have_predicted_and_published_figures():
     assert (rows[0]["published_mfu_percent"], rows[1]["published_peak_memory_gb"]) == ("65", "")
 
 
-def test_the_command_predicts_every_cell(monkeypatch):
+def test_the_script_predicts_every_cell(monkeypatch, capsys):
     asked = []
 
     def predictions(cells, processes):
@@ -128,18 +126,7 @@ def test_the_command_predicts_every_cell(monkeypatch):
         return (CellPrediction(cell, 50.0, 10.0) for cell in cells)
 
     monkeypatch.setattr(pipeoffload, "predict_cells", predictions)
-    found = run("tables", "--paper", "pipeoffload", "--format", "csv").stdout
-    assert asked == list(PUBLISHED) and len(found.splitlines()) == 1 + len(PUBLISHED)
-    assert run("paper", "tables", "--paper", "pipeoffload").stdout.startswith("Figure 15 of PipeOffload")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--hardware", "h100"], "--hardware does not apply"),
-        (["--format", "png", "-o", "x.png"], "--format png is not available"),
-    ],
-)
-def test_what_does_not_go_with_the_figure_is_refused(words, said):
-    refused = run("tables", "--paper", "pipeoffload", *words).exception
-    assert isinstance(refused, UserError) and said in str(refused)
+    pipeoffload.main(["--format", "csv"])
+    assert asked == list(PUBLISHED) and len(capsys.readouterr().out.splitlines()) == 1 + len(PUBLISHED)
+    pipeoffload.main([])
+    assert capsys.readouterr().out.startswith("Figure 15 of PipeOffload")
