@@ -317,7 +317,7 @@ def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Se
         vocab_members=vocab_members,
     )
     pipeline = Pipeline(communicators)
-    if not communicators.alone:  # Nobody waits for a rank without peers, and no launcher runs a store for it.
+    if not communicators.alone:  # A rank without peers has no launcher, and so no store.
         Watchdog(pipeline.progress, first, later).start()
     return pipeline
 
