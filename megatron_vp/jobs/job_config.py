@@ -51,6 +51,8 @@ OTHERS = (
     *("vocab_parallel", "vocab_parallel_algorithm", "vocab_shards"),
     *("pipeline_schedule", "activation_limit", "offload_chunks", "pipeline_model_parallel_layout"),
     *("hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("swiglu", "quick_geglu", "group_query_attention", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "sequence_parallel", "use_distributed_optimizer"),
     *("recompute_granularity", "recompute_modules", "bf16", "fp16", "accumulate_allreduce_grads_in_fp32"),

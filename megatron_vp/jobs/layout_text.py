@@ -39,9 +39,9 @@ def _expanded(layout: str) -> str:
     return text
 
 
-def layout_of(layers: Sequence[int]) -> str:
-    """The layout string for the given number of transformer layers of each stage."""
-    return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "L"
+def layout_of(layers: Sequence[int], further_heads: int = 0) -> str:
+    """The layout string for the given number of transformer layers of each stage, and MTP layers on the last stage."""
+    return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "m" * further_heads + "L"
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from megatron_vp.jobs.job_config import OTHERS, SIZES, read_sizes
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
 from megatron_vp.jobs.settings import flags_of, yaml_of
+from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
 from tests.cost.measured_folders import write_reports
 from tests.cost.small_job import CONFIGS, SMALL, run
@@ -290,6 +291,23 @@ def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, t
         assert "num_virtual_stages_per_pipeline_rank" not in settings  # Megatron counts those of the layout
         overlay.write_text(yaml_of(settings))
         assert plan_of(read_sizes([small, overlay], flags)) == wanted
+
+
+def test_layers_that_options_shift_are_read_and_give_way_to_another_layout(small, tmp_path):
+    shifted, overlay = tmp_path / "shifted.yaml", tmp_path / "overlay.yaml"
+    shifted.write_text("model: {num_layers: 6}\nparallelism: {" + ", ".join(f"{name}: true" for name in ENDS) + "}\n")
+    config = read_sizes([small, shifted], [])
+    job, own = job_of(config.values), plan_of(config)
+    assert own == Plan("1f1b", layers=(1, 2, 2, 1)) and settings_of(config, own, job) == {}
+    answer = run("simulate", small, "--config", shifted).stdout
+    assert "s per iteration" in answer and "--account" not in answer
+    plans = [replace(own, layers=(2, 1, 1, 2)), Plan("v-half", layers=(1, 1, 1, 0, 0, 1, 1, 1))]
+    for wanted in plans:
+        overlay.write_text(yaml_of(settings_of(config, wanted, job)))
+        assert plan_of(read_sizes([small, shifted, overlay], [])) == wanted
+    heads = read_sizes([small, shifted], ["--mtp-num-layers", "1"])
+    layout = settings_of(heads, plans[0], job_of(heads.values))["pipeline_model_parallel_layout"]
+    assert layout == "Et*2|t*1|t*1|t*2mL"
 
 
 def test_tied_embeddings_need_a_split_in_a_v(small):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_vp.cost.balance.chosen_shards import with_shards
 from megatron_vp.cost.hardware.gpus import HARDWARE
@@ -15,11 +17,12 @@ from megatron_vp.cost.sizes.job_plan import plan_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
-from megatron_vp.mcore.options.pass_order import _layers_by_ends, choose_order
+from megatron_vp.jobs.virtual_stages import SHIFTS, shifted_layers
+from megatron_vp.mcore.options.pass_order import choose_order
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.mcore.training.programs import programs
-from megatron_vp.schedule import FAMILIES, PassCosts, Placement, ScheduleRequest, StageCosts, VocabMethod, generate
+from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, StageCosts, VocabMethod, generate
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
@@ -87,6 +90,8 @@ def test_with_equal_layers_and_rows_a_mean_rank_counts(changes):
         HYBRID,
         HYBRID | {"pipeline_schedule": "v-half"},
         HYBRID | {"hybrid_layer_pattern": "*-*|-*-*|-*-*|-*-", "vocab_shards": "even"},
+        {"account_for_loss_in_pipeline_split": True},
+        {"decoder_first_pipeline_num_layers": 1, "num_virtual_stages_per_pipeline_rank": 1},
     ],
 )
 def test_layouts_patterns_and_given_rows_are_those_of_the_run(changes):
@@ -163,39 +168,51 @@ def test_sizes_that_the_cost_model_does_not_take_leave_the_costs_open():
         assert check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True)], 4).order is None
 
 
+FIRST, LAST, *ACCOUNTED = SHIFTS
+
+
 @pytest.mark.parametrize(
-    ("changes", "placement", "layers"),
+    ("layers", "chunks", "options"),
     [
-        ({}, Placement.linear(4), None),
-        (
-            {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1},
-            Placement.linear(4),
-            (3, 2, 2, 1),
-        ),
-        ({"decoder_last_pipeline_num_layers": 5}, Placement.linear(4), (1, 1, 1, 5)),
-        (
-            {"decoder_last_pipeline_num_layers": 2, "num_layers": 14},
-            Placement.round_robin(4, 2),
-            (2, 2, 2, 1, 2, 2, 2, 1),
-        ),
-        ({"account_for_loss_in_pipeline_split": True, "num_layers": 7}, Placement.linear(4), (2, 2, 2, 1)),
-        (
-            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-            | {"num_layers": 6},
-            Placement.linear(4),
-            (1, 2, 2, 1),
-        ),
+        (8, 1, {FIRST: 3, LAST: 1}),
+        (8, 1, {LAST: 5}),
+        (14, 2, {LAST: 2}),
+        (7, 1, {ACCOUNTED[1]: True}),
+        (6, 1, dict.fromkeys(ACCOUNTED, True)),
+        (14, 2, dict.fromkeys(ACCOUNTED, True)),
+        (15, 2, {ACCOUNTED[0]: True}),
     ],
 )
-def test_layers_of_the_ends_are_those_of_megatron(changes, placement, layers):
-    given = {
-        "num_layers": 8,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-    }
-    assert _layers_by_ends(argparse.Namespace(**given | changes), placement) == layers
+def test_layers_of_the_ends_are_those_of_megatron(layers, chunks, options):
+    asked = {"num_layers": layers, "pipeline_model_parallel_size": 4, **options}
+    asked |= {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
+    config = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=options.get(FIRST),
+        num_layers_in_last_pipeline_stage=options.get(LAST),
+        **{name: options.get(name, False) for name in ACCOUNTED},
+    )
+    vp_stages = range(chunks) if chunks > 1 else [None]
+    theirs = [get_num_layers_to_build(config, vp_stage, rank) for vp_stage in vp_stages for rank in range(4)]
+    assert shifted_layers(asked) == tuple(theirs) and sum(theirs) == layers
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers"),
+    [
+        ({"num_layers": 8}, None),
+        ({"hybrid_layer_pattern": "*-*-*-*", LAST: 1}, (2, 2, 2, 1)),
+        ({"num_layers": 8, ACCOUNTED[1]: True}, "8 layers cannot be split over 4 stages with --account-for-loss-in"),
+        ({"num_layers": 2, **dict.fromkeys(ACCOUNTED, True)}, (0, 1, 1, 0)),
+    ],
+)
+def test_layers_that_options_shift_add_up(asked, layers):
+    refused = pytest.raises(UserError, match=layers) if isinstance(layers, str) else nullcontext()
+    with refused:
+        assert shifted_layers({"pipeline_model_parallel_size": 4, **asked}) == layers
 
 
 def test_a_stage_with_fewer_layers_by_options_counts_as_it_is():

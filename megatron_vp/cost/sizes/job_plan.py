@@ -14,7 +14,7 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
+from megatron_vp.jobs.virtual_stages import ENDS, SHIFTED_V, chunks_asked, shifted_layers, shifts_given
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
@@ -50,9 +50,6 @@ UNCOUNTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cuda_graph_impl",), ("none",)),
     **dict.fromkeys(("delay_wgrad_compute",), ()),
     **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
-    # Options for the number of layers per stage, the batch size, the vocabulary size and frozen layers.
-    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), ()),
-    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), ()),
     **dict.fromkeys(("freeze_all_layers",), ()),
 }
 """Options that affect time or memory but are ignored by the cost model, each with the values that have no effect."""
@@ -93,7 +90,10 @@ def uncounted(config: JobConfig) -> list[str]:
 
 def plan_of(config: JobConfig) -> Plan:
     """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
-    chosen, chunks = _chosen(config), _chunks(config)
+    chosen = _chosen(config)
+    if not chosen.in_rounds and shifts_given(config.values):
+        raise UserError(SHIFTED_V.format(pipeline_schedule=chosen.name))
+    chunks = _chunks(config)
     vocab, offload = VocabMethod.NONE, str(config.values.get("offload_chunks") or 0)
     split = config.values.get("vocab_parallel") is True
     if not split and config.values.get("vocab_parallel_algorithm") is not None:
@@ -135,20 +135,22 @@ def _chosen(config: JobConfig) -> Family:
 
 
 def layers_given(config: JobConfig) -> tuple[int, ...] | None:
-    """Number of layers of each virtual stage, from the layout or the bars of the pattern; None if there is neither.
+    """Number of layers of each virtual stage, from the layout, the bars of the pattern or the options of SHIFTS.
+
+    None if none of these is given.
 
     Raises UserError for options that Megatron refuses together with a pattern.
     """
     pattern, layout = pattern_in(config.values), config.values.get("pipeline_model_parallel_layout")
     if pattern is None:
-        return None if layout is None else layers_in(str(layout))
+        return shifted_layers(config.values) if layout is None else layers_in(str(layout))
     for name in _LAYOUT_OPTIONS:
-        if config.values.get(name) is not None:
+        if config.values.get(name) not in (None, False):
             raise UserError(
                 f"{option_of(name)} cannot be combined with --hybrid-layer-pattern: remove it, and divide the pattern "
                 "with bars (*-|*-) into one segment per stage"
             )
-    return pattern.layers
+    return pattern.layers or shifted_layers(config.values)
 
 
 def layout_option(values: Mapping[str, Any]) -> str:
@@ -160,6 +162,7 @@ _LAYOUT_OPTIONS = (
     "pipeline_model_parallel_layout",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
+    *ENDS,
 )
 """Arguments that divide a GPT model into stages. A hybrid model is divided by bars in --hybrid-layer-pattern."""
 
@@ -186,6 +189,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         layout = _layout_settings(config, plan, job)
     else:
         layout = {"hybrid_layer_pattern": bars, "hybrid_override_pattern": None, **dict.fromkeys(_LAYOUT_OPTIONS)}
+        layout |= dict.fromkeys(shifts_given(config.values))
     wanted = {
         "vocab_parallel": split,
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
@@ -208,11 +212,13 @@ def _stages(plan: Plan, job: Job) -> int:
 
 def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
+    kept = layout is None and layers == shifted_layers(config.values) and family(plan.schedule).in_rounds
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))
-    if layers is not None and (layout is None or layers_in(str(layout)) != layers):
-        layout = layout_of(layers)
+    if layers is not None and not kept and (layout is None or layers_in(str(layout)) != layers):
+        layout = layout_of(layers, config.values.get("mtp_num_layers") or 0)
     return {
+        **dict.fromkeys([] if kept else shifts_given(config.values)),
         "pipeline_model_parallel_layout": layout,
         "num_virtual_stages_per_pipeline_rank": plan.chunks if layout is None else None,
         "num_layers_per_virtual_pipeline_stage": None,

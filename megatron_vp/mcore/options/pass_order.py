@@ -11,7 +11,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.predicted_job import PredictedJob, Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import RunSettings
-from megatron_vp.schedule import Costs, Placement
+from megatron_vp.schedule import Costs
 from megatron_vp.schedule.flex import shaped
 
 
@@ -40,8 +40,7 @@ def predicted_plan(
     cannot predict the job.
     """
     job, plan, hardware = prediction.job(in_proportion)
-    placement = settings.family.placement_of(job.pipeline, plan.chunks)
-    layers = layers_given(args) or _layers_by_ends(args, placement) or plan.layers
+    layers = layers_given(args) or plan.layers
     plan = replace(plan, layers=layers, vocab_rows=args.vocab_rows, shape=settings.family.shape)
     return PredictedJob(job, plan, hardware)
 
@@ -67,27 +66,3 @@ def fit_schedule(
     shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
     args.schedule_shape = shape
     return replace(settings, family=shaped(settings.family, shape))
-
-
-def _layers_by_ends(args: argparse.Namespace, placement: Placement) -> tuple[int, ...] | None:
-    """Compute the number of layers of each virtual stage by Megatron's rules. Return None unless an option sets the
-    number of layers of the first or last rank, or counts a vocabulary layer as one of the layers.
-    """
-    ranks, chunks, layers = placement.ranks, placement.chunks, args.num_layers
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    ends = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-    if layers is None or (first is None and last is None and not any(ends)):
-        return None
-    if first is None and last is None:
-        counts = [[(layers + sum(ends)) // ranks // chunks] * chunks for _ in range(ranks)]
-        counts[0][0] -= ends[0]
-        counts[-1][-1] -= ends[1]
-    else:
-        given = {rank: count for rank, count in ((0, first), (ranks - 1, last)) if count is not None}
-        others = (layers - sum(given.values())) // max(ranks - len(given), 1)
-        counts = [[given.get(rank, others) // chunks] * chunks for rank in range(ranks)]
-    found = [0] * placement.stages
-    for stages, own in zip(placement.stage_of, counts, strict=True):
-        for stage, count in zip(stages, own, strict=True):
-            found[stage] = count
-    return tuple(found)

@@ -10,6 +10,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
+from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.refusal import Refusal
@@ -19,7 +20,6 @@ from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS
 from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS
 from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING
 from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION, UNSAFE_STATE, cannot_resume
-from megatron_vp.mcore.options.refused_sizes import shifts_layers
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings, words
@@ -219,12 +219,8 @@ REFUSALS = (
         "more segments per rank",
     ),
     Refusal(
-        lambda a: run_settings(a).places_chunks and shifts_layers(a),
-        "--pipeline-schedule {pipeline_schedule} with fewer layers in the first or last stage "
-        "(--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, "
-        "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split) is not supported: in a V "
-        "shape, the first rank holds both of these stages; use --pipeline-model-parallel-layout with two segments per "
-        "rank",
+        lambda a: run_settings(a).places_chunks and shifts_given(vars(a)),
+        SHIFTED_V,
     ),
     Refusal(
         lambda a: (

@@ -11,19 +11,13 @@ import argparse
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.jobs.virtual_stages import shifts_given
 from megatron_vp.mcore.options.refusal import Refusal
-
-
-def shifts_layers(a: argparse.Namespace) -> bool:
-    """Whether options give the first or last stage a different number of layers than the other stages."""
-    ends = (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers)
-    accounted = a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split
-    return accounted or any(count is not None for count in ends)
 
 
 def _evenly_cut(a: argparse.Namespace) -> bool:
     """Whether Megatron gives every chunk the same number of layers."""
-    return a.pipeline_model_parallel_layout is None and pattern_in(vars(a)) is None and not shifts_layers(a)
+    return a.pipeline_model_parallel_layout is None and pattern_in(vars(a)) is None and not shifts_given(vars(a))
 
 
 def _tensor(a: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.jobs.virtual_stages import shifts_given
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
@@ -118,11 +119,12 @@ def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
     if shards.layers is None or is_laid_out(args):
         return ChosenRows(shards.rows, None if shards.rows is None else why)
     pattern = pattern_in(vars(args))
-    layout = layout_of(shards.layers) if pattern is None else pattern.with_bars(shards.layers)
+    layout = layout_of(shards.layers, args.mtp_num_layers or 0) if pattern is None else pattern.with_bars(shards.layers)
     layers = f"layers by stage: {','.join(map(str, shards.layers))}"
     return ChosenRows(shards.rows, f"equal; {layers}" if shards.rows is None else f"{why}; {layers}", layout)
 
 
 def is_laid_out(args: argparse.Namespace) -> bool:
     """Whether the arguments say which layers each stage holds."""
-    return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
+    shifts = shifts_given(vars(args))
+    return bool(shifts) or args.pipeline_model_parallel_layout is not None or layers_given(args) is not None

@@ -7,6 +7,7 @@ import argparse
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.jobs.virtual_stages import shifted_layers
 from megatron_vp.trace.partition import SIZES, Partition
 from megatron_vp.vocab.shards import VocabShards
 
@@ -24,11 +25,13 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the number of layers per virtual stage from a layout or a hybrid pattern; None if neither is given."""
+    """Return the number of layers per virtual stage from a layout, a hybrid pattern or the options of SHIFTS; None if
+    none of these is given.
+    """
     pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
-    if pattern is not None:
+    if pattern is not None and pattern.layers is not None:
         return pattern.layers
     try:
-        return None if layout is None else layers_in(str(layout))
+        return shifted_layers(vars(args)) if layout is None else layers_in(str(layout))
     except UserError:  # `layers_in` does not parse every layout that Megatron accepts.
         return None
