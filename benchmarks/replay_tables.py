@@ -37,6 +37,7 @@ METHODS = {
         *("--pipeline-schedule", "v-half", "--vocab-parallel", "--vocab-parallel-algorithm", "vocab-1"),
     ],
 }
+METHODS["v-half offload"] = [*METHODS["v-half vocab-1"], "--offload-chunks", "1"]
 SIZES = {"gpt_4b": 8, "gpt_10b": 16, "gpt_21b": 32, "gpt_7b": 16, "gpt_16b": 24, "gpt_30b": 32}
 ATTENTION = [] if importlib.util.find_spec("transformer_engine") else ["--core-attention", "sdpa"]
 

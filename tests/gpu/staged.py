@@ -1,4 +1,5 @@
-"""Several ranks on one GPU, for tests: messages go through pinned host memory, because NCCL cannot share a GPU.
+"""Several ranks on one GPU, for tests: messages go through pinned host memory, so that no test depends on NCCL, which
+shares a GPU only if every rank poses as a host of its own (`test_nccl.py`).
 
 Streams, events, kernels and all orders are those of a real run. Each group has a stream, and an operation makes this
 stream wait for the current stream. The stream then copies the operation's tensors to the host, where a thread of the
