@@ -68,6 +68,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.transformer.multi_token_prediction:roll_tensor": (
             "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)"
         ),
+        "megatron.core.transformer.dot_product_attention:DotProductAttention": "class",
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str": (
             "(layout, pipeline_model_parallel_size)"
         ),

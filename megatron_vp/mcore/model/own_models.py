@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from torch import nn
 
@@ -78,6 +79,11 @@ def _preparing(original: Callable[..., None]) -> Callable[..., None]:
                 original(self, *args, **kwargs)
         finally:
             model.building = False
+        if job.args.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
+            raise UserError(
+                "core_attention='sdpa' has no effect, because this script made the model's layer specification before "
+                "megatron_vp.enable was called: call enable first"
+            )
 
     return construct
 

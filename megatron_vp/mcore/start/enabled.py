@@ -63,8 +63,9 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         if run.settings.replaces_schedule:
             _require_no_model()
         patch_table.require_fit(run)
-        # Apply these patches before a model exists, so that no training loop silently uses Megatron's own schedule.
-        patch_table.apply_early(run, "pipeline schedule", "models of custom scripts")
+        # Apply these patches before a model or its layer specification exists, so that no training loop silently uses
+        # Megatron's own schedule or attention.
+        patch_table.apply_early(run, "pipeline schedule", "models of custom scripts", "flash attention")
     except UserError:
         handle.disable()
         raise
