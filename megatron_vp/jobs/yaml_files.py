@@ -20,9 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.secret_variables import environment_without_secrets
-from megatron_vp.jobs.shipped import configuration
+from megatron_vp.jobs.shipped import FOLDER, configuration, names
 
 _BASE = "base"
+
+_Trail = tuple[str, ...]
+"""The names of the sections that contain a key, and the key."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,18 @@ class Leaf:
 
 
 def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
-    """All leaves of YAML files; later files overlay earlier ones.
+    """All leaves of YAML files; later files overlay earlier ones, in whatever section they have a key.
 
     OmegaConf resolves interpolations (`${section.key}`, `${oc.env:NAME}`) after all files are overlaid. If a file has
-    `base: other.yaml` at its top level, other.yaml is read first. Its path is relative to the file that names it. Each
-    of `paths` may also be the name of a configuration that comes with megatron_vp. Raises UserError for a missing or
-    malformed file.
+    `base: other.yaml` at its top level, other.yaml is read first. Its path is relative to the file that names it. The
+    base and each of `paths` may also be the name of a configuration that comes with megatron_vp. Raises UserError for
+    a missing or malformed file.
     """
     if not paths:
         return []
     layers = [layer for path in paths for layer in _layers(configuration(Path(path)), ())]
     _refuse_mixed_sections(layers)
+    moved = _copy_to_earlier_sections(layers)
     try:
         with environment_without_secrets() as refused:
             merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
@@ -61,20 +65,36 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
     assert isinstance(merged, Mapping)  # `_layers` refuses files that are not mappings.
-    return [
-        Leaf(
-            file=next(file for file, tree in raw if _holds(tree, trail)),
-            section=f"section '{'.'.join(trail[:-1])}'" if trail[1:] else "the top level",
-            key=trail[-1],
-            value=value,
-        )
-        for trail, value in _leaves(merged)
-    ]
+    leaves = []
+    for trail, value in _leaves(merged):
+        if trail not in moved.values():
+            file = next(file for file, tree in raw if _holds(tree, trail))
+            given = moved.get((file, trail), trail)
+            section = f"section '{'.'.join(given[:-1])}'" if given[1:] else "the top level"
+            leaves.append(Leaf(file, section, trail[-1], value))
+    return leaves
+
+
+def _copy_to_earlier_sections(layers: Sequence[tuple[Path, DictConfig]]) -> dict[tuple[Path, _Trail], _Trail]:
+    """Copy each key that an earlier file has in another section to that section, so that it overrides the earlier
+    value. Return, for each file and copy, where the file itself has the key.
+    """
+    homes: dict[str, _Trail] = {}
+    moved: dict[tuple[Path, _Trail], _Trail] = {}
+    for file, config in layers:
+        leaves = list(_leaves(OmegaConf.to_container(config)))
+        keys = [trail[-1] for trail, _ in leaves]
+        for trail, value in leaves:
+            home = homes.setdefault(trail[-1], trail)
+            if home != trail and keys.count(trail[-1]) == 1:
+                moved[file, home] = trail
+                OmegaConf.update(config, ".".join(home), value, force_add=True)
+    return moved
 
 
 def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
     """Raise UserError if a name is a section in one file, but a value or a list in another."""
-    found: dict[tuple[str, ...], tuple[bool, Path]] = {}
+    found: dict[_Trail, tuple[bool, Path]] = {}
     for file, config in layers:
         for trail, value in _nodes(OmegaConf.to_container(config)):
             if value is None and trail not in found:
@@ -88,7 +108,7 @@ def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
                 )
 
 
-def _nodes(tree: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _nodes(tree: Any, trail: _Trail = ()) -> Iterator[tuple[_Trail, Any]]:
     """Yield every name in a nested mapping, including section names, with its value."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -123,14 +143,19 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
     base = config.pop(_BASE, None)
     if base is None:
         return [(path, config)]
-    if not isinstance(base, str):
-        raise UserError(f"{path}: '{_BASE}' must be the path of one YAML file, not {base!r}")
-    if not base.endswith((".yaml", ".yml")):
-        raise UserError(f"{path}: '{_BASE}' must name a .yaml or .yml file, not {base!r}")
-    return [*_layers(path.parent / base, (*overlaid_by, path.resolve())), (path, config)]
+    if base in names():
+        below = FOLDER / f"{base}.yaml"
+    elif isinstance(base, str) and base.endswith((".yaml", ".yml")):
+        below = path.parent / base
+    else:
+        raise UserError(
+            f"{path}: '{_BASE}' must be a .yaml or .yml file, or a configuration that comes with megatron_vp, not "
+            f"{base!r}"
+        )
+    return [*_layers(below, (*overlaid_by, path.resolve())), (path, config)]
 
 
-def _leaves(node: Mapping[Any, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(node: Mapping[Any, Any], trail: _Trail = ()) -> Iterator[tuple[_Trail, Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*trail, str(key)))
@@ -141,7 +166,7 @@ def _leaves(node: Mapping[Any, Any], trail: tuple[str, ...] = ()) -> Iterator[tu
             yield (*trail, str(key)), value
 
 
-def _holds(tree: Any, trail: tuple[str, ...]) -> bool:
+def _holds(tree: Any, trail: _Trail) -> bool:
     if not trail:
         return True
     return isinstance(tree, Mapping) and any(

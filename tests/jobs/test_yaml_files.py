@@ -9,6 +9,7 @@ import yaml
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.config_words import arguments_from_config
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.resolved import read_resolved, write_resolved
 from megatron_vp.jobs.yaml_files import read_leaves
 
@@ -99,7 +100,8 @@ def test_command_line_wins(tmp_path):
         ("lr: " + "[" * 2000 + "]" * 2000, ["too deeply"]),
         ("base: job.yaml", ["base", "itself"]),
         ("base: other.yaml", ["cannot read", "other.yaml"]),
-        ("base: 3", ["base", "path"]),
+        ("base: 3", ["base", "comes with megatron_vp", "not 3"]),
+        ("base: llama4_8b", ["base", "comes with megatron_vp", "'llama4_8b'"]),
         ("base: /etc/passwd", ["base", "'/etc/passwd'", ".yaml"]),
         ("num_layers: " + "9" * 5000, ["not valid YAML", "5000 digits"]),
         ("lr: !!timestamp 2001-99-99", ["not valid YAML", "month"]),
@@ -148,6 +150,35 @@ def test_later_files_win(tmp_path):
     )
     args = parser().parse_args(arguments_from_config(files, parser()))
     assert (args.num_layers, args.lr, args.bf16, args.window, args.data_path) == (6, 3.0, False, [6, 1], None)
+
+
+def test_a_later_file_wins_from_any_section(tmp_path):
+    files = overlaid(
+        tmp_path,
+        "m: {num_layers: 4, lr: 1}\nd: {window: ['${m.num_layers}', 1], data_path: [a, b], bf16: true}",
+        "num_layers: 6\nother: {lr: 2, bf16: null, window: ['${num_layers}', 2]}",
+        "m: {deep: {lr: 3}}\nsave_interval: 5",
+        "x: {save_interval: 6}",
+    )
+    args = parser().parse_args(arguments_from_config(files, parser()))
+    assert (args.num_layers, args.lr, args.window, args.bf16, args.save_interval) == (6, 3.0, [6, 2], False, 6)
+    assert {leaf.key: str(leaf) for leaf in read_leaves(files)} == {
+        "num_layers": f"{files[1]}: 'num_layers' in the top level",
+        "lr": f"{files[2]}: 'lr' in section 'm.deep'",
+        "window": f"{files[1]}: 'window' in section 'other'",
+        "data_path": f"{files[0]}: 'data_path' in section 'd'",
+        "bf16": f"{files[1]}: 'bf16' in section 'other'",
+        "save_interval": f"{files[3]}: 'save_interval' in section 'x'",
+    }
+    files[1].write_text("other: {lr: 2}\nmore: {lr: 3}")
+    with pytest.raises(UserError, match=r"'lr' in section '.*' is also set in section '"):
+        arguments_from_config(files[:2], parser())
+
+
+def test_a_shipped_configuration_is_a_base_and_is_overridden_by_a_flat_file(tmp_path):
+    (path,) = overlaid(tmp_path, "base: llama3_8b\nglobal_batch_size: 64")
+    job = read_job_config([path], [])
+    assert job.values["global_batch_size"] == 64 and job.values["num_layers"] == 32
 
 
 def test_errors_name_the_file_whose_value_stands(tmp_path):
