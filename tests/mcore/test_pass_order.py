@@ -143,10 +143,10 @@ def test_offloading_that_is_asked_for_is_done_by_training_simulate_and_schedule(
     assert simulated == trained and len(trained.offloaded) >= 4 * count // 2
 
 
-def test_options_that_are_not_counted_are_left_aside():
-    job = SIXTEEN | {"vocab_parallel": True}
-    order = ordered_for(**job)[0]
-    assert order == check_job(["--cpu", *tiny_model(**job, optimizer="sgd")], 4).order and order is not None
+@pytest.mark.parametrize("job", [SIXTEEN, SEVEN])
+def test_options_that_are_not_counted_are_left_aside(job):
+    found, simulated = ordered_for(**job, vocab_parallel=True)
+    assert ordered_for(**job, vocab_parallel=True, optimizer="sgd") == (found, simulated) and found == simulated
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "a100"])
@@ -157,7 +157,7 @@ def test_fp8_counts_as_16_bits_where_its_speed_is_not_known(hardware):
         args = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4).args
         words = tiny_model(**given, **fp8, pipeline_model_parallel_size=4)
         job, plan = job_of(read_job_config([], words).values), plan_of(read_job_config([], words))
-        prediction = mock.Mock(job=lambda in_proportion, found=(job, plan, HARDWARE[hardware]): found)
+        prediction = mock.Mock(job=lambda found=(job, plan, HARDWARE[hardware]): found)
         orders.append(choose_order(args, run_settings(args), prediction))
         assert (job.fp8 is not None) == bool(fp8)
     assert orders[0] == orders[1] and orders[0] is not None

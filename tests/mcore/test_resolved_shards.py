@@ -18,6 +18,7 @@ from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.options import predicted_job, vocab_rows
+from megatron_vp.mcore.start.banner import describe_prediction
 from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.cost.measured_folders import write_reports
@@ -104,12 +105,18 @@ def test_equal_shards_stay_where_others_gain_less_than_a_percent():
     assert vocab_rows.describe_rows(checked) is None
 
 
-def test_a_job_that_the_cost_model_does_not_count_keeps_equal_shards_and_says_so():
-    checked = settled_job(vocab_shards="balanced", num_layers=8, mtp_num_layers=1, position_embedding_type="rope")
-    assert checked.shards.rows is None and checked.args.pipeline_model_parallel_layout is None
-    assert "this job: the cost model does not account for --mtp-num-layers (" in vocab_rows.describe_rows(checked)
-    with pytest.raises(UserError, match="layers cannot be split equally over 4 stages"):
-        resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
+def test_options_that_the_cost_model_does_not_count_leave_rows_balanced_and_are_named():
+    counted, uncounted = (settled_job(vocab_shards="balanced", **each) for each in ({}, {"optimizer": "sgd"}))
+    assert uncounted.args.vocab_rows == counted.args.vocab_rows is not None
+    assert uncounted.args.pipeline_model_parallel_layout == counted.args.pipeline_model_parallel_layout
+    (said,) = describe_prediction(uncounted)
+    assert said.startswith("predicted for") and said.endswith("; not counted: --optimizer")
+    assert "not counted" not in describe_prediction(counted)[0]
+
+
+def test_a_layout_that_is_chosen_with_the_rows_has_the_multi_token_prediction_layers():
+    args = resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
+    assert args.pipeline_model_parallel_layout.endswith("mL") and args.vocab_rows is not None
 
 
 @pytest.mark.parametrize("shards", ["even", "4096,4096,4096,4096"])

@@ -11,7 +11,7 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
-from megatron_vp.cost.sizes.job_plan import layers_given, layout_option, uncounted
+from megatron_vp.cost.sizes.job_plan import layers_given, layout_option
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -53,9 +53,6 @@ def with_shards(
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
-        # As in training, keep even shards if the job has options that the cost model does not support.
-        if uncounted(config):
-            return plan
         return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 

@@ -22,7 +22,7 @@ from megatron_vp.schedule.request import AUTO
 
 def chosen_offload(args: argparse.Namespace) -> str:
     """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if no
-    number of offloaded chunks makes the job fit into memory, or if the cost model does not cover the job.
+    number of offloaded chunks makes the job fit into memory, or if the cost model cannot predict the job.
     """
     if args.offload_chunks != AUTO:
         return args.offload_chunks
@@ -35,11 +35,13 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     """Raise UserError if --offload-chunks moves nothing, or needs more host memory than a node has; then the message
     gives the largest number of chunks that fits.
 
-    Replays, jobs with a schedule file, and jobs that the cost model does not cover are not checked.
+    Replays, jobs with a schedule file, and jobs that the cost model does not cover completely are not checked.
     """
     if not settings.offloads or settings.family.fixed is not None or replay().job is not None:
         return
     try:
+        if prediction.uncounted:
+            return
         job, plan, hardware = predicted_plan(args, settings, prediction)
         found = predict(sampled(job), plan, _on_this_node(hardware))
     except UserError:

@@ -25,7 +25,7 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
     if not settings.replaces_schedule or settings.family.fixed is not None:
         return None
     try:
-        job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
+        job, plan, hardware = predicted_plan(args, settings, prediction)
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
@@ -33,13 +33,11 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         return None
 
 
-def predicted_plan(
-    args: argparse.Namespace, settings: RunSettings, prediction: Prediction, in_proportion: bool = False
-) -> PredictedJob:
+def predicted_plan(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> PredictedJob:
     """Return the cost model's inputs for the layers and vocabulary rows in `args`. Raises UserError if the cost model
     cannot predict the job.
     """
-    job, plan, hardware = prediction.job(in_proportion)
+    job, plan, hardware = prediction.job()
     layers = layers_given(args) or plan.layers
     plan = replace(plan, layers=layers, vocab_rows=args.vocab_rows, shape=settings.family.shape)
     return PredictedJob(job, plan, hardware)
@@ -62,7 +60,7 @@ def fit_schedule(
             "effect, because the memory of that schedule is fixed: use --pipeline-schedule v-flex, or leave "
             "--activation-limit out"
         )
-    job, plan, hardware = predicted_plan(args, settings, prediction, in_proportion=True)
+    job, plan, hardware = predicted_plan(args, settings, prediction)
     shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
     args.schedule_shape = shape
     return replace(settings, family=shaped(settings.family, shape))

@@ -54,16 +54,17 @@ class Prediction:
         """The padded vocabulary size; None if unknown. Cached, because reading a large tokenizer takes seconds."""
         return padded_vocabulary(self._args)
 
-    def job(self, in_proportion: bool = False) -> PredictedJob:
-        """Return the job's sizes and plan, and this rank's hardware.
+    @property
+    def uncounted(self) -> list[str]:
+        """The job's options whose effect on time or memory the cost model ignores. Raises UserError as `job` does."""
+        return uncounted(self._config())
 
-        Raises UserError for a job that the cost model does not cover completely. With `in_proportion`, only the ratios
-        between pass times matter, so options that the cost model does not cover are ignored.
+    def job(self) -> PredictedJob:
+        """Return the job's sizes and plan, and this rank's hardware. Options in `uncounted` are ignored.
+
+        Raises UserError for a job whose sizes are unknown or invalid.
         """
         config = self._config()
-        unknown = uncounted(config)
-        if unknown and not in_proportion:
-            raise UserError(f"the cost model does not account for {', '.join(unknown)}")
         job = replace(job_of(config.values, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
         return PredictedJob(job, plan_of(config), _hardware(self._args))
 

@@ -89,7 +89,9 @@ def describe_prediction(job: SettledJob) -> list[str]:
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
-        whole, plan, hardware = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
+        described = Prediction(job.args, job.words)
+        left_out = described.uncounted
+        whole, plan, hardware = predicted_plan(job.args, job.settings, described)
         with gc_paused():
             simulator = make_simulator(sampled(whole), plan, hardware)
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
@@ -100,6 +102,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
     return [
         f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, peak memory "
         f"{found.memory[fullest].total / _GIB:.3g} GiB (on pipeline rank {fullest})"
+        + (f"; not counted: {', '.join(left_out)}" if left_out else "")
     ]
 
 
@@ -109,7 +112,7 @@ def _partition(job: SettledJob) -> list[str]:
     """
     rows, layers = describe_rows(job), layers_given(job.args)
     with suppress(UserError):  # The cost model does not cover every job.
-        sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words), in_proportion=True)
+        sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
