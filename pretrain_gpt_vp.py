@@ -19,6 +19,7 @@ if __name__ == "__main__":
     prepare()
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
@@ -63,15 +64,15 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
     """Return the next microbatch in the order of BATCH_KEYS: int64 [b, s], loss mask fp32, attention mask bool [b, 1,
     s, s].
 
-    Middle pipeline stages get only None and do not use the iterator. The first stage gets no labels, and the last stage
-    gets no tokens. Tensor-parallel rank 0 reads the data and broadcasts it. Each context-parallel rank gets its part of
-    the sequence.
+    Middle pipeline stages get only None and do not use the iterator, unless they predict further tokens. The first
+    stage gets no labels, and the last stage gets no tokens. Tensor-parallel rank 0 reads the data and broadcasts it.
+    Each context-parallel rank gets its part of the sequence.
 
     The values of BOUNDARY_KEYS follow; they are None unless sequences are packed. With packed sequences, every stage
     reads these values for its attention, and the b sequences are joined into one, [1, b s].
     """
-    keys, at_an_end = BATCH_KEYS + BOUNDARY_KEYS, is_first_or_last_pipeline_stage(vp_stage)
-    if not at_an_end and not packs_sequences():
+    keys, uses_tokens = BATCH_KEYS + BOUNDARY_KEYS, uses_tokens_or_labels(vp_stage)
+    if not uses_tokens and not packs_sequences():
         return (None,) * len(keys)
     args = get_args()
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -105,7 +106,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -
     batch = {key: batch.get(key) for key in keys}
     if not alone:
         batch = flatten_batch_for_packed_sequences(batch)
-    if not at_an_end:
+    if not uses_tokens:
         return (None,) * len(BATCH_KEYS) + tuple(batch[key] for key in BOUNDARY_KEYS)
     batch = get_batch_on_this_cp_rank(
         batch,
@@ -142,13 +143,21 @@ def packed_parameters(
     )
 
 
-def predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Whether this stage holds multi-token prediction layers, which need the tokens for their embeddings."""
+def layer_layout() -> PipelineParallelLayerLayout | None:
+    """The stages' layers, if --pipeline-model-parallel-layout gives them."""
     args = get_args()
     layout = args.pipeline_model_parallel_layout
-    if layout is not None:
-        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
-    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+    return None if layout is None else PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+
+
+def predicts_further_tokens(vp_stage: int | None) -> bool:
+    """Whether this stage holds multi-token prediction layers, which need the tokens for their embeddings."""
+    return mtp_on_this_rank(layer_layout(), get_args().mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
+def uses_tokens_or_labels(vp_stage: int | None) -> bool:
+    """Whether this stage uses tokens or labels: the first, the last, and the one that predicts further tokens."""
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_further_tokens(vp_stage)
 
 
 def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -186,9 +195,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: tensor rank 0 of the first and last stage, or, if packed, of all stages."""
-    reads = packs_sequences() or is_first_or_last_pipeline_stage(vp_stage)
-    return reads and mpu.get_tensor_model_parallel_rank() == 0
+    """Whether this rank reads data: tensor rank 0 of the stages that use tokens or labels, or, if packed, of all."""
+    return (packs_sequences() or uses_tokens_or_labels(vp_stage)) and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> list[Any]:
@@ -232,10 +240,11 @@ datasets_provider.is_distributed = True
 
 
 def get_embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The pipeline ranks that hold word embeddings: the first, and the last with tied weights or MTP heads."""
+    """The pipeline ranks that hold word embeddings: the first, those of MTP layers, and the last if tied."""
     args = get_args()
-    on_last = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
-    return sorted({pipeline_ranks[0], pipeline_ranks[-1] if on_last else pipeline_ranks[0]})
+    placed = SimpleNamespace(mtp_num_layers=args.mtp_num_layers, pipeline_model_parallel_layout=layer_layout())
+    tied = [] if args.untie_embeddings_and_output_weights else [pipeline_ranks[-1]]
+    return sorted({pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, placed), *tied})
 
 
 def main() -> None:
