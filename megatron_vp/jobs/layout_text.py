@@ -16,9 +16,14 @@ def layers_in(layout: str) -> tuple[int, ...]:
     Raises UserError if the text is not a valid layout.
     """
     text = _expanded(layout)
-    if not re.fullmatch(r"E?[t|]*m*L?", text):
+    if not re.fullmatch(r"E?[t|]*[m|]*L?", text):
         raise UserError(f"--pipeline-model-parallel-layout {layout!r} cannot be parsed; write it as Et*4|(t*5|)*6t*3L")
     return tuple(segment.count("t") for segment in text.split("|"))
+
+
+def stages_behind_mtp(layout: str) -> int:
+    """The number of stages behind a layout's MTP layers, which Megatron requires to be in one stage."""
+    return _expanded(layout).rpartition("m")[2].count("|") if "m" in layout else 0
 
 
 def stages_in(layout: str) -> int:

@@ -174,7 +174,8 @@ READ = {
         "to run the pipeline schedule",
         (
             *("dataloader_inter_document_masking", "eval_iters", "fake_process_group", "mtp_num_layers"),
-            *("multiple_validation_sets", "padded_vocab_size", "sft", "validation_set_names"),
+            *("multiple_validation_sets", "padded_vocab_size", "pipeline_model_parallel_layout", "sft"),
+            "validation_set_names",
         ),
     ),
     "pretrain_gpt_vp.py": Reads(

@@ -34,9 +34,9 @@ class VocabLayers(Protocol):
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Process the gradient that the backward of stage 0 has left in `leaf`."""
 
-    def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Prepare the last stage's forward. Return the labels [b, s], int64, if the forward needs them from another
-        rank; otherwise None.
+    def prepare(self, microbatch: int, stage: int) -> torch.Tensor | None:
+        """Prepare a stage's forward. Return the labels [b, s], int64, if the forward needs them from another rank;
+        otherwise None.
         """
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
@@ -45,8 +45,8 @@ class VocabLayers(Protocol):
     def last_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output."""
 
-    def finish_last(self, microbatch: int) -> None:
-        """After the last stage's backward, store the gradient of the embedding rows used for multi-token prediction."""
+    def finish(self, microbatch: int, stage: int) -> None:
+        """After a stage's backward, store the gradient of embedding rows used for multi-token prediction, if any."""
 
     def loss(self, microbatch: int) -> None:
         """Run the user's loss function. Called only on rank p-1."""
@@ -117,7 +117,7 @@ class ChunkPasses:
         else:
             leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).detach().requires_grad_(self._gradients)
             chunk_input = leaf
-        labels = self._vocab_layers.prepare_last(microbatch) if stage == self._last else None
+        labels = self._vocab_layers.prepare(microbatch, stage)
         return leaf, self._model.forward(chunk, microbatch, chunk_input, labels)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
@@ -128,8 +128,7 @@ class ChunkPasses:
             gradient = self._store.take(Slot.GRADIENT, microbatch, at=stage)
         leaf, output = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._model.backward(chunk, microbatch, output, gradient)
-        if stage == self._last:
-            self._vocab_layers.finish_last(microbatch)
+        self._vocab_layers.finish(microbatch, stage)
         if self._split_backward:
             self._store.put(Slot.LEFT_FOR_W, microbatch, None, at=chunk)
         if stage == 0:

@@ -64,6 +64,7 @@ class VocabularyCollectives:
     Args:
         gradients: whether gradients are computed; False in evaluation.
         first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
+        mtp_rank: pipeline rank of the stage of multi-token prediction, which also embeds tokens, or None.
         awaited: the collectives whose results this rank uses.
     """
 
@@ -78,6 +79,7 @@ class VocabularyCollectives:
         gradients: bool,
         first_rank: int,
         last_rank: int,
+        mtp_rank: int | None,
         microbatches: int,
         awaited: frozenset[Collective],
         observer: Observer,
@@ -95,8 +97,8 @@ class VocabularyCollectives:
         self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
         self._holds_last = groups.rank == last_rank
-        # Multi-token prediction also embeds tokens on the last stage.
-        self._word_ranks = sorted({first_rank, last_rank}) if shapes.mtp_depth else [first_rank]
+        self._holds_mtp = groups.rank == mtp_rank
+        self._word_ranks = [first_rank] if mtp_rank is None else sorted({first_rank, mtp_rank})
         self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._counts = count_buffer(microbatches, len(groups.members), shapes.device)
@@ -181,7 +183,7 @@ class VocabularyCollectives:
         return communicate, complete
 
     def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
-        """Send embedding rows from their owners to virtual stage 0 and, for multi-token prediction, to the last stage.
+        """Send embedding rows from their owners to virtual stage 0 and to the stage of multi-token prediction, if any.
 
         Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add up
         the rows from all pipelines.
@@ -205,7 +207,7 @@ class VocabularyCollectives:
         def complete() -> None:
             if self._holds_first:
                 self._store.put(Slot.EMBEDDING, microbatch, words_nh)
-            if self._holds_last and self._shapes.mtp_depth:
+            if self._holds_mtp:
                 self._store.put(Slot.MTP_EMBEDDING, microbatch, words_nh.detach())
 
         return communicate, complete
@@ -294,7 +296,7 @@ class VocabularyCollectives:
         gradients_nh = []
         if self._holds_first:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
-        if self._holds_last and self._shapes.mtp_depth:
+        if self._holds_mtp:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
         words, own = exchange if self._has_words else None, 0
         outgoing_nh = self._shapes.rows(0) if words is None else words.sort_by_owner(sum(gradients_nh))

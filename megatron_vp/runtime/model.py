@@ -15,7 +15,9 @@ class Shapes:
     The last stage outputs one row per token and prediction. The rows are ordered by sequence-parallel rank, then by
     prediction, then by token.
 
-    mtp_depth: number of tokens that multi-token prediction predicts beyond the next one.
+    mtp_depth: number of tokens that multi-token prediction predicts beyond the next one, if our passes compute them.
+    mtp_stage: virtual stage of multi-token prediction, whose output holds the states of all predictions, or None.
+    unsharded_mtp_depth: as `mtp_depth`, if Megatron's own output layer computes the predictions.
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
         position among these ranks.
@@ -27,6 +29,8 @@ class Shapes:
     dtype: torch.dtype
     device: torch.device
     mtp_depth: int = field(default=0, kw_only=True)
+    mtp_stage: int | None = field(default=None, kw_only=True)
+    unsharded_mtp_depth: int = field(default=0, kw_only=True)
     cp_chunks: int = field(default=1, kw_only=True)
     sp_size: int = field(default=1, kw_only=True)
     sp_rank: int = field(default=0, kw_only=True)
@@ -82,9 +86,14 @@ class Shapes:
         skipped = max(0, depth - own.shape[2])
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
-    def activation(self) -> torch.Tensor:
-        """Allocate an activation [s / sp_size, b, h] in the model's dtype."""
-        sequence = self.sequence // self.sp_size
+    def states(self, stage: int) -> int:
+        """Number of hidden states per token that a stage receives: one per prediction behind `mtp_stage`."""
+        behind = self.mtp_stage is not None and stage > self.mtp_stage
+        return 1 + (self.mtp_depth + self.unsharded_mtp_depth) * behind
+
+    def activation(self, stage: int) -> torch.Tensor:
+        """Allocate the input of a stage, [states s / sp_size, b, h], in the model's dtype."""
+        sequence = self.states(stage) * self.sequence // self.sp_size
         return torch.empty(sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
 
     def rows(self, count: int) -> torch.Tensor:
@@ -125,8 +134,8 @@ class Model(Protocol):
         """Turn word embeddings [b, s, h] into the first layer's input [s / sp_size, b, h]."""
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Receive the embedding rows [b e, h] that multi-token prediction uses in the next `forward` of the last
-        virtual stage. The rows are in the order of `Shapes.token_ids`.
+        """Receive the embedding rows [b e, h] that multi-token prediction uses in the next `forward` of its stage. The
+        rows are in the order of `Shapes.token_ids`.
         """
 
     def forward(

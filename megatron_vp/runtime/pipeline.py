@@ -27,14 +27,16 @@ from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.transfers import Channel, Collective, Copy, Message
 
-_CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes], torch.Tensor]]] = {
-    Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes: shapes.activation()),
-    Channel.GRADIENT: (Slot.GRADIENT, lambda shapes: shapes.activation()),
-    Channel.LABELS: (Slot.LABELS, lambda shapes: shapes.token_ids()),
-    Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes: shapes.token_values()),
-    Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes: shapes.token_values()),
+_CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes, int], torch.Tensor]]] = {
+    Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes, stage: shapes.activation(stage)),
+    Channel.GRADIENT: (Slot.GRADIENT, lambda shapes, stage: shapes.activation(stage + 1)),
+    Channel.LABELS: (Slot.LABELS, lambda shapes, _: shapes.token_ids()),
+    Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes, _: shapes.token_values()),
+    Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes, _: shapes.token_values()),
 }
-"""For each channel: the store's slot for a message's tensor, and the function that allocates the receive buffer."""
+"""For each channel: the store's slot for a message's tensor, and the function that allocates the receive buffer of a
+stage.
+"""
 
 
 class Runner(Protocol):
@@ -61,7 +63,7 @@ class _Messages:
     def post(self, message: Message) -> None:
         slot, buffer = _CONTENT[message.channel]
         if message.source != self._rank:
-            self._links.receive(message, buffer(self._shapes))
+            self._links.receive(message, buffer(self._shapes, message.target_stage))
         else:
             self._links.send(message, self._store.take(slot, message.microbatch, at=message.target_stage))
 
@@ -172,6 +174,7 @@ class Pipeline:
                 gradients,
                 placement.first_rank,
                 placement.last_rank,
+                None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage),
                 schedule.microbatches,
                 awaited=_awaited_collectives(program.instructions),
                 observer=observer,

@@ -19,9 +19,9 @@ class RandomBuffers(Shapes):
 
     vocab_size: int
 
-    def activation(self) -> torch.Tensor:
-        """An activation or its gradient [s / sp_size, b, h]."""
-        return super().activation().normal_()
+    def activation(self, stage: int) -> torch.Tensor:
+        """The input of a stage, or its gradient; see `Shapes.activation`."""
+        return super().activation(stage).normal_()
 
     def rows(self, count: int) -> torch.Tensor:
         """Rows [count, h]."""

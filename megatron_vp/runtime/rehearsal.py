@@ -77,16 +77,16 @@ class RehearsalModel:
         """Return zeros in the shape of the chunk's output, linked to the input by autograd."""
         with torch.set_grad_enabled(self._gradients):
             if input_sbh is None:
-                input_sbh = self._shapes.activation().zero_().requires_grad_(self._gradients)
+                input_sbh = self._shapes.activation(0).zero_().requires_grad_(self._gradients)
             output_sbh = input_sbh * 0
-            if self._stages[chunk] != self._last:
-                return output_sbh
-            if not self._sharded:
-                return self._shapes.token_values().zero_() + output_sbh.sum()
             if self._words_ahead is not None:
                 output_sbh = output_sbh + self._words_ahead.sum() * 0
                 self._words_ahead = None
-            return output_sbh.repeat(self._shapes.predictions, 1, 1)
+            stage = self._stages[chunk]
+            if stage == self._last and not self._sharded:
+                return self._shapes.token_values().zero_() + output_sbh.sum()
+            more = self._shapes.states(stage + 1) // self._shapes.states(stage)
+            return output_sbh.repeat(more, 1, 1) if more > 1 else output_sbh
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         """Do nothing: the output is not worth freeing."""

@@ -84,9 +84,9 @@ class ShardedVocabLayers:
         if self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
-    def prepare_last(self, microbatch: int) -> None:
+    def prepare(self, microbatch: int, stage: int) -> None:
         """Give the model the embedding rows for multi-token prediction. Return no labels: the forward needs none."""
-        if self._shapes.mtp_depth:
+        if self._shapes.mtp_depth and stage == self._shapes.mtp_stage:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
@@ -102,9 +102,9 @@ class ShardedVocabLayers:
         weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
-    def finish_last(self, microbatch: int) -> None:
+    def finish(self, microbatch: int, stage: int) -> None:
         """Store the gradients of the embedding rows that multi-token prediction used."""
-        if self._shapes.mtp_depth:
+        if self._shapes.mtp_depth and stage == self._shapes.mtp_stage:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
             if self._layer_shards.trains_embedding:
                 self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)

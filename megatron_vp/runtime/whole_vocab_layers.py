@@ -48,9 +48,10 @@ class WholeVocabLayers:
     def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
         """Do nothing: the backward has already accumulated the gradient of the embedding's weight."""
 
-    def prepare_last(self, microbatch: int) -> torch.Tensor | None:
-        """Return the labels that rank p-1 sent; return None if this is rank p-1, where the model has loaded them."""
-        return self._store.take(Slot.LABELS, microbatch, at=self._last) if self._labels_travel else None
+    def prepare(self, microbatch: int, stage: int) -> torch.Tensor | None:
+        """Return the labels that rank p-1 sent to the last stage; None if there are none."""
+        travelled = stage == self._last and self._labels_travel
+        return self._store.take(Slot.LABELS, microbatch, at=self._last) if travelled else None
 
     def last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Store the token losses, fp32 [b, s]."""
@@ -60,7 +61,7 @@ class WholeVocabLayers:
         """Return g, the gradient with respect to the token losses, fp32 [b, s]."""
         return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
 
-    def finish_last(self, microbatch: int) -> None:
+    def finish(self, microbatch: int, stage: int) -> None:
         """Do nothing: no work remains."""
 
     def loss(self, microbatch: int) -> None:

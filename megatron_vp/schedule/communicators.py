@@ -59,15 +59,15 @@ def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
 
 
 def row_pairs(
-    placement: Placement, embeds_on_last_stage: bool = False, vocab_ranks: tuple[int, ...] | None = None
+    placement: Placement, mtp_stage: int | None = None, vocab_ranks: tuple[int, ...] | None = None
 ) -> set[tuple[int, int]]:
     """Pairs of ranks that exchange embedding rows, the smaller rank first.
 
     The rank of the first stage exchanges rows with the owners of the rows, `vocab_ranks`; None means all ranks. With
-    multi-token prediction (`embeds_on_last_stage`), the rank of the last stage also exchanges rows with the owners.
+    multi-token prediction, the rank of `mtp_stage` also exchanges rows with the owners.
     """
     owners = range(placement.ranks) if vocab_ranks is None else vocab_ranks
-    words = {placement.first_rank} | ({placement.last_rank} if embeds_on_last_stage else set())
+    words = placement.word_ranks(mtp_stage)
     return {(min(word, other), max(word, other)) for word in words for other in owners if other != word}
 
 
@@ -76,7 +76,7 @@ def communicators(
     placement: Placement,
     sharded: bool,
     tensor: int = 1,
-    embeds_on_last_stage: bool = False,
+    mtp_stage: int | None = None,
     vocab_ranks: tuple[int, ...] | None = None,
 ) -> tuple[RankCommunicators, ...]:
     """The communicators of every pipeline rank. `vocab_ranks` hold the vocabulary rows; None means all ranks."""
@@ -88,7 +88,7 @@ def communicators(
     for edge in sorted(all_edges(placement, sharded)):
         for rank in edge[:2]:
             edges[rank].append(edge)
-    for one, other in sorted(row_pairs(placement, embeds_on_last_stage, vocab_ranks)) if sharded else ():
+    for one, other in sorted(row_pairs(placement, mtp_stage, vocab_ranks)) if sharded else ():
         peers[one].append(other)
         peers[other].append(one)
     return tuple(

@@ -121,17 +121,17 @@ def _listed(steps: Sequence[Pass]) -> str:
     return " ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "")
 
 
-def build_graph(schedule: Schedule, with_loss: bool = False, embeds_on_last_stage: bool = False) -> Graph:
+def build_graph(schedule: Schedule, with_loss: bool = False, mtp_stage: int | None = None) -> Graph:
     """Build the dependency graph of the passes of `schedule`, without the order in which ranks run them.
 
     `with_loss` adds the loss function on rank p-1 and the communication of its input and its gradient. Without the
-    loss, T waits only for the softmax statistics, as in arXiv 2411.05288. With `embeds_on_last_stage` (multi-token
-    prediction), the last stage also waits for the tokens' embeddings.
+    loss, T waits only for the softmax statistics, as in arXiv 2411.05288. `mtp_stage`, the stage of multi-token
+    prediction, also waits for the tokens' embeddings.
     """
     variants, which = _variants(schedule)
     patterns = []
     for variant in variants:
-        rules = _Rules(schedule, with_loss, embeds_on_last_stage, variant)
+        rules = _Rules(schedule, with_loss, mtp_stage, variant)
         rules.apply()
         patterns.append(Pattern(rules.nodes, rules.before))
     return Graph(patterns, which)
@@ -171,7 +171,7 @@ class _Rules:
 
     schedule: Schedule
     with_loss: bool
-    embeds_on_last_stage: bool
+    mtp_stage: int | None
     variant: Variant
     nodes: list[Node] = field(default_factory=list)
     before: list[list[int]] = field(default_factory=list)
@@ -183,7 +183,7 @@ class _Rules:
             embedded = [self.collective(CollectiveKind.EMBED, placement.first_rank, self.shards(PassKind.IF))]
             arrived = embedded
         for stage in range(placement.stages):
-            if self.embeds_on_last_stage and stage + 1 == placement.stages:
+            if stage == self.mtp_stage:
                 arrived = arrived + embedded
             done = self.chunk(PassKind.F, stage, arrived)
             if stage < placement.stages - 1:

@@ -35,17 +35,17 @@ from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, 
 
 
 @gc_paused()
-def lower(schedule: Schedule, costs: Costs | None = None, embeds_on_last_stage: bool = False) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: Costs | None = None, mtp_stage: int | None = None) -> tuple[Program, ...]:
     """Lower a schedule to one program per rank. The programs cannot deadlock, even if every post blocks until its
     operation is complete.
 
-    The costs affect only the points at which programs communicate or call the loss function. With
-    `embeds_on_last_stage` (multi-token prediction), the last stage also uses the tokens' embeddings. An interlaced
-    schedule is first expanded by `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
+    The costs affect only the points at which programs communicate or call the loss function. `mtp_stage` is the stage
+    of multi-token prediction, which also uses the tokens' embeddings, or None. An interlaced schedule is first expanded
+    by `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
     """
     costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(expand_interlaced(schedule), costs, embeds_on_last_stage)
+    line = _lay_out(expand_interlaced(schedule), costs, mtp_stage)
     return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
 
 
@@ -78,11 +78,11 @@ class _Line:
     orders: list[list[int]]
     over: list[Moment]
     collectives: list[tuple[Moment, Operation]]
-    embeds_on_last_stage: bool
+    mtp_stage: int | None
 
 
-def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _Line:
-    graph = build_graph(schedule, with_loss=True, embeds_on_last_stage=embeds_on_last_stage)
+def _lay_out(schedule: Schedule, costs: Costs, mtp_stage: int | None) -> _Line:
+    graph = build_graph(schedule, with_loss=True, mtp_stage=mtp_stage)
     orders = graph.numbers(schedule.ranks)
     orders[-1] = _with_losses(schedule, costs, graph, orders)
     times = node_times(graph, orders, durations(graph, schedule, costs))
@@ -94,7 +94,7 @@ def _lay_out(schedule: Schedule, costs: Costs, embeds_on_last_stage: bool) -> _L
     ]
     collectives += _token_moments(schedule, graph, times)
     collectives.sort(key=lambda item: item[0])
-    return _Line(schedule, graph, orders, times.moments(times.end), collectives, embeds_on_last_stage)
+    return _Line(schedule, graph, orders, times.moments(times.end), collectives, mtp_stage)
 
 
 def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
@@ -187,8 +187,8 @@ class _RankLowering:
 
     def takes_tokens_for(self, operation: Operation) -> bool:
         """Whether `operation` must wait for token ids because it brings embedding rows to a rank without IF passes."""
-        schedule, placement = self.line.schedule, self.line.schedule.placement
-        words = {placement.first_rank} | ({placement.last_rank} if self.line.embeds_on_last_stage else set())
+        schedule = self.line.schedule
+        words = schedule.placement.word_ranks(self.line.mtp_stage)
         embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
         return embeds and self.rank in words and self.rank not in schedule.vocab_ranks
 

@@ -78,6 +78,10 @@ class Placement:
         """
         return tuple(sorted({*vocab_ranks, 0, self.ranks - 1, self.first_rank, self.last_rank}))
 
+    def word_ranks(self, mtp_stage: int | None) -> set[int]:
+        """The ranks that receive embedding rows: that of stage 0 and that of `mtp_stage`, if any."""
+        return {self.rank_of(stage) for stage in (0, mtp_stage) if stage is not None}
+
     @property
     def first_rank(self) -> int:
         """Rank of stage 0, which receives the embedding's output."""

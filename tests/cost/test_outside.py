@@ -70,9 +70,9 @@ def test_only_the_first_stage_exchanges_rows_with_every_rank():
     peers = [each.row_peers for each in communicators(Placement.linear(4), True)]
     assert peers == [(1, 2, 3), (0,), (0,), (0,)]
     assert not any(each.row_peers for each in communicators(Placement.linear(4), False))
-    two = communicators(Placement.linear(4), True, embeds_on_last_stage=True)
+    two = communicators(Placement.linear(4), True, mtp_stage=3)
     assert [each.row_peers for each in two] == [(1, 2, 3), (0, 3), (0, 3), (0, 1, 2)]
-    assert row_pairs(Placement.v_shape(3), embeds_on_last_stage=True) == {(0, 1), (0, 2)}
+    assert row_pairs(Placement.v_shape(3), mtp_stage=5) == {(0, 1), (0, 2)}
 
 
 def test_memory_by_parts_of_a_pipeline_in_one_node():

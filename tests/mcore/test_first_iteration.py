@@ -16,7 +16,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.rehearsal import RehearsalModel
 from megatron_vp.schedule import PassKind, generate, lower
 
-SHAPES = Shapes(8, 1, 4, torch.bfloat16, torch.device("cpu"), mtp_depth=1)
+SHAPES = Shapes(8, 1, 4, torch.bfloat16, torch.device("cpu"), mtp_depth=1, mtp_stage=1)
 EVALUATED = replace(SHAPES, mtp_depth=0)
 """Evaluation predicts the next token only."""
 MICROBATCHES = 3
@@ -26,7 +26,7 @@ def programs(microbatches, gradients, shapes):
     """Those of two ranks."""
     schedule = generate("1f1b", 2, microbatches, vocab="vocab-2")
     schedule = schedule if gradients else schedule.forward_only()
-    return schedule, lower(schedule, embeds_on_last_stage=shapes.mtp_depth > 0)
+    return schedule, lower(schedule, mtp_stage=shapes.mtp_stage if shapes.mtp_depth else None)
 
 
 class Watched(Pipeline):

@@ -152,10 +152,10 @@ def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], 
         kept.append(built[1])
         return built
 
-    def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple:
+    def programs(request: ScheduleRequest, mtp_stage: int | None) -> tuple:
         costs = request.costs.nominal(ranks)
         found["cost of T"], found["cost of IB"] = costs.T, costs.IB
-        return make_programs(request, embeds_on_last_stage)
+        return make_programs(request, mtp_stage)
 
     build, make_programs, kept = training.setup_model_and_optimizer, forward_backward.programs, []
     t_pass, ib_pass = ShardedVocabLayers._output_t, ShardedVocabLayers._embed_backward

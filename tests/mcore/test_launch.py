@@ -40,11 +40,17 @@ REFUSED = [
     ({"clip_grad": "nan"}, "--clip-grad nan is out of range: use a finite number of at least 0"),
     ({"hidden_dropout": 1}, "--hidden-dropout 1.0 is out of range: use a number of at least 0 and less than 1"),
     ({**VP, "context_parallel_size": 2}, "local attention needs whole sequences; use --core-attention sdpa"),
-    ({**VP, **AHEAD, "pipeline_model_parallel_layout": "Ettm|ttL"}, "put every m of --pipeline-model-parallel-layout"),
     ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "with a hybrid model that has several prediction heads"),
     (
         {**VP, **HYBRID_AHEAD, "hybrid_layer_pattern": "*-|*-", "mtp_num_layers": 1},
         "Megatron builds no prediction heads",
+    ),
+    (
+        {
+            **{**VP, **AHEAD, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"},
+            "vocab_shards": "256,128,0,128",
+        },
+        "--vocab-shards without rows for the rank of the MTP layers",
     ),
     ({**VP, **AHEAD, "mtp_detach_heads": True}, "every prediction head trains the sharded output layer"),
     ({**VP, **AHEAD, "vocab_label_smoothing": 0.1}, "--vocab-label-smoothing with --mtp-num-layers"),

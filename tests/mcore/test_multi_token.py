@@ -39,6 +39,27 @@ CASES = [
 ]
 
 
+def laid_out(layout: str) -> dict[str, object]:
+    return {"pipeline_model_parallel_layout": layout}
+
+
+# MTP layers before the last stage; without an algorithm, the vocabulary layers are Megatron's own.
+CASES += [
+    (4, "1f1b", "vocab-2", 1, TIED, laid_out("Ett|tt|m|L")),
+    (3, "1f1b", None, 1, TIED, laid_out("Ettt|tttm|L")),
+    pytest.param(4, "1f1b", None, 1, {}, laid_out("Ett|tt|m|L"), marks=slow),
+    pytest.param(4, "zb-h1", None, 2, TIED, laid_out("Ett|tt|mm|L"), marks=slow),
+    pytest.param(4, "1f1b", "vocab-1", 2, {}, laid_out("Ett|tt|mm|L"), marks=slow),
+    pytest.param(4, "1f1b", "vocab-2", 1, {}, laid_out("Ett|t|tm|L"), marks=slow),
+    pytest.param(4, "zb-h1", "vocab-2", 2, REPEATED, laid_out("Ett|tt|mm|L"), marks=slow),
+    pytest.param(4, "interlaced", "vocab-1", 1, TIED, laid_out("Ett|tt|m|L"), marks=slow),
+    pytest.param(2, "interleaved", "vocab-1", 1, TIED, laid_out("Ett|tt|m|L"), marks=slow),
+    pytest.param(4, "interleaved", "vocab-2", 2, PER_TOKEN, laid_out("Et||t|t||t|mm|L"), marks=slow),
+    pytest.param(2, "v-half", "vocab-2", 1, {}, laid_out("Ett|tt|m|L"), marks=slow),
+    pytest.param(3, "zb-v", "vocab-1", 2, TIED, laid_out("Et|t|t|tt|tmm|L"), marks=slow),
+]
+
+
 def watched(rank: int, world_size: int, arguments: list[str]) -> tuple:
     """Runs inside a rank: the training, and what it logged of the further heads: loss, accepted and counted tokens."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -63,11 +84,11 @@ def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, opti
     split = _arguments(
         **common,
         **ours,
-        **VP,
         pipeline_model_parallel_size=size,
+        vocab_parallel=algorithm is not None,
         vocab_parallel_algorithm=algorithm,
         pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" and not ours else None,
     )
     runs, logged = zip(*run_ranks(size, watched, split), strict=True)
     assert_equal(_merge(list(runs)), plain, FP32)

@@ -260,7 +260,7 @@ def rank_iterations(
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
-        program = written(lower(schedule, embeds_on_last_stage=depth > 0))[rank]
+        program = written(lower(schedule, mtp_stage=schedule.placement.stages - 1 if depth else None))[rank]
         if rehearses:
             with device.outside_the_loop():  # its tokens come from the host
                 runner.rehearse(schedule, program, layers, shapes, gradients=gradients)

@@ -93,7 +93,7 @@ def assert_runs(schedule, holders, costs):
     steps = Counter((node.rank, node.action) for node in build_graph(schedule).nodes if isinstance(node, Step))
     assert steps == Counter((rank, step) for rank, order in enumerate(schedule.ranks) for step in order)
     for ahead in (False, True):
-        programs = lower(schedule, costs, embeds_on_last_stage=ahead)
+        programs = lower(schedule, costs, mtp_stage=schedule.placement.stages - 1 if ahead else None)
         validate_programs(programs)
         for rank, program in enumerate(programs):
             runs = Counter(step.action.kind.value for step in program.instructions if isinstance(step, Run))
@@ -160,7 +160,8 @@ def test_the_embedding_of_the_holders_stays_near_its_use(name):
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
 def test_a_rank_without_rows_that_receives_rows_waits_for_their_token_ids_first(method):
     for ahead in (False, True):
-        first, middle, last = lower(generate("1f1b", 3, 4, vocab=method, vocab_ranks=(1,)), embeds_on_last_stage=ahead)
+        schedule = generate("1f1b", 3, 4, vocab=method, vocab_ranks=(1,))
+        first, middle, last = lower(schedule, mtp_stage=2 if ahead else None)
         for program in (first, middle, last):
             words = [str(each) for each in program.instructions]
             for i in range(4):
@@ -285,7 +286,7 @@ def test_communicators_join_members_alone_and_rows_come_from_holders():
     assert [each.pipeline for each in found] == [4, 4, 4, 1, 4]
     assert [each.tensor for each in found] == [2, 2, 2, 1, 2]
     assert [each.row_peers for each in found] == [(1, 2), (0,), (0,), (), ()]
-    ahead = communicators(Placement.linear(5), True, embeds_on_last_stage=True, vocab_ranks=(1, 4))
+    ahead = communicators(Placement.linear(5), True, mtp_stage=4, vocab_ranks=(1, 4))
     assert [each.row_peers for each in ahead] == [(1, 4), (0, 4), (), (), (0, 1)]
     every = communicators(Placement.linear(3), True, vocab_ranks=(0, 1, 2))
     assert every == communicators(Placement.linear(3), True)

@@ -22,6 +22,7 @@ from megatron_vp.cost.sizes.shapes import (
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_RANKS, last_batch
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
+from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.jobs.pattern_text import pattern_in
 
 
@@ -89,6 +90,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         shared_ffn=given("moe_shared_expert_intermediate_size", 0) if experts else 0,
         latent=latent,
         mtp_heads=(letters[-1:] or "t",) * given("mtp_num_layers", 0) if pattern is None else pattern.heads,
+        behind_mtp=stages_behind_mtp(str(given("pipeline_model_parallel_layout", ""))),
         window=_window(given),
         windowed=_windowed(given),
         clamped=given("activation_func_clamp_value") is not None,

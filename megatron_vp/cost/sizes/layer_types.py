@@ -109,7 +109,7 @@ def model_layers(job: Job) -> Counts:
 def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """The layers of every virtual stage by type, given the number of layers of each stage.
 
-    The last stage also holds the layers of multi-token prediction.
+    The last stage, or one before it, also holds the layers of multi-token prediction.
     """
     found, total = [], sum(layers)
     for start, end in pairwise(accumulate(layers, initial=0)):
@@ -128,9 +128,9 @@ def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
         )
         found.append(StageLayers(count, wide))
     if job.model.mtp_heads:
-        last = found[-1]
-        counts = Counter(last.counts) + _of_heads(job.model)
-        found[-1] = StageLayers(counts, counts if job.fp8 is None else Counter(last.wide))
+        place = max(0, len(found) - 1 - job.model.behind_mtp)
+        counts = Counter(found[place].counts) + _of_heads(job.model)
+        found[place] = StageLayers(counts, counts if job.fp8 is None else Counter(found[place].wide))
     return tuple(found)
 
 

@@ -98,7 +98,8 @@ class ModelShape:
         with experts in only some layers, t is a layer with experts, and d a layer without. Empty for other models.
     dense_ffn: width of the MLPs of layers without experts (letters `-` and `d`); 0: equal to `ffn`.
     shared_ffn: width of the MLP that all tokens of a layer with experts share; 0: none.
-    mtp_heads: letters of the layers of each multi-token prediction head. All heads are at the end of the last stage.
+    mtp_heads: letters of the layers of each multi-token prediction head. All heads are in one stage.
+    behind_mtp: number of stages behind the one with the multi-token prediction heads.
     windowed: share of the layers in which a token sees only the last `window` tokens.
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
@@ -126,6 +127,7 @@ class ModelShape:
     shared_ffn: int = 0
     latent: Latent | None = None
     mtp_heads: tuple[str, ...] = ()
+    behind_mtp: int = 0
     window: int = 0
     windowed: float = 0.0
     clamped: bool = False

@@ -10,6 +10,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
+from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
@@ -24,6 +25,15 @@ from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings, words
 from megatron_vp.schedule import VocabMethod
+
+
+def _mtp_rank_holds_rows(a: argparse.Namespace) -> bool:
+    """Whether the rank of the MTP layers holds vocabulary rows. The ranks of the first and the last stage, which join
+    the vocabulary collectives in any case, need none.
+    """
+    placement = run_settings(a).placement(a.pipeline_model_parallel_size, a.virtual_pipeline_model_parallel_size or 1)
+    rank = placement.rank_of(placement.stages - 1 - stages_behind_mtp(a.pipeline_model_parallel_layout or ""))
+    return a.vocab_rows is None or a.vocab_rows[rank] > 0 or rank in placement.vocab_members(())
 
 
 def _keeps_layers(a: argparse.Namespace) -> bool:
@@ -238,13 +248,9 @@ REFUSALS = (
         "use 1f1b, interleaved, zb-h1 or interlaced",
     ),
     Refusal(
-        lambda a: (
-            run_settings(a).replaces_schedule
-            and a.mtp_num_layers
-            and "m" in (a.pipeline_model_parallel_layout or "").lower().rpartition("|")[0]
-        ),
-        "--pipeline-schedule {pipeline_schedule} with --mtp-num-layers needs all MTP layers on the last stage: put "
-        "every m of --pipeline-model-parallel-layout into its last segment, or leave the layout out",
+        lambda a: a.vocab_parallel and a.mtp_num_layers and not _mtp_rank_holds_rows(a),
+        "--vocab-shards without rows for the rank of the MTP layers is not supported if a later stage computes the "
+        "loss: change --vocab-shards, or put every m of --pipeline-model-parallel-layout into its last segment",
     ),
     Refusal(
         lambda a: (

@@ -17,6 +17,7 @@ from megatron.core.transformer.cuda_graphs import create_cudagraphs
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.mcore.model.model_check import check_methods
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
 from megatron_vp.mcore.model.trained_layers import Trained, agreed, layer_shards
@@ -212,9 +213,12 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
     args, config, context = job.settled.args, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
+    heads = args.mtp_num_layers or 0
     split = {
         # Our passes handle multi-token prediction only in training with --vocab-parallel.
-        "mtp_depth": (args.mtp_num_layers or 0) if gradients and args.vocab_parallel else 0,
+        "mtp_depth": heads if gradients and args.vocab_parallel else 0,
+        "mtp_stage": _mtp_stage(job.settled) if heads else None,
+        "unsharded_mtp_depth": 0 if args.vocab_parallel else heads,
         # With context parallelism, each rank has two pieces of the sequence, one from each half.
         "cp_chunks": 2 if context > 1 else 1,
         "sp_size": sp_size,
@@ -227,6 +231,11 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
     return (
         RandomBuffers(*sizes, args.padded_vocab_size, **split) if args.fake_process_group else Shapes(*sizes, **split)
     )
+
+
+def _mtp_stage(settled: SettledJob) -> int:
+    """The virtual stage that holds the MTP layers: the last one, unless a layout places them."""
+    return settled.placement.stages - 1 - stages_behind_mtp(settled.args.pipeline_model_parallel_layout or "")
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
@@ -244,7 +253,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         forward_only=not gradients,
         offload_chunks=settled.settings.offload_chunks(len(job.chunks)),
     )
-    return programs(request, embeds_on_last_stage=shapes.mtp_depth > 0)
+    return programs(request, mtp_stage=shapes.mtp_stage if shapes.mtp_depth else None)
 
 
 def _run(

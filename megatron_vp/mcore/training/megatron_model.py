@@ -102,9 +102,10 @@ class MegatronModel:
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Store the embedded tokens that multi-token prediction uses in the next forward of the last chunk."""
+        """Store the embedded tokens that multi-token prediction uses in the next forward of its chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
-        rows = self._chunks[-1].core.received_embedding.word_embeddings
+        core = next(chunk.core for chunk in self._chunks if hasattr(chunk.core, "received_embedding"))
+        rows = core.received_embedding.word_embeddings
         rows.ahead = (self._shapes.ahead(words_beh, depth) for depth in range(1, self._shapes.predictions))
         rows.beyond = words_beh[:, -1:]
 

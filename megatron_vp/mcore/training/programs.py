@@ -15,14 +15,14 @@ from megatron_vp.schedule.request import ScheduleRequest
 
 
 @lru_cache(maxsize=8)
-def programs(request: ScheduleRequest, embeds_on_last_stage: bool) -> tuple[Schedule, tuple[Program, ...]]:
+def programs(request: ScheduleRequest, mtp_stage: int | None) -> tuple[Schedule, tuple[Program, ...]]:
     """Return the schedule of an iteration and the programs of all pipeline ranks.
 
     The costs in the request decide the order of passes and the points at which the programs communicate.
-    `embeds_on_last_stage` is explained in `lower`.
+    `mtp_stage` is explained in `lower`.
     """
     schedule = expand_interlaced(request.schedule())
-    return schedule, lower(schedule, request.costs, embeds_on_last_stage)
+    return schedule, lower(schedule, request.costs, mtp_stage)
 
 
 def without_frozen(costs: Costs | None, method: VocabMethod, trained: Trained) -> Costs | None:

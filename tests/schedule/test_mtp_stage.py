@@ -1,4 +1,4 @@
-"""Test programs whose last stage uses embedded rows, for multi-token prediction."""
+"""Test programs in which a stage with multi-token prediction uses embedded rows."""
 
 import pytest
 
@@ -23,11 +23,14 @@ def _embeds(program):
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
 @pytest.mark.parametrize("method", [VocabMethod.VOCAB_1, VocabMethod.VOCAB_2])
 @pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (3, 4), (4, 16)])
-def test_the_last_forward_waits_for_its_rows(name, method, size, microbatches):
+@pytest.mark.parametrize("behind", [0, 1])
+def test_the_forward_of_further_predictions_waits_for_its_rows(name, method, size, microbatches, behind):
+    """The stage of multi-token prediction is the last, or has one stage behind it."""
     schedule = generate(name, size, microbatches, vocab=method)
-    programs = lower(schedule, embeds_on_last_stage=True)
+    mtp_stage = max(1, schedule.placement.stages - 1 - behind)
+    programs = lower(schedule, mtp_stage=mtp_stage)
     validate_programs(programs)
-    first, last = schedule.placement.first_rank, schedule.placement.last_rank
+    first, last = schedule.placement.first_rank, schedule.placement.rank_of(mtp_stage)
     for program in programs:
         steps = list(_embeds(program))
         waits = [microbatch for step, microbatch in steps if step == "rows"]
