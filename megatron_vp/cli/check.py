@@ -78,8 +78,10 @@ def check(
         typer.echo(json.dumps({"flags": list(checked.words.platform_flags), "parts": dict(checked.parts)}))
     elif os.environ.get("SLURM_PROCID", "0") == "0":
         from megatron_vp.mcore.start.banner import describe_run
+        from megatron_vp.mcore.storage.optimizer_check import one_way
 
         lines = [*describe_run(checked, ranks), *preflight.describe_start(checked)]
+        lines += filter(None, [one_way(checked.args)])
         if script is not None and (own := preflight.own_options(words)):
             lines.append(f"options not checked, because only {script} knows them: {', '.join(map(option_of, own))}")
         typer.echo(f"ok: {'\n'.join(lines)}")

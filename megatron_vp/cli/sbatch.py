@@ -60,6 +60,15 @@ def sbatch(
     ntasks_per_node: Annotated[
         int | None, typer.Option("--ntasks-per-node", min=1, help="Ranks per node, for nodes without GPUs.")
     ] = None,
+    software: Annotated[
+        str | None,
+        typer.Option(
+            "--node-software",
+            metavar="te=VERSION|no,apex=yes|no,...",
+            help="Describe the packages and GPUs of the nodes if they differ from this machine, as for --nodes of "
+            "`megatron-vp check`.",
+        ),
+    ] = None,
     slurm: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,7 +108,14 @@ def sbatch(
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
-    from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job, ranks_of_one_replica
+    from megatron_vp.mcore.platform.pretend_gpu import ENGINE
+    from megatron_vp.mcore.start.preflight import (
+        assumes_local_layers,
+        check_files,
+        check_job,
+        describe_job,
+        ranks_of_one_replica,
+    )
 
     files, flags = files_and_flags(job, overlays)
     empty = [option for option in slurm or () if not option.strip("-")]
@@ -126,9 +142,17 @@ def sbatch(
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)
     if nodes is None:
-        nodes = math.ceil(ranks_of_one_replica(words, own) / per_node)
+        nodes = math.ceil(ranks_of_one_replica(words, own, software) / per_node)
     ranks = nodes * per_node
-    checked = check_job(words, ranks, own_script=own)
+    assumed = (
+        "this machine has no GPU, so the job was checked with Megatron's local layers: describe nodes with other "
+        f"software by --node-software, such as te={ENGINE},apex=no"
+    )
+    assumes = software is None and assumes_local_layers(words)
+    try:
+        checked = check_job(words, ranks, nodes=software, own_script=own)
+    except UserError as error:
+        raise UserError(f"{error}; {assumed}" if assumes else str(error)) from error
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     command = _command(
         [f"--nodes={nodes}", resources, f"--job-name={files[0].stem if script is None else Path(script).stem}"],
@@ -143,6 +167,8 @@ def sbatch(
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if not dry_run:
         check_files(checked.args, own)
+    if assumes:
+        typer.echo(assumed)
     typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node} ranks; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))
     if dry_run:

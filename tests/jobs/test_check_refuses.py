@@ -7,7 +7,7 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options import host_room
-from megatron_vp.mcore.start.preflight import check_files, check_job, describe_start
+from megatron_vp.mcore.start.preflight import check_files, check_job
 from tests.harness.training import tiny_model
 
 
@@ -133,18 +133,3 @@ def test_only_our_script_needs_the_names_of_its_data():
         check_job(words, 1, files=True)
     check_files(check_job(words, 1, files=True, own_script=True).args, own_script=True)
     check_job(words, 1)
-
-
-def test_a_job_that_cannot_switch_later_is_told_how_it_could():
-    save = {"save": "there", "save_interval": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
-
-    def told(**changes):
-        lines = describe_start(check_job(["--cpu", *tiny_model(**save | changes)], 2))
-        return [line for line in lines if "--dist-ckpt-optim-fully-reshardable" in line]
-
-    (line,) = told(vocab_parallel=True)
-    assert line.startswith("only a run with the same model split, with --vocab-parallel, can load the optimizer state")
-    (line,) = told()
-    assert line.startswith("only a run with the same model split, without --vocab-parallel, can load")
-    assert not told(dist_ckpt_optim_fully_reshardable=True) and not told(use_distributed_optimizer=None)
-    assert not told(save=None)

@@ -14,7 +14,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform import installed, triton_start
 from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
@@ -223,6 +223,36 @@ def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypat
         assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 
 
+def test_a_login_node_says_that_it_assumes_local_layers_and_can_be_told_what_nodes_have(said, monkeypatch):
+    monkeypatch.delenv("MEGATRON_VP_CPU")
+    words = ("sbatch", *LLAMA, "--vocab-parallel", "--dry-run", "--nodes=1")
+    status, printed, _ = said(*words)
+    assumed, job, *_ = printed.splitlines()
+    assert status == 0 and job.startswith("1 node x 8 ranks")
+    assert assumed.startswith("this machine has no GPU, so the job was checked with Megatron's local layers: describe")
+    status, _, errors = said(*words, "--fp8-format", "hybrid")
+    assert status == 2 and "with --transformer-impl local has no effect" in errors and f"; {assumed}" in errors
+    status, printed, errors = said(
+        *words, "--fp8-format=hybrid", "--fp8-recipe=tensorwise", "--node-software", "te=2.20.0,apex=no"
+    )
+    assert status == 0 and "local layers" not in printed and "Transformer Engine 2.20.0" in printed, errors
+
+
+def test_a_job_that_cannot_switch_later_is_told_how_it_could(said):
+    save = {"save": "there", "save_interval": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+
+    def told(**changes):
+        _, printed, _ = said("check", "--ranks", "2", *tiny_model(**save | changes))
+        return [line for line in printed.splitlines() if "--dist-ckpt-optim-fully-reshardable" in line]
+
+    (line,) = told(vocab_parallel=True)
+    assert line.startswith("only a run with the same model split, with --vocab-parallel, can load the optimizer state")
+    (line,) = told()
+    assert line.startswith("only a run with the same model split, without --vocab-parallel, can load")
+    assert not told(dist_ckpt_optim_fully_reshardable=True) and not told(use_distributed_optimizer=None)
+    assert not told(save=None, save_interval=None)
+
+
 def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     words = (
         "check",
@@ -241,6 +271,12 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     assert status == 0
     assert "continues from iteration 40 of 100000" in printed
     assert f"megatron-core {patches.installed_version()}" in printed
+    assert f"Triton's cache: {triton_start.cache()}" in printed
+    (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n")
+    monkeypatch.setattr(triton_start, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    _, printed, _ = said(*words)
+    assert f"warning: Triton's cache {tmp_path / 'kernels'} is on a network file system (nfs4): set" in printed
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
     status, _, errors = said(*words)
     assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors

@@ -22,11 +22,10 @@ from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of, s
 from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.settings import ONE_QUEUE
-from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform import installed, triton_start
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
-from megatron_vp.mcore.storage.optimizer_check import one_way
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
@@ -173,10 +172,16 @@ def check_files(args: argparse.Namespace, own_script: bool) -> None:
         check(args)
 
 
-def ranks_of_one_replica(arguments: list[str], own_script: bool = False) -> int:
+def assumes_local_layers(arguments: list[str]) -> bool:
+    """Whether a check on this machine assumes CPUs, although the job does not ask for them."""
+    pretends = not isinstance(_platform(arguments, here=False), nullcontext)
+    return not (asks_for_cpu(arguments) or torch.cuda.is_available() or pretends)
+
+
+def ranks_of_one_replica(arguments: list[str], own_script: bool = False, nodes: str | None = None) -> int:
     """The number of ranks in one replica of the model. Raises UserError if the arguments cannot be parsed."""
     own = own_options(arguments) if own_script else ()
-    with _platform(arguments, here=False), _parsed(arguments, 1, own) as args:
+    with _platform(arguments, here=False, nodes=nodes), _parsed(arguments, 1, own) as args:
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
@@ -214,7 +219,7 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 
 def describe_node() -> str:
-    """One line with the versions and devices of this node, and the environment variables that NCCL will read."""
+    """One line with this node's versions and devices, the variables that NCCL will read, and Triton's cache."""
     from megatron_vp.mcore.start.banner import versions  # imports Megatron
 
     found = [f"python {interpreter.python_version()}", *versions()]
@@ -225,7 +230,11 @@ def describe_node() -> str:
     nccl = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))
     ]
-    return f"{socket.gethostname()}: {', '.join([*found, devices, *nccl])}"
+    try:
+        kernels = f"Triton's cache: {triton_start.cache()}"
+    except OSError as error:
+        kernels = f"warning: Triton's cache {error}: set TRITON_CACHE_DIR to a folder on this node's disk"
+    return f"{socket.gethostname()}: {', '.join([*found, devices, *nccl, kernels])}"
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
@@ -246,7 +255,6 @@ def describe_start(job: SettledJob) -> list[str]:
         if job.nodes is None
         else [f"the job was checked as if it ran on GPU nodes instead of this machine, {assumptions(job.nodes)}"]
     )
-    lines += filter(None, [one_way(args)])
     if args.save is None:
         return [*lines, "without --save, a stopped job starts again from iteration 0"]
     if args.save != args.load:
