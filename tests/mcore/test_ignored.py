@@ -25,7 +25,7 @@ ASKED = {
     "save_dgrads_interval": 10,
     "account_for_loss_in_pipeline_split": True,
 }
-OURS = [each for each in IGNORED if each.because_of is None]
+OURS = [each for each in IGNORED if each.because_of is None and each.option.startswith("--")]
 (BESIDE_LOCAL_LAYERS,) = (each for each in IGNORED if each.option == "--moe-grouped-gemm")
 UNASKED = dict.fromkeys(ASKED) | {
     **{"overlap_p2p_comm": True, "virtual_pipeline_model_parallel_size": 2, "high_priority_stream_groups": []},
@@ -39,6 +39,7 @@ SOUND = {
     **{"moe_router_load_balancing_type": "aux_loss", "reset_attention_mask": False, "softmax_type": "vanilla"},
     **{"dataloader_inter_document_masking": False, "multi_latent_attention": False, "use_megatron_fsdp": False},
     **{"log_params_norm": False, "overlap_param_gather": False, "bf16": False},
+    "distributed_backend": "nccl",
     "step_batch_size_schedule": None,
 }
 PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
@@ -112,6 +113,14 @@ def test_a_job_in_which_megatron_trains_something_else_is_warned_of_and_its_soun
     (said,) = warned(**job)
     assert said == warned(vocab_parallel=True, **job)[0]
     assert warned(**job | mended) == []
+
+
+def test_a_single_hardware_queue_is_warned_of_where_megatron_does_not_need_it(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    (said,) = warned(vocab_parallel=True)
+    assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 lets a collective or copy that waits block all passes")
+    for sound in ({"vocab_parallel": False}, {"tensor_model_parallel_size": 2}, {"distributed_backend": "gloo"}):
+        assert warned(**{"vocab_parallel": True} | sound) == []
 
 
 def test_every_fault_has_a_job():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import io
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -248,27 +247,10 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.fake_process_group:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
-        if args.vocab_parallel or job.settings.offloads:
-            _warn_of_one_queue(args)
         patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
         return args
 
     return validate_args
-
-
-def _warn_of_one_queue(args: argparse.Namespace) -> None:
-    # With tensor or context parallelism, do not warn: Megatron requires a single hardware queue.
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
-        return
-    if args.distributed_backend != "nccl" or args.rank != 0:
-        return
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, so a vocabulary collective that "
-            "waits for its peers, or a copy that waits for another copy, blocks all passes issued after it: unset the "
-            "variable, which only tensor and context parallelism need",
-            stacklevel=2,
-        )
 
 
 def write_resolved_configuration(args: argparse.Namespace) -> None:

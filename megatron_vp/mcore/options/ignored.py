@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.settled import run_settings, words
 
 
@@ -39,12 +41,12 @@ def _balances_experts(a: argparse.Namespace) -> bool:
     return a.moe_z_loss_coeff or (any(coefficients) and "aux_loss" in str(a.moe_router_load_balancing_type))
 
 
-def _masks_documents(a: argparse.Namespace) -> bool:
-    return a.reset_attention_mask and not a.dataloader_inter_document_masking
-
-
-def _has_middle_stage(a: argparse.Namespace) -> bool:
-    return a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1) > 2
+def _unmasked_stages(a: argparse.Namespace) -> int:
+    """The number of stages whose attention, with --reset-attention-mask, gets no mask or ignores it."""
+    if not a.reset_attention_mask or a.dataloader_inter_document_masking:
+        return 0
+    stages = a.pipeline_model_parallel_size * (a.virtual_pipeline_model_parallel_size or 1)
+    return stages if a.transformer_impl != "local" else max(0, stages - 2)
 
 
 # Megatron's own faults, in 0.19 and on the main branch at d98e8a64 (0.20). Equal losses do not show them.
@@ -78,20 +80,12 @@ FAULTS = (
     ),
     Ignored(
         "--reset-attention-mask",
-        # extensions/transformer_engine.py, TEDotProductAttention: layers ask for a causal mask
-        lambda a: _masks_documents(a) and a.transformer_impl != "local",
-        "the attention of these layers takes only the causal mask, so tokens attend to earlier documents; use "
-        "--dataloader-inter-document-masking",
-        because_of="Transformer Engine's layers",
-    ),
-    Ignored(
-        "--reset-attention-mask",
-        # `get_batch` of pretrain_gpt.py returns no mask there
-        lambda a: _masks_documents(a) and a.transformer_impl == "local" and _has_middle_stage(a),
-        "only the first and the last stage get masks, so tokens attend to earlier documents in all other stages; use "
-        "--dataloader-inter-document-masking with --core-attention sdpa",
-        does="has an effect in two stages only",
-        because_of="more than two pipeline stages",
+        # `get_batch` of pretrain_gpt.py; extensions/transformer_engine.py, TEDotProductAttention: a causal mask
+        _unmasked_stages,
+        "only the first and the last stage get masks, and Transformer Engine's layers ignore them, so tokens attend to "
+        "earlier documents; use --dataloader-inter-document-masking (with local layers, add --core-attention sdpa)",
+        does="masks too little",
+        because_of="Transformer Engine's layers or more than two pipeline stages",
     ),
     Ignored(
         "--multi-latent-attention",
@@ -197,6 +191,18 @@ IGNORED = (
         "every rank holds a shard of the vocabulary layers, so a stage with fewer layers waits for the others; leave "
         "the option out, or assign the layers to stages with --pipeline-model-parallel-layout",
         does="unbalances the stages",
+    ),
+    Ignored(
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        # Megatron requires the variable for tensor and context parallelism.
+        lambda a: (
+            os.environ.get(ONE_QUEUE) == "1"
+            and a.distributed_backend == "nccl"
+            and a.tensor_model_parallel_size == a.context_parallel_size == 1
+            and (a.vocab_parallel or run_settings(a).offloads)
+        ),
+        "all streams share one hardware queue; unset the variable, which only tensor and context parallelism need",
+        does="lets a collective or copy that waits block all passes issued after it",
     ),
     Ignored(
         "--moe-grouped-gemm",
