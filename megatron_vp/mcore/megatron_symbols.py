@@ -119,6 +119,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state:get_tensor_model_parallel_rank": "()",
         "megatron.training.global_vars:get_tensorboard_writer": "()",
         "megatron.training.global_vars:get_wandb_writer": "()",
+        "megatron.training.utils:print_rank_last": "(message)",
     },
     "start": {
         "megatron.core.parallel_state:get_virtual_pipeline_model_parallel_world_size": "()",
@@ -193,6 +194,7 @@ IMPORTED: dict[str, dict[str, str]] = {
         "megatron.core.parallel_state:get_tensor_model_parallel_group": "(check_initialized=True)",
         "megatron.core.parallel_state:get_tensor_model_parallel_rank": "()",
         "megatron.core.parallel_state:get_tensor_model_parallel_src_rank": "()",
+        "megatron.core.parallel_state:get_tensor_model_parallel_world_size": "()",
         "megatron.core.parallel_state:is_pipeline_first_stage": "(ignore_virtual=True, vp_stage=None)",
         "megatron.core.parallel_state:is_pipeline_last_stage": "(ignore_virtual=True, vp_stage=None)",
         "megatron.core.packed_seq_params:PackedSeqParams": (
@@ -200,6 +202,7 @@ IMPORTED: dict[str, dict[str, str]] = {
             "max_seqlen_kv, local_cp_size, tokens_per_sample"
         ),
         "megatron.core.rerun_state_machine:get_rerun_state_machine": "()",
+        "megatron.core.transformer.multi_token_prediction:get_mtp_ranks": "takes pp_ranks, config",
         "megatron.core.transformer.multi_token_prediction:mtp_on_this_rank": (
             "(layout=None, mtp_num_layers=None, ignore_virtual=True, vp_stage=None)"
         ),
