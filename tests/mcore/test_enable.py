@@ -7,9 +7,11 @@ import sys
 from argparse import Namespace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from megatron_vp.errors import UserError
@@ -151,6 +153,86 @@ def without_wrapper(rank, ranks):
 def test_a_model_without_gradient_buffers_is_refused():
     with pytest.raises(RankError, match="did not wrap in Megatron's DistributedDataParallel"):
         run_ranks(2, without_wrapper)
+
+
+def asked_for_its_place(rank, ranks):
+    """What a forward_step finds of its chunk's place; losses of a loop that evaluates without a loss; a value head."""
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True)
+    from megatron.core.utils import unwrap_model
+
+    places = []
+
+    def forward_step(iterator, model, loss=own_loop.loss_func):
+        core, text = unwrap_model(model), next(iterator)
+        places.append((core.pre_process, core.post_process))
+        tokens = text[:, :-1].contiguous() if core.pre_process else None
+        labels = text[:, 1:].contiguous() if core.post_process else None
+        return model(
+            tokens,
+            torch.arange(own_loop.SEQUENCE).expand(tokens.shape) if core.pre_process else None,
+            None,
+            labels=labels,
+        ), loss
+
+    def run(step, model, **options):
+        sizes = {"seq_length": own_loop.SEQUENCE, "micro_batch_size": own_loop.BATCH} | options
+        given = {"forward_step_func": step, "data_iterator": own_loop.samples(), "model": model[0]}
+        return own_loop.get_forward_backward_func()(**given, num_microbatches=2, **sizes)
+
+    with process_group(rank, ranks):
+        model = own_loop.start(ranks)
+        output_layer = model[0].module.output_layer
+        if rank == 1:
+            model[0].module.output_layer = nn.Linear(64, 1)
+        with pytest.raises(UserError) as head:
+            run(forward_step, model)
+        model[0].module.output_layer = output_layer
+        losses = run(forward_step, model)
+        nothing = partial(forward_step, loss=lambda output: (torch.empty(0), {"kept": len(output)}))
+        kept = run(nothing, model, forward_only=True)
+        return set(places), len(losses), kept, str(head.value)
+
+
+def test_a_loop_finds_its_place_and_what_cannot_run_is_one_line():
+    first, last = run_ranks(2, asked_for_its_place, timeout=60)
+    assert first[0] == {(True, False)} and last[0] == {(False, True)}
+    assert first[1] == 0 and last[1] == 2 and last[2] == [{"kept": 2}] * 2
+    assert "output_layer is a Linear of width 1, such as a value head" in last[3]
+
+
+class EverythingOff:
+    """Arguments that a loop made itself."""
+
+    def __getattr__(self, _name):
+        return None
+
+
+def built_by_get_model(rank, ranks):
+    """Chunks that Megatron's `get_model` builds in a loop that sets arguments of its own and lets nobody parse them."""
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True)
+    from megatron.training import training
+
+    def build(config, chunks, tied, hook):
+        sizes = {"vocab_size": own_loop.VOCAB, "max_sequence_length": own_loop.SEQUENCE}
+
+        def provide(pre_process, post_process, **_):
+            ends = {"pre_process": pre_process, "post_process": post_process}
+            return own_loop.GPTModel(config, own_loop.get_gpt_layer_local_spec(), **sizes, **ends)
+
+        with mock.patch.object(training, "get_args", lambda: EverythingOff()):
+            return training.get_model(provide, wrap_with_ddp=False, config=config)
+
+    with process_group(rank, ranks), mock.patch.object(own_loop, "build", build):
+        (chunk,) = own_loop.start(ranks)
+        return type(chunk.output_layer).__name__
+
+
+def test_get_model_prepares_a_model_of_a_loop_without_parsed_arguments():
+    assert run_ranks(2, built_by_get_model) == ["ShardedOutputLayer"] * 2
 
 
 def forward_replaced(parts):

@@ -138,8 +138,7 @@ class _VocabParallelBuilder:
         vp_stage: int | None = None,
     ) -> nn.Module:
         """Build one chunk; the placement, not the caller, decides whether the chunk is the first or the last stage."""
-        # Unless the script parses Megatron's arguments, `own_models` derives the settings and prepares the chunk.
-        if (loop := own_loop()) is not None and not loop.reads_arguments():
+        if _prepares_models():
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
         job = current()
         if not vp_stage:
@@ -154,6 +153,12 @@ class _VocabParallelBuilder:
         builder = copy.copy(self)
         builder._model_config = layout.of_model(self._model_config)
         return super(_VocabParallelBuilder, builder).build_model(groups, **place)
+
+
+def _prepares_models() -> bool:
+    """Whether `own_models` derives the settings and prepares the chunks, because no Megatron arguments are parsed."""
+    loop = own_loop()
+    return loop is not None and not loop.reads_arguments()
 
 
 class VocabParallelGPTBuilder(_VocabParallelBuilder, GPTModelBuilder):
@@ -176,6 +181,10 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
     ) -> list[nn.Module]:
         built: list[nn.Module] = []
         start: PlainStart | None = None
+        optional = {} if model_type is None else {"model_type": model_type}
+        others = {"wrap_with_ddp": wrap_with_ddp, "config": config, "pg_collection": pg_collection, **optional}
+        if _prepares_models():
+            return original(model_provider_func, **others)
 
         def provider(*args: Any, **kwargs: Any) -> nn.Module:
             nonlocal start
@@ -195,8 +204,7 @@ def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[...,
                 built.append(model_provider_func(*args, **kwargs | stage_ends(job, groups.pp, index)))
             return prepare_chunk(job, built[-1], built[0], groups, index, start)
 
-        optional = {} if model_type is None else {"model_type": model_type}
-        return original(provider, wrap_with_ddp=wrap_with_ddp, config=config, pg_collection=pg_collection, **optional)
+        return original(provider, **others)
 
     return get_model
 

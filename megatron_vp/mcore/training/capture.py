@@ -39,7 +39,10 @@ class Placeholder(torch.Tensor):
 
 
 class Probe:
-    """Replaces the model in one call of `forward_step`. Attribute reads are forwarded to the model."""
+    """Replaces the model in one call of `forward_step`. Attribute reads are forwarded to the wrapped model and to the
+    chunk inside. `pre_process` and `post_process` say whether this chunk's call must pass the tokens and the labels:
+    those of the chunk itself are False if its vocabulary layers are split.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -52,7 +55,13 @@ class Probe:
         return self.output
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        core = unwrap_model(self._model)
+        if name == "pre_process":
+            return core.pp_group.rank() == 0 and not core.vp_stage
+        if name == "post_process":
+            rank, stage = core.pp_group.rank(), core.vp_stage or 0
+            return (rank + 1, stage + 1) == (core.pp_group.size(), core.vp_size or 1)
+        return getattr(self._model if hasattr(self._model, name) else core, name)
 
 
 @dataclass

@@ -34,7 +34,7 @@ class LossCheck:
         so negative labels, which usually mark ignored positions, are accepted.
 
         Args:
-            loss: the loss of the microbatch, [].
+            loss: the loss of the microbatch, []; in evaluation, a loss function may return nothing, [0].
             labels_bs: int64 [b, s].
             gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed
                 by [b, s] for each further predicted token; None in evaluation.
@@ -44,7 +44,7 @@ class LossCheck:
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
         worst = label.take(label.abs().argmax())  # Indexing with `[]` would copy the index to the host.
         self._microbatches.append(microbatch)
-        self._verdicts.append(torch.stack([(~loss.detach().isfinite()).long().squeeze(), wrong_bs.any().long(), worst]))
+        self._verdicts.append(torch.stack([(~loss.detach().isfinite()).any().long(), wrong_bs.any().long(), worst]))
 
     def judge(self) -> None:
         """Report losses that are NaN or infinite. Megatron itself decides whether the run continues.

@@ -77,6 +77,7 @@ FURTHER_PREDICTIONS_IN_PIECES = (
 
 def _different_lengths(shapes: Shapes, found: str) -> UserError:
     return UserError(
-        f"forward_step passed {found} to the model, but every packed sequence must have {shapes.sequence} tokens, "
-        "because pipeline ranks receive tensors of one fixed shape: pad every packed sequence to --seq-length"
+        f"forward_step passed {found} to the model, but pipeline ranks exchange tensors of one fixed shape, here "
+        f"{shapes.sequence} tokens: pass the length of a packed sequence as seq_length (--seq-length in Megatron's "
+        "scripts), and pad every packed sequence to it"
     )
