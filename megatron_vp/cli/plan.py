@@ -226,7 +226,7 @@ def _table(
     lines += memory_room(request, chosen, evaluations)
     lines += [line for line in (checked.note, next_start) if line]
     settings = settings_of(request.config, chosen.candidate.plan, request.job)
-    lines += how_to_run(settings, request)
+    lines += how_to_run(settings, request, None if chosen.candidate.without_split else checked.choice.gain)
     return "\n".join(lines)
 
 

@@ -194,6 +194,8 @@ def _row(answer: Answer, found: Found) -> list[str]:
 def _table(answer: Answer) -> str:
     from rich.table import Table
 
+    from megatron_vp.cost.planning.planner import gain_over
+
     table = Table()
     for heading in ("tensor", "context", "pipeline", "data", "expert", "micro batch"):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
@@ -218,7 +220,9 @@ def _table(answer: Answer) -> str:
         run = ", ".join([*(f"{size} {value}" for size, value in sizes.items()), each.evaluation.candidate.name])
         lines.append(f"not possible: {run}: {reason}")
     lines += [answer.note] if answer.note else []
-    return "\n".join([*lines, *how_to_run(settings, answer.request(answer.chosen))])
+    chosen = answer.chosen.evaluation
+    gain = None if chosen.candidate.without_split else gain_over(answer.others[0], chosen)
+    return "\n".join([*lines, *how_to_run(settings, answer.request(answer.chosen), gain)])
 
 
 def _thinned(frontier: list[Found]) -> list[Found]:

@@ -319,10 +319,14 @@ def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
-def how_to_run(settings: dict[str, Any], request: Request) -> list[str]:
-    """Lines that show how to configure a run: the flags to add, and an overlay file with the same settings."""
+def how_to_run(settings: dict[str, Any], request: Request, gain: float | None) -> list[str]:
+    """Lines that show how to configure a run: the flags to add, and an overlay file with the same settings.
+
+    gain: speed-up over the best run without vocabulary parallelism, if there is one.
+    """
     unset = [name for name, value in settings.items() if value is None or value is False]
-    lines = ["", "use: " + (flags_of(settings) or "the configuration without changes")]
+    use = "use: " if gain is None or gain >= 1 else "no gain in time; to run with this memory, use: "
+    lines = ["", use + (flags_of(settings) or "the configuration without changes")]
     if unset:
         lines.append(f"and unset {', '.join(unset)} with a configuration file, such as the one below")
     if request.hardware.is_gpu and max(request.job.tensor, request.job.context) > 1:

@@ -440,6 +440,14 @@ def evaluations(small, monkeypatch):
     return made, asked
 
 
+def test_a_split_that_gains_no_time_is_not_simply_recommended(small, evaluations):
+    made, _ = evaluations
+    made[1:] = [replace(made[2], iteration_seconds=1.99), made[1]]
+    table = run("plan", small).stdout
+    assert "1.00 times as fast" in table or "0.99 times as fast" in table
+    assert "\nno gain in time; to run with this memory, use: --vocab-parallel" in table and "\nuse:" not in table
+
+
 def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     lines = run("plan", small, "--num-virtual-stages-per-pipeline-rank", "4").stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
