@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
             ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-3"],
             "invalid choice: 'vocab-3' (choose from 'vocab-1', 'vocab-2')",
         ),
-        (["--vocab-parallel", "--num-virtual-stages-per-pipeline-rank", "2"], "1f1b"),
+        (["--pipeline-schedule", "1f1b", "--vocab-parallel", "--num-virtual-stages-per-pipeline-rank=2"], "1f1b"),
         (["8"], "'8' is not a flag"),
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
         (["--pipeline-model-parallel-layout", "Et*4|t*4L"], "does not match 8 layers"),
