@@ -139,7 +139,7 @@ PROOFS = (
         "mcore/test_hybrid.py::test_every_step_equals_plain_megatron",
     ),
     Proof(
-        "multi-token prediction (`--mtp-num-layers`), tied and untied, also in V shapes",
+        "multi-token prediction (`--mtp-num-layers`), tied and untied, also in V shapes and on a stage of its own",
         "mcore/test_multi_token.py::test_every_step_equals_plain_megatron",
     ),
     Proof(
