@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
-from megatron_vp.jobs.command_line import arguments, files_and_flags, option_of
+from megatron_vp.jobs.command_line import arguments, option_of
+from megatron_vp.jobs.known_options import files_and_flags
 
 
 def register(app: typer.Typer) -> None:

@@ -6,12 +6,14 @@ import csv
 import io
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_vp.cli.result_output import check_destination, write
+from megatron_vp.cli.sbatch import batch_files
 from megatron_vp.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,10 +43,14 @@ def list_jobs(
     from megatron_vp.cost.paper.cells import write_lists
     from megatron_vp.cost.paper.published import jobs
 
+    place = batch_files()
+    there = (
+        [f"--export=ALL,MEGATRON_VP_SLURM={place},MEGATRON_VP_PYTHON={sys.executable}"] if place.is_absolute() else []
+    )
     for gpus, (path, count) in write_lists(output, jobs()).items():
         nodes, per_node = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
-        words = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={per_node}", f"--array=1-{count}"]
-        typer.echo(shlex.join([*words, "scripts/slurm/tables.sbatch", str(path)]))
+        words = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={per_node}", f"--array=1-{count}", *there]
+        typer.echo(shlex.join([*words, str(place / "tables.sbatch"), str(path)]))
 
 
 def collect(

@@ -31,7 +31,7 @@ from megatron_vp.cli.planning import (
 )
 from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.known_options import files_and_flags
 
 if TYPE_CHECKING:
     from megatron_vp.cost.planning.evaluation import Evaluation

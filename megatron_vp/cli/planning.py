@@ -50,7 +50,12 @@ NodesOption = Annotated[
     int | None, typer.Option(min=1, help="Number of nodes (default: enough for one model replica).")
 ]
 MemoryOption = Annotated[
-    float | None, typer.Option(help="Memory limit per rank in GiB (default: the GPU's full memory).")
+    float | None,
+    typer.Option(
+        parser=lambda text: float(str(text).removesuffix("GiB")),
+        metavar="X|XGiB",
+        help="Memory limit per rank in GiB (default: the GPU's full memory).",
+    ),
 ]
 FormatOption = Annotated[
     Format | None,

@@ -16,7 +16,7 @@ import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.cli.result_output import check_destination, write
-from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import typer
 
 from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import arguments, files_and_flags, flags_in, name_of, spelled
-from megatron_vp.jobs.known_options import known_options
+from megatron_vp.jobs.command_line import arguments, flags_in, name_of, spelled
+from megatron_vp.jobs.known_options import files_and_flags, known_options
 from megatron_vp.jobs.shipped import BATCH_FILES
 
 IN_THE_REPOSITORY = Path("scripts/slurm")
@@ -197,11 +197,16 @@ def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
             raise UserError(f"{flag.option} is an option of SLURM's sbatch: pass it on with --slurm {passed_on}")
 
 
+def batch_files() -> Path:
+    """The folder of the batch files: relative if this is the repository, otherwise that of the installation."""
+    repository = IN_THE_REPOSITORY.is_dir() and IN_THE_REPOSITORY.samefile(BATCH_FILES)
+    return IN_THE_REPOSITORY if repository else BATCH_FILES
+
+
 def _command(options: list[str], variables: dict[str, str | None], slurm: Sequence[str]) -> list[str]:
     """The command that submits the batch file, without the job's training arguments."""
-    place = IN_THE_REPOSITORY
-    if not (place.is_dir() and place.samefile(BATCH_FILES)):
-        place = BATCH_FILES
+    place = batch_files()
+    if place == BATCH_FILES:
         variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
     given = [f"{name}={value}" for name, value in variables.items() if value is not None]
     # Commas separate the variables in --export, so variables whose values contain a comma are set by `env`.

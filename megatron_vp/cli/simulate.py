@@ -26,7 +26,7 @@ from megatron_vp.cli.planning import (
 )
 from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import files_and_flags
+from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:

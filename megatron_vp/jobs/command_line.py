@@ -87,14 +87,6 @@ def split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, others
 
 
-def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
-    """Split a command's words, `CONFIG [FLAGS]`, into files and flags, and append the overlays to the files."""
-    files, flags = list(overlays or ()), list(words or ())
-    if flags and not flags[0].startswith("-"):
-        files.insert(0, Path(flags.pop(0)))
-    return files, flags
-
-
 def arguments(files: Sequence[Path], flags: Sequence[str]) -> list[str]:
     """The job's files and flags as arguments of a training script."""
     return [*(word for file in files for word in (CONFIG, spelled(file))), *flags]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import grouped, name_of, option_of
+from megatron_vp.jobs.command_line import CPU, grouped, name_of, option_of
 from megatron_vp.jobs.yaml_files import Leaf
 
 _FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
@@ -123,3 +123,20 @@ def refuse_wrong_words(words: Sequence[str]) -> None:
         extra = listed_parser().parse_known_args([option, *values])[1]
         if extra:
             raise UserError(f"{option} takes fewer values: leave out {' '.join(extra)}")
+
+
+def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
+    """Split a command's words into files and flags, and append the overlays to the files.
+
+    The configuration is the first word or, after flags, the only word that no flag takes as a value.
+    """
+    files, flags = list(overlays or ()), list(words or ())
+    places, end = [0] if flags and not flags[0].startswith("-") else [], 0
+    for first, *values in grouped(flags) if flags and flags[0].startswith("--") else ():
+        end += 1 + len(values)
+        known = name_of(first.partition("=")[0]) in known_options()
+        extra = listed_parser().parse_known_args([first, *values])[1] if known else values if first == CPU else []
+        places += range(end - len(extra), end)
+    if len(places) == 1:
+        files.insert(0, Path(flags.pop(places[0])))
+    return files, flags

@@ -52,6 +52,10 @@ def test_the_papers_models_are_the_tables():
     ("changes", "line"),
     [
         ({"hidden_size": None}, "hidden_size is missing: set it in the configuration or as --hidden-size"),
+        (
+            {"num_layers": None, "seq_length": None},
+            "seq_length, num_layers are missing: give a configuration, as in",
+        ),
         ({"num_layers": "two"}, "num_layers is 'two'"),
         ({"pipeline_model_parallel_size": 3}, "8 ranks cannot be divided into replicas of 3"),
         (

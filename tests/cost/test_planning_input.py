@@ -81,6 +81,11 @@ def test_bad_input_is_one_line(small, arguments, words):
     assert words in str(error) and "\n" not in str(error)
 
 
+def test_a_memory_limit_takes_the_unit_of_the_activation_limit(small):
+    with_unit, without = (run("simulate", small, "--memory", size, "--format", "json") for size in ("40GiB", "40"))
+    assert with_unit.exit_code == 0 and with_unit.stdout == without.stdout
+
+
 def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(small, monkeypatch):
     monkeypatch.setattr("megatron_vp.cost.prediction.predict.make_simulator", None)
     flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]

@@ -78,7 +78,7 @@ def test_flags_are_accepted_or_refused_as_in_training(training, options, monkeyp
         drawn = [*DRAWN, *([choice] for choice in set(choices_of(action)))]
         choices += len(drawn) - len(DRAWN)
         for words in (spelled(option, each) for each in drawn):
-            parsed = accepted(training.parse_known_args, words)
+            parsed = accepted(argparse.ArgumentParser.parse_known_args, training, words)
             if (accepted(lambda: refuse_wrong_words(words) or True) is None) != (parsed is None or parsed[1] != []):  # noqa: B023
                 differ.append(words)
     assert not differ and choices > 300

@@ -43,7 +43,10 @@ FILES = {
 
 # The command line, of which {} is that folder, and a part of the line that it must say.
 OF_SIZES = [
-    ("plan", "hidden_size is missing"),
+    (
+        "plan",
+        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size are missing",
+    ),
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
     (
         "plan llama4_8b",
@@ -53,7 +56,10 @@ OF_SIZES = [
     ("plan configs", "cannot read configuration file configs: Is a directory"),
     ("simulate {}/list.yaml", "list.yaml does not contain a mapping"),
     ("simulate {}/word.yaml", "a section must contain 'argument_name: value' lines"),
-    ("simulate {}/empty.yaml", "hidden_size is missing"),
+    (
+        "simulate {}/empty.yaml",
+        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size",
+    ),
     ("simulate {}/tab.yaml", "tab.yaml is not valid YAML"),
     ("simulate {}/section_list.yaml", "'model' has a value here"),
     ("simulate {}/section_value.yaml", "'model' has a value here"),

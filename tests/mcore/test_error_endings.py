@@ -182,12 +182,14 @@ def train_until_interrupted(rank, _world_size, words, after):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_ctrl_c_is_one_line_and_no_traceback(after):
-    words = tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, train_iters=1000)
+def test_ctrl_c_is_one_line_and_no_traceback(after, tmp_path):
+    saved = {"save": str(tmp_path), "save_interval": 1000}
+    words = tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, train_iters=1000, **saved)
     ends = run_ranks_to_their_end(2, _exiting, words, after, timeout=60)
     assert [status for status, _ in ends] == [130, 130]
     outputs = [output for _, output in ends]
     assert [output.count("stopped by Ctrl-C (SIGINT)") for output in outputs] == [1, 0]
+    assert f"which saves nothing{f'; {tmp_path} has no checkpoint' if after else ''}\n" in outputs[0]
     assert not any("Traceback" in output or "error: " in output for output in outputs), outputs
 
 

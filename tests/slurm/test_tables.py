@@ -3,6 +3,7 @@
 import csv
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_vp.cost.paper.cells import cell_arguments, cell_name
 from megatron_vp.cost.paper.published import Cell, jobs, read_cells
 from megatron_vp.cost.paper.runs import PEAK_FLOPS
 from megatron_vp.cost.sizes.flops import paper_flops
+from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore.start.preflight import check_job
 from tests.slurm.test_launch import TINY
 
@@ -79,6 +81,15 @@ def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
     assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
     assert {name: shlex.split(words) for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
+
+
+def test_lists_can_be_submitted_from_any_folder(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, printed, _ = said("paper", "jobs", "-o", "cells")
+    words = shlex.split(printed.splitlines()[0])
+    assert f"--export=ALL,MEGATRON_VP_SLURM={BATCH_FILES},MEGATRON_VP_PYTHON={sys.executable}" in words
+    assert words[-2:] == [str(BATCH_FILES / "tables.sbatch"), "cells/8_gpus.tsv"] and Path(words[-2]).is_file()
+    accepted(SOME[0])
 
 
 def write_run(folder: Path, cell: Cell, milliseconds: list[float], peaks: list[float], **arguments: object) -> None:

@@ -29,14 +29,14 @@ def cell_name(cell: Cell) -> str:
 
 
 def cell_arguments(cell: Cell) -> list[str]:
-    """The arguments of `pretrain_gpt_vp.py` for a cell, with paths relative to the repository."""
+    """The arguments of `pretrain_gpt_vp.py` for a cell, with the names of shipped configurations."""
     job = jobs()[cell]
     plan = plan_of(cell)
-    overlays = [f"configs/{MODELS[cell.table][cell.gpus]}.yaml", "configs/data/timing.yaml"]
+    overlays = [MODELS[cell.table][cell.gpus], "data/timing"]
     if plan.schedule != DEFAULT_SCHEDULE:
-        overlays.append(f"configs/methods/{plan.schedule}.yaml")
+        overlays.append(f"methods/{plan.schedule}")
     if plan.vocab not in (VocabMethod.NONE, VocabMethod.INTERLACED):
-        overlays.append(f"configs/methods/{plan.vocab}.yaml")
+        overlays.append(f"methods/{plan.vocab}")
     words = [f"--config={path}" for path in overlays]
     words += [f"--seq-length={job.sequence}", f"--max-position-embeddings={job.sequence}"]
     words += [f"--vocab-size={job.model.vocab}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
@@ -20,10 +20,17 @@ from megatron_vp.cost.sizes.shapes import (
     Recompute,
 )
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_RANKS, last_batch
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.jobs.pattern_text import pattern_in
+
+_REQUIRED = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"), ""),
+    **{"num_layers": "hybrid_layer_pattern", "vocab_size": "padded_vocab_size"},
+}
+"""The sizes without a default, each with the argument that replaces it."""
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
@@ -40,7 +47,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     def size(name: str) -> int:
         value = given(name)
         if value is None:
-            raise UserError(f"{name} is missing: set it in the configuration or as --{name.replace('_', '-')}")
+            absent = [each for each, other in _REQUIRED.items() if given(each) is None and given(other) is None]
+            raise UserError(_missing(absent))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name} is {value!r}: give a whole number of at least 1")
         return value
@@ -210,6 +218,15 @@ def _states(given: Callable[..., Any], fp8: Fp8Recipe | None) -> OptimizerStates
     elif not (given("bf16") or given("fp16")):
         parameters = 0
     return OptimizerStates(_bytes_of(given, "exp_avg_dtype") + _bytes_of(given, "exp_avg_sq_dtype") + parameters, takes)
+
+
+def _missing(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is missing: set it in the configuration or as {option_of(names[0])}"
+    return (
+        f"{', '.join(names)} are missing: give a configuration, as in `megatron-vp plan llama3_8b [FLAGS]`, or flags "
+        f"such as {option_of(names[0])} N"
+    )
 
 
 def _letters(given: Callable[..., Any], layers: int, experts: bool) -> str:

@@ -25,6 +25,7 @@ from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings, words
 from megatron_vp.schedule import VocabMethod
+from megatron_vp.trace.rank_files import path_of
 
 
 def _mtp_rank_holds_rows(a: argparse.Namespace) -> bool:
@@ -54,6 +55,10 @@ def _dense_ranks(a: argparse.Namespace) -> int:
 def _expert_ranks(a: argparse.Namespace) -> int:
     """The number of ranks that jointly compute a layer's experts."""
     return a.expert_model_parallel_size * (a.expert_tensor_parallel_size or a.tensor_model_parallel_size)
+
+
+def _has_more_ranks(folder: str | None, a: argparse.Namespace) -> bool:
+    return folder is not None and path_of(Path(folder), a.pipeline_model_parallel_size).exists()
 
 
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
@@ -458,6 +463,16 @@ REFUSALS = (
     Refusal(
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
         "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a different folder for each",
+    ),
+    Refusal(
+        lambda a: _has_more_ranks(a.rank_report, a),
+        "--rank-report {rank_report} holds reports of a run with more pipeline ranks, which would mix with this run's: "
+        "use another folder, or delete them",
+    ),
+    Refusal(
+        lambda a: _has_more_ranks(a.pipeline_trace, a),
+        "--pipeline-trace {pipeline_trace} holds traces of a run with more pipeline ranks, which would mix with this "
+        "run's: use another folder, or delete them",
     ),
 )
 

@@ -107,8 +107,19 @@ def refuse(said: str, status: int) -> NoReturn:
 def _end_interrupted() -> NoReturn:
     """Exit after Ctrl-C, which interrupts every rank. Only rank 0 prints a line, and no rank waits for its peers."""
     if os.environ.get("RANK", "0") == "0":
-        at_last(lambda: say("stopped by Ctrl-C (SIGINT)"))
+        at_last(lambda: say(f"stopped by Ctrl-C (SIGINT), which saves nothing{_last_saved()}"))
     _exit(128 + signal.SIGINT)
+
+
+def _last_saved() -> str:
+    """What is on disk of a training job, as the end of a sentence; empty for other jobs."""
+    from megatron_vp.mcore import settled
+    from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
+
+    if not settled.is_settled() or (folder := settled.current().args.save) is None:
+        return ""
+    reached = last_checkpoint(folder)
+    return f"; {folder} has {f'a checkpoint of iteration {reached}' if reached else 'no checkpoint'}"
 
 
 def _end_quietly_when_interrupted() -> None:

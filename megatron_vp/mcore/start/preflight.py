@@ -25,7 +25,7 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed, triton_start
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.mcore.storage.checkpoint_files import TRACKER
+from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
 
@@ -266,15 +266,6 @@ def describe_start(job: SettledJob) -> list[str]:
     start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
     end = f"of {args.train_iters}" if args.train_iters else f"and ends after {args.train_samples} samples"
     return [*lines, f"the job saves to {args.save}, and {start} {end}"]
-
-
-def last_checkpoint(folder: str | os.PathLike[str]) -> int:
-    """The iteration that the tracker file in `folder` names; 0 if it names none."""
-    tracker = Path(folder) / TRACKER
-    try:
-        return int(tracker.read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 @contextmanager

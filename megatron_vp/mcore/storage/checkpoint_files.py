@@ -113,3 +113,12 @@ PATCHES = (
     *attempt.PATCHES,
     *save_folder.PATCHES,
 )
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> int:
+    """The iteration that the tracker file in `folder` names; 0 if it names none."""
+    tracker = Path(folder) / TRACKER
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError):
+        return 0
