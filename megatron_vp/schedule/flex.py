@@ -35,9 +35,8 @@ SAMPLE = 800
 These schedules have at least 5/4 as many microbatches as ranks, but never more microbatches than the request.
 """
 SMALL = 1_000
-"""Up to this value of ranks x microbatches, `fitted` considers all base families within the memory limit and the three
-best blocks of each memory peak. Above this value, it considers only the family with the highest peak within the limit
-and only the best block of each memory peak.
+"""Up to this value of ranks x microbatches, `fitted` generates the whole schedules of the three best blocks of each
+memory peak. Above this value, it generates only that of the best block.
 """
 
 
@@ -45,8 +44,8 @@ and only the best block of each memory peak.
 def fitted(request: ScheduleRequest, limit: float) -> Family:
     """Fit a flexible family to a memory limit, and return the fitted family.
 
-    For the request's sizes, method and costs, the fitted family's schedule stays within the limit. If ranks times
-    microbatches is at most `SMALL`, no base family has a shorter schedule within the limit.
+    For the request's sizes, method and costs, the fitted family's schedule stays within the limit, and no base family
+    has a shorter schedule within the limit.
 
     `limit` applies to activations on the device, in units of one microbatch's activations on a rank. Raises UserError
     if the family is not flexible, or if every schedule needs more memory than the limit.
@@ -60,7 +59,6 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
     search = _Search(request, most)
     found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
     is_small = request.pipeline_size * request.microbatches <= SMALL
-    found = found if is_small else found[:1]
     # Blocks are compared on a sample of the microbatches, so check the peak again with all microbatches.
     blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
     found += [each for each in blocks if each.peak <= most]

@@ -15,6 +15,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import predict_cell
+from megatron_vp.cost.prediction.limit import with_limit
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.stage_costs import _pace, expected_maximum
 from megatron_vp.cost.sizes.layouts import redistributed_layers
@@ -42,6 +43,24 @@ def test_vocabulary_parallelism_balances_time_and_memory():
     step = PassTimes(job(), H100, CALIBRATED).optimizer_step(max(parameters[0]) / 2)
     assert plain.iteration_seconds == pytest.approx(plain.timeline.makespan + step)
     assert plain.mfu < split.mfu < 1 and split.tokens_per_second == 16 * 2048 / split.iteration_seconds
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "vocab"),
+    [
+        (8, 8, VocabMethod.VOCAB_2),
+        pytest.param(4, 9, VocabMethod.NONE, marks=pytest.mark.slow),
+        pytest.param(8, 12, VocabMethod.VOCAB_1, marks=pytest.mark.slow),
+    ],
+)
+def test_no_schedule_that_fits_into_a_limit_is_faster_than_a_flexible_one(ranks, microbatches, vocab):
+    sizes = job(pipeline=ranks, microbatches=microbatches)
+    for name in ("zb-v", "v-half", "v-min"):
+        other = predict(sizes, Plan(name, vocab), H100)
+        held = max(rank.activations for rank in other.memory) / GIB
+        for limit in (f"{max(other.timeline.peak_activation):g}", f"{held + 0.001:.3f}GiB"):
+            found = predict(sizes, with_limit(sizes, Plan("v-flex", vocab), H100, limit), H100)
+            assert found.timeline.makespan <= other.timeline.makespan * (1 + 1e-9), (name, limit)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half", "v-min"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.prediction.predict import Prediction, predict
 from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
@@ -22,22 +23,35 @@ GIB = 2**30
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
     """Fit the shape of `plan`'s flexible schedule to `limit`: activations per rank, in microbatches or in GiB.
 
-    The order of the passes follows from `costs`. If `costs` is None, `order_costs` computes them. Raises UserError if
-    `fitted` does, or if the limit is less than the activations of one chunk.
+    The order of the passes follows from `costs`. If `costs` is None, `order_costs` computes them. Of the shape that
+    `fitted` finds and of the bases that fit, the plan gets the one that is predicted to be fastest. Raises UserError if
+    none fits and `fitted` does, or if the limit is less than the activations of one chunk.
     """
     request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
     text = limit.strip()
-    if not text.endswith("GiB"):
-        return replace(plan, shape=fitted(request, microbatches_of_limit(text)).shape, activation_limit=text)
-    room = microbatches_of_limit(text.removesuffix("GiB"), "GiB")
-    microbatches = room * GIB / _largest_microbatch(job, plan, hardware)
-    if microbatches * request.chunks < 1:
+    in_bytes = text.endswith("GiB")
+    room = microbatches_of_limit(text.removesuffix("GiB"), "GiB" if in_bytes else "microbatches")
+    microbatches = room * GIB / _largest_microbatch(job, plan, hardware) if in_bytes else room
+    if in_bytes and microbatches * request.chunks < 1:
         raise UserError(
             f"--activation-limit {limit} is too small: one chunk's activations alone take "
             f"{room / microbatches / request.chunks:.3g} GiB; give at least that much"
         )
-    shape = fitted(request, math.floor(microbatches * request.chunks) / request.chunks).shape
-    return replace(plan, shape=shape, activation_limit=text)
+
+    def fits(found: Prediction) -> bool:
+        if in_bytes:
+            return max(rank.activations for rank in found.memory) <= room * GIB
+        return max(found.timeline.peak_activation) <= room + 1e-9
+
+    plans = [replace(plan, shape=base.name, activation_limit=text) for base in request.family.bases]
+    found = [each for each in (predict(job, own, hardware) for own in plans) if fits(each)]
+    try:
+        shape = fitted(request, math.floor(microbatches * request.chunks + 1e-9) / request.chunks).shape
+        found.insert(0, predict(job, replace(plan, shape=shape, activation_limit=text), hardware))
+    except UserError:
+        if not found:
+            raise
+    return min(found, key=lambda each: each.timeline.makespan).plan
 
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
