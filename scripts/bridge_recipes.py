@@ -1,12 +1,16 @@
 """List which of Megatron-Bridge's performance recipes would be accepted with `--vocab-parallel`.
 
-    PYTHONPATH=FOLDER python scripts/bridge_recipes.py [--write] [--list]
+    PYTHONPATH=FOLDER python scripts/bridge_recipes.py [--write] [--list] [--simulate]
 
 FOLDER contains Megatron-Bridge and the packages that it imports (see `tests/mcore/bridge_loop.py`). The script builds
 each recipe for H100, B200 and GB300 that has two or more pipeline stages, with the sizes of its Hugging Face model
 below, and turns it into Megatron's flags. It checks these flags in the same way as `scripts/nvidia_jobs.py` checks
 NVIDIA's other jobs. Changes that a recipe makes to the built model (adapters, frozen weights) have no flag and are not
 checked. Nothing is downloaded or started.
+
+`--simulate` instead predicts the pretraining recipes with `megatron-vp simulate`, plain and with `--vocab-parallel`
+alone. Times and memory are given for the GPUs that the cost model knows. Recipes for other GPUs are simulated on B200,
+only to list which are refused and which of their options are not counted.
 """
 
 from __future__ import annotations
@@ -19,10 +23,15 @@ import importlib.machinery
 import json
 import logging
 import pkgutil
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -30,12 +39,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import nvidia_jobs  # noqa: E402
 from nvidia_jobs import Job  # noqa: E402
 
+from megatron_vp.cli.app import app  # noqa: E402
 from megatron_vp.mcore.start import preflight  # noqa: E402
 from tests.mcore import bridge_loop  # noqa: E402
 
 FAMILIES = ("deepseek", "gpt_oss", "kimi", "llama", "nemotronh", "qwen")
 GPUS = {"h100": "9.0", "b200": "10.0", "gb300": "10.3"}
 """The GPUs whose recipes are judged, and their compute capabilities."""
+SIMULATED = ("h100", "b200")
+"""The GPUs among them that the cost model knows."""
+OTHERS = ("b300", "gb200", "r100", "vr200")
+"""Further GPUs for which there are recipes."""
+GIB = 2**30
 _NOT_HERE = ("diffusers", "nvidia_resiliency_ext", "megatron.energon")
 _OF_OTHER_MODELS = ("megatron.bridge.diffusion", "megatron.bridge.recipes.flux", "megatron.bridge.recipes.wan")
 _CALLED_OTHERWISE = {
@@ -106,8 +121,8 @@ def models() -> dict[str, Any]:
     }
 
 
-def recipes() -> Iterator[tuple[str, str, str, Any]]:
-    """Yield (family, GPU, name, configuration) for every recipe whose model is known."""
+def recipes(gpus: Iterable[str]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield (family, GPU, name, configuration) for every recipe for `gpus` whose model is known."""
     bridge_loop.import_bridge()
     sys.meta_path.insert(0, _StandIns())
     from megatron.bridge import AutoBridge
@@ -115,7 +130,9 @@ def recipes() -> Iterator[tuple[str, str, str, Any]]:
     known = models()
     AutoBridge.from_hf_pretrained = staticmethod(lambda model, **_: AutoBridge.from_hf_config(known[model]))
     for family in FAMILIES:
-        for gpu in GPUS:
+        for gpu in gpus:
+            if importlib.util.find_spec(f"megatron.bridge.perf_recipes.{family}.{gpu}") is None:
+                continue
             package = importlib.import_module(f"megatron.bridge.perf_recipes.{family}.{gpu}")
             for each in pkgutil.iter_modules(package.__path__):
                 module = importlib.import_module(f"{package.__name__}.{each.name}")
@@ -203,6 +220,81 @@ def _layout(layout: Any) -> str:
     return "|".join("".join(_LETTERS[str(layer).rpartition(".")[2]] for layer in stage) for stage in stages)
 
 
+class Simulated(NamedTuple):
+    """What `simulate` said of a recipe, plain and with `--vocab-parallel`: its JSON documents, or the first refusal."""
+
+    family: str
+    gpu: str
+    name: str
+    found: tuple[dict[str, Any], ...] = ()
+    refusal: str = ""
+    megatron: str | None = None
+    """Why plain Megatron would refuse the recipe too."""
+
+    @property
+    def ratio(self) -> float:
+        """Time of the plain recipe over its time with `--vocab-parallel`."""
+        plain, split = (each["plan"]["iteration_seconds"] for each in self.found)
+        return plain / split
+
+    @property
+    def memory(self) -> tuple[float, float]:
+        """GiB of the fullest rank, plain and with `--vocab-parallel`."""
+        plain, split = (each["plan"]["peak_memory_bytes"] / GIB for each in self.found)
+        return plain, split
+
+
+def simulated(family: str, gpu: str, name: str, words: Sequence[str], judge: Any) -> Simulated:
+    """Simulate a recipe. `judge` says why plain Megatron refuses the recipe; it is asked if `simulate` refuses it."""
+    gpus = int(re.search(r"(\d+)gpu", name)[1])  # type: ignore[index]
+    hardware = ["--hardware", gpu if gpu in SIMULATED else "b200", "--nodes", str(max(1, gpus // 8))]
+    found = []
+    for way in ([], ["--vocab-parallel"]):
+        said = CliRunner().invoke(app, ["simulate", *words, *way, *hardware, "--format", "json"])
+        if said.exit_code:
+            why = str(said.exception) if said.exit_code != 2 or not said.stderr else said.stderr.strip()
+            return Simulated(family, gpu, name, (), " ".join([*way, why]), judge())
+        found.append(json.loads(said.stdout))
+    return Simulated(family, gpu, name, tuple(found))
+
+
+def simulated_tables(rows: Sequence[Simulated]) -> str:
+    """Tables of times and memory by family and by recipe, of refusals, and of options that are not counted."""
+    known = [row for row in rows if row.found and row.gpu in SIMULATED]
+    lines = [
+        "| family | GPU | recipes | mean ratio | least | most | slower | GiB plain | GiB split |",
+        "|---" * 9 + "|",
+    ]
+    groups = dict.fromkeys((row.family, row.gpu) for row in known)
+    for family, gpu in [*groups, ("**all**", "")]:
+        those = [row for row in known if family == "**all**" or (row.family, row.gpu) == (family, gpu)]
+        ratios = [row.ratio for row in those]
+        if those:
+            numbers = (
+                f"{fmean(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} | {sum(each < 1 for each in ratios)}"
+            )
+            memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in (0, 1))
+            lines.append(f"| {family} | {gpu} | {len(those)} | {numbers} | {memory} |")
+    lines += ["", "| recipe | plain s | split s | ratio | GiB plain | GiB split |", "|---" * 6 + "|"]
+    for row in known:
+        plain, split = (each["plan"]["iteration_seconds"] for each in row.found)
+        memory = f"{row.memory[0]:.1f} | {row.memory[1]:.1f}"
+        lines.append(f"| {row.name} | {plain:.4g} | {split:.4g} | {row.ratio:.3f} | {memory} |")
+    lines += ["", "| refused by simulate | Megatron runs it | recipes | such as |", "|---" * 4 + "|"]
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for row in rows:
+        if not row.found:
+            kind = re.sub(r"\d+", "N", row.refusal.removeprefix("--vocab-parallel ").removeprefix("Error: "))[:140]
+            kinds.setdefault((kind, row.megatron is None), []).append(row.name)
+    for (kind, runs), names in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {kind} | {'yes' if runs else 'no'} | {len(names)} | {names[0]} |")
+    by_gpu = Counter(f"{row.gpu}{'' if row.found else ', refused'}" for row in rows)
+    lines += ["", "Recipes by GPU: " + ", ".join(f"{gpu} {count}" for gpu, count in sorted(by_gpu.items())), ""]
+    options = Counter(option for row in rows for option in {*(row.found[0]["uncounted"] if row.found else ())})
+    lines += ["| option that is not counted | recipes |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {option} | {count} |" for option, count in options.most_common())])
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -210,6 +302,7 @@ def main() -> int:
         "--write", action="store_true", help=f"put the tables into {nvidia_jobs.PAGE.relative_to(ROOT)}"
     )
     parser.add_argument("--list", action="store_true", help="first print every recipe and whether it is accepted")
+    parser.add_argument("--simulate", action="store_true", help="predict the pretraining recipes, and print tables")
     parser.add_argument("--words", action="store_true", help="only print every recipe's name and flags, as JSON")
     given = parser.parse_args()
     if (missing := bridge_loop.missing()) is not None:
@@ -221,17 +314,27 @@ def main() -> int:
     megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     options = {option.dest: option for option in megatron._actions}
     answers: dict[Job, tuple[str | None, ...]] = {}
-    for family, gpu, name, recipe in recipes():
+    predicted: list[Simulated] = []
+    for family, gpu, name, recipe in recipes((*GPUS, *OTHERS) if given.simulate else GPUS):
         if recipe.model.pipeline_model_parallel_size > 1:
             queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if gpu == "h100" else "32"}
-            job = Job(f"{family}", name, tuple(words_of(recipe, options)), queues, nvidia_jobs.nodes(GPUS[gpu]))
+            nodes = nvidia_jobs.nodes(GPUS.get(gpu, "10.0"))
+            job = Job(f"{family}", name, tuple(words_of(recipe, options)), queues, nodes)
+            if given.simulate:
+                if "pretrain" in name:
+                    predicted.append(simulated(family, gpu, name, job.words, lambda job=job: job.answers()[0]))
+                    row = predicted[-1]
+                    print(name, f"{row.ratio:.3f}" if row.found else row.refusal, file=sys.stderr, flush=True)
+                continue
             if given.words:
                 print(json.dumps([name, job.words]), flush=True)
                 continue
             answers[job] = job.answers()
             if given.list:
                 print(name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
-    if given.words:
+    if given.simulate:
+        print(simulated_tables(predicted))
+    if given.words or given.simulate:
         return 0
     from megatron.bridge.package_info import __version__
 
