@@ -89,9 +89,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
-        described = Prediction(job.args, job.words)
-        left_out = described.uncounted
-        whole, plan, hardware = predicted_plan(job.args, job.settings, described)
+        whole, plan, hardware = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
         with gc_paused():
             simulator = make_simulator(sampled(whole), plan, hardware)
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
@@ -102,7 +100,6 @@ def describe_prediction(job: SettledJob) -> list[str]:
     return [
         f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, peak memory "
         f"{found.memory[fullest].total / _GIB:.3g} GiB (on pipeline rank {fullest})"
-        + (f"; not counted: {', '.join(left_out)}" if left_out else "")
     ]
 
 
@@ -110,13 +107,19 @@ def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known. The
     last line may warn of ranks without layers.
     """
-    rows, layers = describe_rows(job), layers_given(job.args)
+    rows, layers, prediction, left_out = describe_rows(job), layers_given(job.args), Prediction(job.args, job.words), ""
     with suppress(UserError):  # The cost model does not cover every job.
-        sizes, plan, _ = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
+        left_out = ", ".join(prediction.uncounted)
+        sizes, plan, _ = predicted_plan(job.args, job.settings, prediction)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
-    lines = (rows, layers and f"layers by stage: {_numbers(layers)}", layers and _warn_of_empty_ranks(job, layers))
+    lines = (
+        rows,
+        layers and f"layers by stage: {_numbers(layers)}",
+        left_out and f"options that predictions and balanced rows do not count: {left_out}",
+        layers and _warn_of_empty_ranks(job, layers),
+    )
     return [line for line in lines if line]
 
 
