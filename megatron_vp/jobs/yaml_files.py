@@ -82,7 +82,8 @@ def _copy_to_earlier_sections(layers: Sequence[tuple[Path, DictConfig]]) -> dict
     homes: dict[str, _Trail] = {}
     moved: dict[tuple[Path, _Trail], _Trail] = {}
     for file, config in layers:
-        leaves = list(_leaves(OmegaConf.to_container(config)))
+        tree: Any = OmegaConf.to_container(config)
+        leaves = list(_leaves(tree))
         keys = [trail[-1] for trail, _ in leaves]
         for trail, value in leaves:
             home = homes.setdefault(trail[-1], trail)
