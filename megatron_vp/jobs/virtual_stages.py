@@ -61,7 +61,9 @@ def shifted_layers(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
     if layers is None or not shifts_given(arguments):
         return None
     ranks, chunks = given("pipeline_model_parallel_size") or 1, chunks_asked(arguments) or 1
-    own = {rank: given(name) for rank, name in zip((0, ranks - 1), SHIFTS[:2], strict=True) if given(name) is not None}
+    own: dict[int, int] = {
+        rank: arguments[name] for rank, name in zip((0, ranks - 1), SHIFTS[:2], strict=True) if given(name) is not None
+    }
     ends = [bool(given(name)) for name in ENDS]
     others = (layers + sum(ends) - sum(own.values())) // max(ranks - len(own), 1)
     found = [own.get(stage % ranks, others) // chunks for stage in range(ranks * chunks)]
