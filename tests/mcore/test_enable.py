@@ -320,7 +320,9 @@ def driver(_rank, _ranks):
     megatron_vp.enable(vocab_parallel=True, pipeline_schedule="zb-h1")
     from megatron.training import arguments
 
-    parsed = arguments.parse_args(ignore_unknown_args=True)
+    parsed, complete = arguments.parse_args(ignore_unknown_args=True), list(sys.argv)
+    # As a part of Megatron does when training begins.
+    assert arguments.parse_args(ignore_unknown_args=True) == parsed and sys.argv == complete
     return parsed.vocab_parallel, parsed.pipeline_schedule, sys.argv[-2:]
 
 

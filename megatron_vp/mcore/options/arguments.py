@@ -28,7 +28,7 @@ from megatron_vp.mcore.megatron_arguments import check_parsed
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
-from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle
+from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle, words
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
@@ -63,6 +63,9 @@ class _Parser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse `args`, as `parse_args` does through this function."""
+        if args is None and words().all and tuple(sys.argv[1:]) == words().all:
+            # Part of Megatron parses the complete command line again, without the script's own options.
+            return super().parse_known_args(None, namespace)
         given = list(sys.argv[1:] if args is None else args)
         called = list(called_with.words) if (called_with := own_loop()) else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
