@@ -11,7 +11,6 @@ import os
 
 from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.job_config import read_job_config
-from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 SWITCHES = (
     "vocab_parallel",
@@ -21,7 +20,7 @@ SWITCHES = (
     "use_checkpoint_opt_param_scheduler",
 )
 VALUES = {
-    "pipeline_schedule": DEFAULT_SCHEDULE,
+    "pipeline_schedule": None,
     "offload_chunks": "0",
     "core_attention": "megatron",
     "transformer_impl": "transformer_engine",
