@@ -153,7 +153,7 @@ def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
     if hasattr(recipe.mixed_precision, "setup"):
         recipe.mixed_precision.setup(model, recipe.optimizer, recipe.ddp)
     said = {"moe_layer_freq": None}
-    for part in (recipe.ddp, recipe.optimizer, model):
+    for part in filter(None, (recipe.ddp, recipe.optimizer, getattr(model, "transformer", None), model)):
         said |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     words: list[str] = []
     for name, value in said.items():
@@ -244,16 +244,21 @@ class Simulated(NamedTuple):
         return plain, split
 
 
-def simulated(family: str, gpu: str, name: str, words: Sequence[str], judge: Any) -> Simulated:
-    """Simulate a recipe. `judge` says why plain Megatron refuses the recipe; it is asked if `simulate` refuses it."""
+def simulated(gpu: str, job: Job) -> Simulated:
+    """Simulate a recipe. If `simulate` refuses it, `megatron-vp check` says whether plain Megatron does, too.
+
+    The number of GPUs is that of the recipe's name or, if this is not a multiple of a replica, that of one replica.
+    """
+    family, name, words = job.group, job.name, job.words
     gpus = int(re.search(r"(\d+)gpu", name)[1])  # type: ignore[index]
+    gpus = gpus if gpus % job.ranks == 0 else job.ranks
     hardware = ["--hardware", gpu if gpu in SIMULATED else "b200", "--nodes", str(max(1, gpus // 8))]
     found = []
     for way in ([], ["--vocab-parallel"]):
         said = CliRunner().invoke(app, ["simulate", *words, *way, *hardware, "--format", "json"])
         if said.exit_code:
             why = str(said.exception) if said.exit_code != 2 or not said.stderr else said.stderr.strip()
-            return Simulated(family, gpu, name, (), " ".join([*way, why]), judge())
+            return Simulated(family, gpu, name, (), " ".join([*way, why]), job.answers()[0])
         found.append(json.loads(said.stdout))
     return Simulated(family, gpu, name, tuple(found))
 
@@ -322,7 +327,7 @@ def main() -> int:
             job = Job(f"{family}", name, tuple(words_of(recipe, options)), queues, nodes)
             if given.simulate:
                 if "pretrain" in name:
-                    predicted.append(simulated(family, gpu, name, job.words, lambda job=job: job.answers()[0]))
+                    predicted.append(simulated(gpu, job))
                     row = predicted[-1]
                     print(name, f"{row.ratio:.3f}" if row.found else row.refusal, file=sys.stderr, flush=True)
                 continue
