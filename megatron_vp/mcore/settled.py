@@ -203,13 +203,13 @@ class _Process:
 _process = _Process()
 
 
-def begin(schedule: str, text_of: Callable[[str], str] = text_of_file) -> None:
+def begin(schedule: str | None, text_of: Callable[[str], str] = text_of_file) -> None:
     """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
     Raises UserError if the file cannot be used.
     """
     clear()
-    if _names_file(schedule):
+    if schedule is not None and _names_file(schedule):
         with _named():
             _read(schedule, text_of)
 

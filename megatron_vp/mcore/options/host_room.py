@@ -57,7 +57,10 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
         return
     if not replayed:
         return check_offload(found)
-    needed, free = found.memory[args.rank * len(found.memory) // args.world_size].total, _available()
+    needed, free = (
+        found.memory[min(args.rank * len(found.memory) // args.world_size, len(found.memory) - 1)].total,
+        _available(),
+    )
     if needed > free:
         raise UserError(
             f"a replay of rank {args.rank} needs about {needed / _GIB:.3g} GiB of memory, but {free / _GIB:.3g} GiB "
