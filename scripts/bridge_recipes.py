@@ -263,8 +263,8 @@ def simulated(gpu: str, job: Job) -> Simulated:
     return Simulated(family, gpu, name, tuple(found))
 
 
-def simulated_tables(rows: Sequence[Simulated]) -> str:
-    """Tables of times and memory by family and by recipe, of refusals, and of options that are not counted."""
+def by_family(rows: Sequence[Simulated]) -> str:
+    """A table of times and memory by family and GPU, for the GPUs that the cost model knows."""
     known = [row for row in rows if row.found and row.gpu in SIMULATED]
     lines = [
         "| family | GPU | recipes | mean ratio | least | most | slower | GiB plain | GiB split |",
@@ -279,9 +279,14 @@ def simulated_tables(rows: Sequence[Simulated]) -> str:
                 f"{fmean(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} | {sum(each < 1 for each in ratios)}"
             )
             memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in (0, 1))
-            lines.append(f"| {family} | {gpu} | {len(those)} | {numbers} | {memory} |")
-    lines += ["", "| recipe | plain s | split s | ratio | GiB plain | GiB split |", "|---" * 6 + "|"]
-    for row in known:
+            lines.append(f"| {family} | {gpu.upper()} | {len(those)} | {numbers} | {memory} |")
+    return "\n".join(lines)
+
+
+def simulated_tables(rows: Sequence[Simulated]) -> str:
+    """Tables of times and memory by recipe, of refusals, and of options that are not counted."""
+    lines = ["| recipe | plain s | split s | ratio | GiB plain | GiB split |", "|---" * 6 + "|"]
+    for row in [each for each in rows if each.found and each.gpu in SIMULATED]:
         plain, split = (each["plan"]["iteration_seconds"] for each in row.found)
         memory = f"{row.memory[0]:.1f} | {row.memory[1]:.1f}"
         lines.append(f"| {row.name} | {plain:.4g} | {split:.4g} | {row.ratio:.3f} | {memory} |")
@@ -337,12 +342,16 @@ def main() -> int:
             answers[job] = job.answers()
             if given.list:
                 print(name, *(answer or "accepted" for answer in answers[job]), sep=" | ", flush=True)
-    if given.simulate:
-        print(simulated_tables(predicted))
-    if given.words or given.simulate:
+    if given.words:
         return 0
     from megatron.bridge.package_info import __version__
 
+    if given.simulate:
+        print(table := by_family(predicted), simulated_tables(predicted), sep="\n\n")
+        if given.write:
+            of = f"Recipes for H100 and B200, Megatron-Bridge {__version__}"
+            nvidia_jobs.write("predicted", f"{of}; ratio: plain time over time with the split:\n\n{table}")
+        return 0
     written = nvidia_jobs.tables(f"Results for Megatron-Bridge {__version__}", answers)
     if given.write:
         nvidia_jobs.write("recipes", written)
