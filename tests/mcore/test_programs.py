@@ -14,9 +14,9 @@ def test_every_iteration_runs_the_same_programs(name, method, forward_only):
     method = family.method(VocabMethod(method))
     request = ScheduleRequest.of(family, 4, 6, method=method, chunks=chunks, forward_only=forward_only)
     programs.cache_clear()
-    schedule, lowered = programs(request, False)
+    schedule, lowered = programs(request, None)
     expected = generate(name, 4, 6, vocab=method)
     expected = evaluation(expected) if forward_only else expected
     assert schedule == expand_interlaced(expected)
     assert lowered == lower(expected)
-    assert programs(request, False)[1] is lowered
+    assert programs(request, None)[1] is lowered

@@ -155,7 +155,7 @@ def other_than_default(action):
 def parsed(parser, words):
     from megatron_vp.mcore.start import same_job
 
-    values = vars(argparse.ArgumentParser.parse_args(parser, words))
+    values = vars(argparse.ArgumentParser.parse_known_args(parser, words)[0])
     with mock.patch.object(same_job, "code", lambda package: "the same"):
         return same_job.facts(values, given=parser.given(words))
 

@@ -26,8 +26,6 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         return None
     try:
         job, plan, hardware = predicted_plan(args, settings, prediction)
-        if hardware.rates is None or not hardware.rates.fp8_gemm:
-            job = replace(job, fp8=None)
         return order_costs(job, plan, hardware)
     except UserError:  # If the error matters, `choose_rows` or one of Megatron's own checks reports it.
         return None

@@ -60,13 +60,17 @@ class Prediction:
         return uncounted(self._config())
 
     def job(self) -> PredictedJob:
-        """Return the job's sizes and plan, and this rank's hardware. Options in `uncounted` are ignored.
+        """Return the job's sizes and plan, and this rank's hardware. Options in `uncounted` are ignored, and so is fp8
+        on hardware without it, where layers compute in 16 bits.
 
         Raises UserError for a job whose sizes are unknown or invalid.
         """
         config = self._config()
         job = replace(job_of(config.values, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
-        return PredictedJob(job, plan_of(config), _hardware(self._args))
+        hardware = _hardware(self._args)
+        if hardware.rates is None or not hardware.rates.fp8_gemm:
+            job = replace(job, fp8=None)
+        return PredictedJob(job, plan_of(config), hardware)
 
     def _config(self) -> JobConfig:
         """Read the job's configuration as the commands do, but take its sizes from Megatron's arguments, because a
