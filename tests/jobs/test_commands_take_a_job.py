@@ -21,7 +21,11 @@ ASKED = {
     "plan": ([], "megatron_vp.cli.plan.read_request", lambda files, flags, *_: arguments(files, flags)),
     "simulate": ([], "megatron_vp.cli.simulate.read_request", lambda files, flags, *_: arguments(files, flags)),
     "check": (["--ranks", "4"], "megatron_vp.mcore.start.preflight.check_job", lambda words, _: words),
-    "sbatch": (["--nodes", "1"], "megatron_vp.mcore.start.preflight.check_job", lambda words, _: words),
+    "sbatch": (
+        ["--nodes", "1", "--node-software", "te=no"],  # Otherwise, sbatch reads the files itself.
+        "megatron_vp.mcore.start.preflight.check_job",
+        lambda words, _: words,
+    ),
     "replay": (
         ["--rank", "0"],
         "megatron_vp.mcore.replay.one_rank.run_alone",

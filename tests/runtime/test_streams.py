@@ -256,11 +256,12 @@ def rank_iterations(
     for gradients in (True, False) if rehearses else (True, False, True):
         schedule = whole if gradients else whole.forward_only()
         depth = mtp_depth if gradients else 0
-        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, mtp_depth=depth, sp_size=sp_size)
+        mtp = {"mtp_depth": depth, "mtp_stage": whole.placement.stages - 1} if depth else {}
+        shapes = Shapes(SEQUENCE, BATCH, HIDDEN, torch.bfloat16, CUDA, sp_size=sp_size, **mtp)
         for weight in weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
-        program = written(lower(schedule, mtp_stage=schedule.placement.stages - 1 if depth else None))[rank]
+        program = written(lower(schedule, mtp_stage=shapes.mtp_stage))[rank]
         if rehearses:
             with device.outside_the_loop():  # its tokens come from the host
                 runner.rehearse(schedule, program, layers, shapes, gradients=gradients)
