@@ -9,6 +9,7 @@ from megatron_vp.cost.sizes.flops import layer_weights
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layout_text import layers_in
 
 DEEPSEEK_V3 = {
     **{"num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "num_attention_heads": 128},
@@ -58,3 +59,13 @@ def test_the_first_stage_has_the_dense_layers():
     job = job_of({**DEEPSEEK_V3, "pipeline_model_parallel_size": 2, "global_batch_size": 2})
     first, last = stage_layers(job, (30, 31))
     assert first.counts == {LayerType.DENSE: 3, LayerType.WHOLE: 27} and last.counts == {LayerType.WHOLE: 31}
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"), [("Et|tt|mL", [1, 2, 1]), ("Et|ttm|L", [1, 3, 0]), ("Ettt|m|L", [3, 1, 0])]
+)
+def test_a_prediction_head_is_on_the_stage_of_the_layout(layout, counts):
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32}
+    parallel = {"pipeline_model_parallel_size": 3, "micro_batch_size": 1, "global_batch_size": 3}
+    job = job_of({**sizes, **parallel, "mtp_num_layers": 1, "pipeline_model_parallel_layout": layout})
+    assert [sum(stage.counts.values()) for stage in stage_layers(job, layers_in(layout))] == counts
