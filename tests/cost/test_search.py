@@ -398,7 +398,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
-def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
+def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path, monkeypatch):
     keep = [word for name in sorted(SOME) for word in ("--keep", name)]
     out = tmp_path / "found.json"
     done = command(tmp_path, "--search", *keep, "-o", str(out))
@@ -422,6 +422,9 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path):
     said = [line for line in done.output.splitlines() if " times as fast as the best run " in line]
     assert [line[:4] for line in said] == [f"{document['gain']:.2f}", f"{document['gain_over_megatron']:.2f}"]
     assert f"({own['schedule']}, {own['method']}, with " in said[-1]
+    monkeypatch.setattr("megatron_vp.cost.planning.planner.gain_over", lambda other, chosen: 0.99)
+    slower = command(tmp_path, "--search", *keep).output
+    assert "\nno gain in time; to run with this memory, use: --" in slower and "\nuse: " not in slower
 
 
 def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monkeypatch):
