@@ -57,10 +57,9 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
         return
     if not replayed:
         return check_offload(found)
-    needed, free = (
-        found.memory[min(args.rank * len(found.memory) // args.world_size, len(found.memory) - 1)].total,
-        _available(),
-    )
+    # A check sets the rank to the number of ranks.
+    place = min(args.rank * len(found.memory) // args.world_size, len(found.memory) - 1)
+    needed, free = found.memory[place].total, _available()
     if needed > free:
         raise UserError(
             f"a replay of rank {args.rank} needs about {needed / _GIB:.3g} GiB of memory, but {free / _GIB:.3g} GiB "
