@@ -30,7 +30,7 @@ RUNNING = {
     "reports/pipeline_scalars.py": {"_current"},  # what has been measured and not written yet
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
     "reports/pipeline_trace.py": {"_current"},  # what has been recorded
-    "storage/save_folder.py": {"_claimed", "_guarded"},  # a file that this process holds
+    "storage/save_folder.py": {"_claimed"},  # a file that this process holds
     "start/meeting.py": {"_met"},  # the store at which the ranks meet
     "storage/attempt.py": {"_told_to_stop"},  # a signal that came
 }
