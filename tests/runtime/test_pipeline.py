@@ -9,6 +9,8 @@ import torch
 
 from megatron_vp.runtime.collectives import VocabularyCollectives
 from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.pipeline import _CONTENT
+from megatron_vp.schedule.transfers import Channel
 from megatron_vp.vocab.operations import operations_for
 from tests.harness.ranks import run_ranks
 from tests.runtime import toy
@@ -73,6 +75,7 @@ def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, ti
         stages = sum(each.startswith("layer") for each in found)
         losses, expected = reference(stages, microbatches, iteration, tied)
         assert results[-1][iteration][0] == pytest.approx(losses, rel=1e-12)
+        assert all(ranks[iteration][2][0] <= microbatches for ranks in results), "each of v chunks counts as 1/v"
         if not gradients:
             continue
         for name in ("embedding",) if tied else ("embedding", "output"):
@@ -123,6 +126,12 @@ def test_a_member_without_rows_adds_nothing_to_the_statistics():
     total = torch.empty_like(own)
     operations_for(own).fold_(total, torch.stack([nothing, own, nothing]))
     assert torch.equal(total, own)
+
+
+def test_the_gradient_of_a_stages_output_has_the_shape_of_the_next_stages_input():
+    shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"), mtp_depth=1, mtp_stage=1)
+    sizes = [_CONTENT[channel][1](shapes, 1).shape[0] for channel in (Channel.ACTIVATION, Channel.GRADIENT)]
+    assert sizes == [5, 10]
 
 
 def kept_models(rank, world, name, method):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partialmethod
 from unittest import mock
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megatron_vp.runtime import communicator
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.store import Store
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from tests.harness.ranks import run_ranks
 from tests.runtime.toy import run_pipeline
@@ -18,7 +21,8 @@ STEPS = [(4, True), (2, False), (3, True)]
 
 def used(rank: int, world: int, schedule: str, method: str) -> dict[str, object]:
     """What the rehearsals of one rank used, and the results of the iterations after them."""
-    found: dict[str, object] = {"sent": set(), "received": set(), "messages": set(), "rows": set(), "iterations": []}
+    found: dict[str, object] = {"sent": set(), "received": set(), "messages": set(), "rows": set()}
+    found |= {"iterations": [], "remembered": [], "checks": []}
     rehearsing = []
 
     def watched(owner, name, note):
@@ -41,8 +45,19 @@ def used(rank: int, world: int, schedule: str, method: str) -> dict[str, object]
         original(self, *arguments, **named)
         rehearsing.clear()
         found["iterations"].append(self.progress.iteration - before)
+        found["remembered"].append(self.has_rehearsed(arguments[3], named["gradients"]))
 
+    def check(self, original, name, *arguments):
+        found["checks"].append(name)
+        original(self, *arguments)
+
+    checks = [
+        mock.patch.object(Store, name, partialmethod(check, getattr(Store, name), name))
+        for name in ("assert_empty", "assert_peaks")
+    ]
     with (
+        checks[0],
+        checks[1],
         mock.patch.object(Pipeline, "rehearse", rehearse),
         watched(communicator.MessageCommunicator, "exchange", exchanged),
         watched(Links, "send", lambda self, message, tensor: found["messages"].add((message.channel, tensor.shape))),
@@ -87,4 +102,11 @@ def test_every_edge_carries_a_message_of_the_real_size(ranks):
 
 def test_rehearsals_are_not_counted_as_iterations(ranks):
     _, found = ranks
-    assert found[0]["iterations"] == [0, 0]
+    assert found[0]["iterations"] == [0, 0] and found[0]["remembered"] == [True, True]
+
+
+def test_every_iteration_ends_with_an_empty_store_and_if_it_trains_with_the_promised_peaks(ranks):
+    _, found = ranks
+    trains = [gradients for _, gradients in STEPS]
+    checks = [["assert_empty", *["assert_peaks"] * each] for each in (True, trains[0], False, *trains[1:])]
+    assert all(each["checks"] == list(itertools.chain(*checks)) for each in found)

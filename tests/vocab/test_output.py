@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vp.vocab import output
+from megatron_vp.vocab import operations, output
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer
@@ -15,6 +15,11 @@ from megatron_vp.vocab.statistics import GlobalStatistics
 TOKENS, HIDDEN = 37, 16
 # Uneven, with an empty last shard, one shard alone, and even.
 CUTS = [(50, 3), (9, 4), (5, 4), (64, 1), (64, 8)]
+
+
+@pytest.fixture(autouse=True)
+def logits_of_several_blocks(monkeypatch):
+    monkeypatch.setattr(operations, "ROWS_PER_BLOCK", 16)
 
 
 def test_what_is_kept_from_s_to_t_is_two_bytes_a_logit_and_x_and_vectors():
@@ -306,6 +311,35 @@ def test_label_outside_the_vocabulary_has_no_target():
     labels[3] = 50
     losses, _, _ = _sharded(x, weight, labels, row_gradient, 3, "vocab-2")
     torch.testing.assert_close(losses[3], torch.logsumexp(x[3] @ weight.t(), 0))
+
+
+def test_an_empty_shard_leaves_the_digits_of_logits_far_below_zero():
+    x, weight, labels, row_gradient = _problem(9, torch.float32)
+    x, weight = x.abs(), weight.abs() - 40
+    losses, *_ = _sharded(x, weight, labels, row_gradient, 4, "vocab-2")
+    torch.testing.assert_close(losses.double(), _reference(x, weight, labels, row_gradient)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_add_up(dtype):
+    x, weight, labels, row_gradient = _problem(50, dtype)
+    parameter = torch.nn.Parameter(weight)
+    parameter.main_grad, layer, found = torch.zeros(weight.shape), OutputLayer(parameter, VocabShards(50, 1), 0), []
+    for _ in range(2):
+        pending = layer(x, labels)
+        layer.t_pass(pending, GlobalStatistics(*pending.statistics_3n), row_gradient, input_gradient=False)
+        found.append(parameter.main_grad.clone())
+    torch.testing.assert_close(found[1], 2 * found[0])
+
+
+def test_the_second_row_of_label_smoothing_holds_the_rounding_error_of_the_first():
+    x, weight, labels, row_gradient = _problem(50, torch.bfloat16)
+    layer = OutputLayer(torch.nn.Parameter(weight), VocabShards(50, 1), 0)
+    pending = layer(x, labels, TokenLoss(label_smoothing=0.2))
+    derivative = pending.derivative(GlobalStatistics(*pending.statistics_3n))
+    weighed = EagerOperations().enter_targets_(pending.exp_nv, x, row_gradient, derivative)
+    exact = row_gradient.double() @ x.double() * -derivative.smoothing_factor
+    assert _distance(weighed[TOKENS:].double().sum(0), exact) < 2**-14 < _distance(weighed[TOKENS], exact)
 
 
 def test_two_runs_give_the_same_bits():

@@ -1,0 +1,48 @@
+"""Test how many layers the stages get: by hand, or against all other ways to divide them."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
+from megatron_vp.cost.sizes.layouts import by_stage, least_work_layers
+from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape
+from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
+from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
+from megatron_vp.schedule import FAMILIES, Placement
+
+MODEL = ModelShape(layers=6, hidden=64, heads=4, ffn=256, vocab=512)
+JOB = Job(MODEL, sequence=64, micro_batch=1, microbatches=4, pipeline=3)
+
+
+@pytest.mark.parametrize("work", [(0.5, 0.0, 2.2), (0.0, 3.0, 0.0), (1.0, 1.0, 1.0)])
+def test_the_busiest_rank_has_the_least_work_possible(work):
+    found = least_work_layers(7, 1.0, work, Placement.linear(3))
+    ways = [each for each in product(range(8), repeat=3) if sum(each) == 7 and each[1]]
+    busiest = [max(load + layers for load, layers in zip(work, each, strict=True)) for each in (found, *ways)]
+    assert sum(found) == 7 and busiest[0] == min(busiest)
+
+
+def test_which_chunk_gets_one_more_layer_varies_from_rank_to_rank():
+    assert by_stage([3, 3, 3, 3], Placement.round_robin(4, 2)) == (2, 1, 2, 1, 1, 2, 1, 2)
+    assert by_stage([3, 3], FAMILIES["v-half"].placement_of(2)) == (2, 1, 2, 1)
+
+
+def test_heads_are_no_layers_of_a_stage_but_of_the_model():
+    layout = "Ett|tt|m|L"
+    assert layers_in(layout) == (2, 2, 0, 0) and stages_behind_mtp(layout) == 1
+    model = replace(MODEL, mtp_heads=("t",), behind_mtp=1)
+    assert model_layers(replace(JOB, model=model)) == {LayerType.WHOLE: 7}
+    found = stage_layers(replace(JOB, model=model), (2, 2, 2))
+    assert [stage.counts[LayerType.WHOLE] for stage in found] == [2, 3, 2]
+
+
+def test_layers_in_16_bits_are_counted_from_the_ends_of_the_model():
+    job = replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=3)
+    assert [stage.wide.get(LayerType.WHOLE, 0) for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
+
+
+def test_vocabulary_layers_that_count_as_layers_count_for_the_number_of_chunks():
+    job = {"num_layers": 14, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
+    assert chunks_asked(job) == 1 and chunks_asked(job | dict.fromkeys(ENDS, True)) == 2
