@@ -1,61 +1,86 @@
-"""Patches that let unmodified Megatron run without CUDA, over gloo.
+"""Lets unmodified Megatron run without CUDA, over gloo.
 
-For each patch, we tested that Megatron fails without it. `torch.cuda.is_available` is overridden only while Megatron
-initialises, because Megatron's checkpointing and torch's compiler need its true value.
+A module that stands in for `torch.cuda` gives Megatron streams, events and random numbers of a device that computes in
+program order; tensors that Megatron creates on "cuda" are on the CPU. Everything else in `torch.cuda` keeps its true
+value, because Megatron's checkpointing and torch's compiler need it: only the module that initialises Megatron finds a
+device. For each patch, we tested that Megatron fails without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.platform import expert_tokens
 
 _CPU = torch.device("cpu")
+_GENERATOR = torch.default_generator
 
 
-class _Stream:
-    """Replaces a CUDA stream; everything runs in program order."""
+class _Done:
+    """Stands in for a CUDA stream or event, whose work is always done."""
+
+    device = _CPU
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.device = _CPU
+        pass
 
     def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    synchronize = wait_stream = wait_event = _nothing
+    synchronize = wait_stream = wait_event = record = wait = _nothing
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    def record_event(self, event: _Done | None = None) -> _Done:
+        return event or _Done()
 
-
-class _Event(_Stream):
-    """Replaces a CUDA event; always reports that the event has completed."""
-
-    record = wait = _Stream._nothing
-
-    def elapsed_time(self, _end: _Event) -> float:
+    def elapsed_time(self, _end: _Done) -> float:
         return 0.0
 
 
-def _is_cuda(device: Any) -> bool:
-    return isinstance(device, int) or str(device).startswith("cuda")
+def _view(module: ModuleType, **own: Any) -> ModuleType:
+    """A module that has the attributes `own`, and otherwise those of `module`."""
+    view = ModuleType(module.__name__)
+    vars(view).update(own, __getattr__=functools.partial(getattr, module))
+    return view
+
+
+def _cuda(original: ModuleType) -> ModuleType:
+    return _view(
+        original,
+        current_device=lambda: _CPU,
+        set_device=lambda device: None,
+        synchronize=lambda device=None: None,
+        Stream=_Done,
+        Event=_Done,
+        current_stream=lambda device=None: _Done(),
+        default_stream=lambda device=None: _Done(),
+        stream=nullcontext,
+        manual_seed=_GENERATOR.manual_seed,
+        get_rng_state=lambda device="cuda": _GENERATOR.get_state(),
+        set_rng_state=lambda new_state, device="cuda": _GENERATOR.set_state(new_state),
+    )
+
+
+def _torch_with_a_device(original: ModuleType) -> ModuleType:
+    there_is_one = {"is_available": lambda: True, "device_count": lambda: 1}
+    return _view(original, cuda=_view(_cuda(original.cuda), **there_is_one))
 
 
 def _factory_on_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
-        if device is not None and _is_cuda(device):
+        if isinstance(device, int) or str(device).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
@@ -75,16 +100,20 @@ def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _pretend_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        with (
-            mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        ):
-            return original(*args, **kwargs)
+def _with_own_generator(original: Callable[..., None]) -> Callable[..., None]:
+    """Let data loaders draw from a generator of their own, as on a GPU.
 
-    return initialize_megatron
+    On a CPU, torch's default generator takes the role of the device's generator. If loaders drew from it, dropout would
+    depend on which tensor rank reads the data, and would change in a resumed run, which starts the loaders again.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, loader: Any) -> None:
+        if loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(_GENERATOR.initial_seed())
+        original(self, loader)
+
+    return __init__
 
 
 def _exact_l2_norm(
@@ -116,42 +145,8 @@ def copied_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[
     ]
 
 
-class _HostGenerator:
-    """Gives data loaders and datasets their own random numbers, as in a run with GPUs.
-
-    On a CPU, torch's default generator also takes the role of the device's generator. If data loaders drew from it,
-    dropout would depend on which tensor rank reads the data, and would change in a resumed run, which starts the
-    loaders again. Loaders therefore draw from a separate generator, which no checkpoint stores.
-    """
-
-    def __init__(self) -> None:
-        self._generator: torch.Generator | None = None
-
-    @contextlib.contextmanager
-    def from_the_host(self) -> Iterator[None]:
-        """Inside this context, give torch's default generator the state of the separate generator for data."""
-        default = torch.default_generator
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(default.initial_seed())
-        device_state = default.get_state()
-        default.set_state(self._generator.get_state())
-        try:
-            yield
-        finally:
-            self._generator.set_state(default.get_state())
-            default.set_state(device_state)
-
-
-_HOST = _HostGenerator()
-
-
-def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def drawing(*args: Any, **kwargs: Any) -> Any:
-        with _HOST.from_the_host():
-            return original(*args, **kwargs)
-
-    return drawing
+def _sizes_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,44 +156,54 @@ def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
     def gather(whole: torch.Tensor, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         if whole.dtype != torch.uint8:
             return original(whole, part, group=group, async_op=async_op)
-        torch.distributed.all_gather(list(whole.chunk(group.size())), part, group=group)
-        return None
+        return dist.all_gather(list(whole.chunk(group.size())), part, group=group)
 
     return gather
 
 
-def _parts_of_any_size(original: Callable[..., Any]) -> Callable[..., Any]:
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gather parts of different sizes, synchronously: each rank in turn broadcasts its part."""
 
     @functools.wraps(original)
-    def all_gather(
-        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if len({part.shape for part in tensor_list}) == 1:
-            return original(tensor_list, tensor, group=group, async_op=async_op)
-        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
-        for owner, part in enumerate(tensor_list):
-            torch.distributed.broadcast(part, group=group, group_src=owner)
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original(parts, own, group=group, async_op=async_op)
+        parts[dist.get_rank(group)].copy_(own)
+        for owner, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=owner)
         return None
 
     return all_gather
+
+
+def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: Any) -> None:
+    """Sum parts of any sizes, synchronously: each rank in turn receives its sum."""
+    for owner, part in enumerate(parts):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if owner == dist.get_rank(group):
+            output.copy_(total)
 
 
 def _always(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
 
-_INITIALIZE = (
-    "(allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None, "
-    "store=None, skip_model_parallel_init=False, seed_pp_group=None, seed_dp_group=None, seed_tp_group=None, "
-    "seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)"
-)
 _FACTORIES = (
     *("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange"),
     *("zeros_like", "ones_like", "empty_like", "full_like"),
 )
+_RANDOM = "megatron.core.tensor_parallel.random"
+_ASYNC = "megatron.core.dist_checkpointing.strategies"
 
 PATCHES = (
+    Patch("torch:cuda", _cuda, "Megatron calls functions of torch.cuda that fail without a device", "value"),
+    Patch(
+        "megatron.training.initialize:torch",
+        _torch_with_a_device,
+        "initialization requires CUDA, and creates the parallel groups only if there is a device",
+        "value",
+    ),
     *(
         Patch(f"torch:{name}", _factory_on_cpu, "Megatron creates tensors on 'cuda' or in pinned memory", "builtin")
         for name in _FACTORIES
@@ -216,92 +221,23 @@ PATCHES = (
         "builtin",
     ),
     Patch(
-        "torch.cuda:current_device",
-        _always(lambda: _CPU),
-        "Megatron passes the result of torch.cuda.current_device to many functions as their device",
-        "()",
-    ),
-    Patch(
-        "torch.cuda:set_device",
-        _always(lambda device: None),
-        "Megatron selects a device, but a CPU run has none",
-        "(device)",
-    ),
-    Patch(
-        "torch.cuda:synchronize",
-        _always(lambda device=None: None),
-        "timers and point-to-point communication wait for the device",
-        "(device=None)",
-    ),
-    Patch(
-        "torch.cuda:Stream",
-        _always(_Stream),
-        "Megatron uses a side stream to wrap models for data parallelism",
-        "(device=None, priority=0, **kwargs)",
-    ),
-    Patch(
-        "torch.cuda:Event",
-        _always(_Event),
-        "Megatron uses events to make streams wait for each other",
-        "(enable_timing=False, blocking=False, interprocess=False, external=False)",
-    ),
-    Patch(
-        "torch.cuda:current_stream",
-        _always(lambda device=None: _Stream()),
-        "Megatron makes side streams wait for the current stream",
-        "(device=None)",
-    ),
-    Patch(
-        "torch.cuda:default_stream",
-        _always(lambda device=None: _Stream()),
-        "Megatron makes side streams wait for the default stream",
-        "(device=None)",
-    ),
-    Patch(
-        "torch.cuda:stream",
-        _always(lambda stream: contextlib.nullcontext(stream)),
-        "code meant for a side stream runs on the main stream, in program order",
-        "(stream)",
-    ),
-    Patch(
-        "torch.cuda:get_rng_state",
-        _always(lambda device="cuda": torch.default_generator.get_state()),
-        "a checkpoint stores the random state of the GPU; in a CPU run, it stores that of the CPU",
-        "(device='cuda')",
-    ),
-    Patch(
-        "torch.cuda:set_rng_state",
-        _always(lambda new_state, device="cuda": torch.default_generator.set_state(new_state)),
-        "loading a checkpoint restores the random state of the GPU; in a CPU run, it restores that of the CPU",
-        "(new_state, device='cuda')",
-    ),
-    Patch(
-        "torch.cuda:manual_seed",
-        _always(lambda seed: torch.default_generator.manual_seed(seed)),
-        "Megatron seeds the device's random number generator",
-        "(seed)",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
-        _always(lambda device="cuda", clone=False, graph_safe=False: torch.default_generator.get_state()),
+        f"{_RANDOM}:_get_cuda_rng_state",
+        _always(lambda device="cuda", clone=False, graph_safe=False: _GENERATOR.get_state()),
         "Megatron's random state tracker saves the state of the device's generator",
         "(device='cuda', clone=False, graph_safe=False)",
     ),
     Patch(
-        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-        _always(lambda new_state, device=-1, graph_safe=False: torch.default_generator.set_state(new_state)),
+        f"{_RANDOM}:_set_cuda_rng_state",
+        _always(lambda new_state, device=-1, graph_safe=False: _GENERATOR.set_state(new_state)),
         "Megatron's random state tracker restores the state of the device's generator",
         "(new_state, device=-1, graph_safe=False)",
     ),
-    *(
-        Patch(
-            f"torch.utils.data.dataloader:{method}",
-            _on_the_host,
-            "data loaders use the host's random generator, and dropout uses the device's; on a CPU, both would use the "
-            "same one",
-            "(self)",
-        )
-        for method in ("DataLoader.__iter__", "_BaseDataLoaderIter.__next__")
+    Patch(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+        _with_own_generator,
+        "data loaders use the host's random generator, and dropout uses the device's; on a CPU, both would use the "
+        "same one",
+        "(self, loader)",
     ),
     Patch(
         "megatron.training.arguments:get_device_arch_version",
@@ -309,28 +245,24 @@ PATCHES = (
         "with tensor parallelism, Megatron asks for the architecture of the GPU",
         "()",
     ),
-    *(
-        Patch(
-            f"{module}:initialize_megatron",
-            _pretend_cuda,
-            "initialization requires CUDA, and creates the parallel groups only if there is a device",
-            _INITIALIZE,
-        )
-        for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
-    ),
     Patch(
-        "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
+        f"{_ASYNC}.async_utils:PersistentAsyncCaller.async_loop",
         _always(checkpoint_writer),
         "the process that writes asynchronous checkpoints selects a CUDA device",
         "(rank, queue, preload_q, comp_q, log_level=20, cpu_priority=10, io_priority=None)",
     ),
     Patch(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+        f"{_ASYNC}.filesystem_async:FileSystemWriterAsync.preload_tensors",
         _always(copied_tensors),
         "an asynchronous save shares the weights with its writer, so the next step would change what is being written",
         "(write_buckets, non_blocking=True)",
     ),
-    *expert_tokens.PATCHES,
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        _always(_sizes_as_numbers),
+        "the experts' all-to-all needs its sizes as Python numbers, but Megatron converts only sizes that are on a GPU",
+        "(tensor, as_numpy=False, record_stream=False)",
+    ),
     Patch(
         "megatron.core.optimizer.clip_grads:l2_norm_impl",
         _always(_exact_l2_norm),
@@ -347,10 +279,16 @@ PATCHES = (
     ),
     Patch(
         "torch.distributed:all_gather",
-        _parts_of_any_size,
-        "gloo gathers only tensors of equal size, but with a layer-wise optimizer, replicas update different numbers "
-        "of weights",
+        _all_gather,
+        "gloo gathers only tensors of equal size, but ranks have different numbers of tokens for an expert, and update "
+        "different numbers of weights with a layer-wise optimizer",
         "(tensor_list, tensor, group=None, async_op=False)",
+    ),
+    Patch(
+        "torch.distributed:reduce_scatter",
+        _always(_reduce_scatter),
+        "gloo scatters only sums of equal size, but ranks have different numbers of tokens for an expert",
+        "(output, input_list, op=<RedOpType.SUM: 0>, group=None, async_op=False)",
     ),
     Patch(
         "megatron.training.training:set_jit_fusion_options",
