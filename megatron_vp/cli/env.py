@@ -19,8 +19,7 @@ def env() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from megatron_vp.errors import UserError
-    from megatron_vp.mcore.platform.environment import parts, who_computes
+    from megatron_vp.mcore.platform.environment import parts
     from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, here
 
     table = Table("part", "found here", "effect of its absence", box=None, pad_edge=False)
@@ -33,8 +32,3 @@ def env() -> None:
             f"\nTo build Transformer Engine against the installed PyTorch (with core_cu12 for CUDA 12):\n"
             f"  pip install ninja pybind11 setuptools wheel && {INSTALL_ENGINE}"
         )
-    try:
-        job = "; ".join(f"{part}: {who}" for part, who in who_computes().items())
-    except UserError as error:
-        job = f"would not start: {error}"
-    Console().print(escape(f"\na bf16 job on this machine without further flags: {job}"))

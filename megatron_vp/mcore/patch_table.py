@@ -122,7 +122,7 @@ def _in_own_loop(run: Run) -> bool:
 GROUPS = (
     PatchGroup(
         "wheel",
-        "megatron_vp.mcore.platform.index_helpers:PATCHES",
+        "megatron_vp.mcore.platform.missing_packages:INDEX_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
         "Megatron compiles its index helpers at every start, and ends the job if the compilation fails",
@@ -130,7 +130,7 @@ GROUPS = (
     ),
     PatchGroup(
         "torch norms",
-        "megatron_vp.mcore.platform.without_transformer_engine:NORM_PATCHES",
+        "megatron_vp.mcore.platform.missing_packages:NORM_PATCHES",
         ALWAYS,
         Stage.BEFORE_PARSING,
         "Megatron refuses jobs that combine local layers with --sequence-parallel",
@@ -159,14 +159,14 @@ GROUPS = (
     ),
     PatchGroup(
         "no transformer engine",
-        "megatron_vp.mcore.platform.without_transformer_engine:PATCHES",
+        "megatron_vp.mcore.platform.missing_packages:PATCHES",
         Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
         "Adam would keep a single step count for all parameters, and checkpoints would not load",
     ),
     PatchGroup(
         "warm-up",
-        "megatron_vp.mcore.platform.without_transformer_engine:WARM_UP_PATCHES",
+        "megatron_vp.mcore.platform.missing_packages:WARM_UP_PATCHES",
         Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
         Stage.BEFORE_PARSING,
         "a job on GPUs takes minutes longer to start, because Megatron compiles kernels that no layer uses",
@@ -174,7 +174,7 @@ GROUPS = (
     ),
     PatchGroup(
         "no fused accumulation",
-        "megatron_vp.mcore.platform.without_apex:PATCHES",
+        "megatron_vp.mcore.platform.missing_packages:APEX_PATCHES",
         Condition(
             "only if Apex's fused_weight_gradient_mlp_cuda is not installed",
             lambda run: not run.machine.apex_accumulation,

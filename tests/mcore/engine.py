@@ -220,9 +220,9 @@ def on_cpu(version: str, fused: bool, apex: bool = True, capability: int = 9) ->
     with imported(version, apex, capability):
         from megatron_vp.mcore.platform import flags, installed
 
-        others = tuple(choice for choice in flags._CHOICES if choice.option not in chosen_here)
+        choices = flags._choices
         with (
-            mock.patch.object(flags, "_CHOICES", others),
+            mock.patch.object(flags, "_choices", lambda *of: [c for c in choices(*of) if c[0] not in chosen_here]),
             mock.patch.object(installed, "hide_what_needs_a_gpu", lambda: None),
             mock.patch.dict(os.environ, NVTE_UNFUSED_FP8_UPDATE="1"),  # of scales, in Python
         ):

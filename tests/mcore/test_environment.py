@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from megatron_vp.mcore.platform import environment, triton_start
+from megatron_vp.mcore.platform import environment
 
 
 def test_parts_are_found_or_said_to_be_missing(monkeypatch):
@@ -28,55 +29,30 @@ def test_a_broken_part_does_not_hide_the_others(monkeypatch):
     assert [part.found for part in environment.parts()] == ["broken: libcuda.so.1 has the wrong version", "here"]
 
 
-@pytest.fixture
-def mounts(monkeypatch, tmp_path):
-    """A machine with these file systems."""
-    file = tmp_path / "mounts"
-    file.write_text(
-        "overlay / overlay rw 0 0\n"
-        "server:/home /home nfs4 rw,vers=4.2 0 0\n"
-        "old /home/scratch nfs rw 0 0\n"
-        "/dev/sdb /home/scratch ext4 rw 0 0\n"
-        "fast /home/with\\040space lustre rw 0 0\n"
-        "bucket /data fuse.gcsfuse rw 0 0\n"
-        "image /image fuse.squashfuse ro 0 0\n"
-    )
-    monkeypatch.setattr(triton_start, "_MOUNTS", file)
-
-
 @pytest.mark.parametrize(
-    ("folder", "said"),
+    ("kind", "warned"),
     [
-        ("/tmp/triton", "/tmp/triton (overlay)"),
-        ("/home/me/triton", "broken: /home/me/triton is on a network file system (nfs4)"),
-        ("/homes/triton", "/homes/triton (overlay)"),
-        ("/home/scratch/triton", "/home/scratch/triton (ext4)"),
-        ("/home/with space/triton", "broken: /home/with space/triton is on a network file system (lustre)"),
-        ("/data/triton", "broken: /data/triton is on a network file system (fuse.gcsfuse)"),
-        ("/image/triton", "/image/triton (fuse.squashfuse)"),
+        *(("ext4", False), ("overlay", False), ("fuse.squashfuse", False), ("fuse.fuse-overlayfs", False)),
+        *(("nfs4", True), ("lustre", True), ("fuse.gcsfuse", True)),
     ],
 )
-def test_the_place_of_tritons_cache_is_told_and_a_network_is_warned_of(monkeypatch, mounts, folder, said):
-    monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+def test_the_place_of_tritons_cache_is_told_and_a_network_is_warned_of(monkeypatch, kind, warned):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/not/yet")
+    monkeypatch.setattr(environment, "_file_system", lambda folder: {Path("/tmp"): kind}[folder])
     part = next(part for part in environment.parts() if part.name == "Triton's cache")
-    assert part.found == said
-    assert part.is_broken == ("network" in said) and "TRITON_CACHE_DIR" in part.without
+    said = "broken: /tmp/not/yet is on a network file system (" if warned else "/tmp/not/yet ("
+    assert part.found == f"{said}{kind})"
+    assert part.is_broken == warned and "TRITON_CACHE_DIR" in part.without
 
 
 def test_the_cache_is_where_triton_looks_for_it(monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert str(triton_start.cache_folder()) == triton.knobs.cache.dir
-    monkeypatch.setenv("TRITON_HOME", "/somewhere")
-    assert str(triton_start.cache_folder()) == triton.knobs.cache.dir
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    assert str(triton_start.cache_folder()) == triton.knobs.cache.dir == "/elsewhere"
-
-
-def test_a_machine_that_does_not_list_its_mounts(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton_start, "_MOUNTS", tmp_path / "none")
-    assert triton_start.cache().endswith("(file system unknown)")
+    for name in (None, "TRITON_HOME", "TRITON_CACHE_DIR"):
+        if name:
+            monkeypatch.setenv(name, f"/{name}")
+        assert environment.triton_cache().startswith(f"{triton.knobs.cache.dir} (")
 
 
 def _compiler():
@@ -105,7 +81,7 @@ def test_a_c_compiler_without_pythons_headers_is_not_enough(monkeypatch, tmp_pat
     (tmp_path / "gcc").chmod(0o755)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(triton_start.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert _compiler().is_broken and "python3-dev" in _compiler().found
 
 

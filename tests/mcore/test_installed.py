@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -191,17 +192,32 @@ def test_a_module_without_a_spec_is_found(separately):
 def test_our_product_stands_in_for_apexs(dtype):
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vp.mcore.platform.without_apex import PATCHES
+    from megatron_vp.mcore.platform.missing_packages import APEX_PATCHES
 
     rows, gradient = torch.randn(3, 2, 5, dtype=dtype), torch.randn(3, 2, 4, dtype=dtype)
     main_grad = torch.ones(4, 5)
     expected = 1 + gradient.flatten(0, 1).double().t() @ rows.flatten(0, 1).double()
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda") and not layers._grad_accum_fusion_available
-    with patches.patched(PATCHES):
+    with patches.patched(APEX_PATCHES):
         assert layers._grad_accum_fusion_available
         layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, gradient, main_grad)
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
     torch.testing.assert_close(main_grad.double(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_index_helpers_are_compiled_only_where_they_are_missing(monkeypatch, tmp_path, found):
+    from megatron.core.datasets import utils
+
+    from megatron_vp.mcore.platform.missing_packages import INDEX_PATCHES
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
+    (tmp_path / "make").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "make").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fails = pytest.raises(UserError, match="could not compile its index helpers")
+    with patches.patched(INDEX_PATCHES), contextlib.nullcontext() if found else fails:
+        utils.compile_helpers()
 
 
 CONFIGS = ("configs/gpt_4b.yaml", "configs/llama3_8b.yaml")
@@ -247,9 +263,9 @@ INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instanc
         (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
         (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is not installed"),
         (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is not installed"),
-        ((), "cc=9.0", "cc=ninety", "cc=ninety is not a compute capability: use one such as cc=9.0"),
+        ((), "cc=9.0", "cc=ninety", "cc=ninety cannot be parsed: use a compute capability such as cc=9.0"),
         ((), "einops=no", "einops=maybe", "einops=maybe cannot be parsed: use einops=yes or einops=no"),
-        ((), "te=no", "4", "--nodes 4 cannot be parsed: give comma-separated entries"),
+        ((), "te=no", "4", "--nodes: 4 cannot be parsed: use te=2.17.1 or te=no, "),
     ],
     ids=str,
 )
@@ -332,9 +348,9 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
         ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
         ("te=no,apex=no", ["--fp8-format", "hybrid"], "with --transformer-impl local has no effect"),
-        ("te=new", [], "te=new is not a version"),
+        ("te=new", [], "te=new cannot be parsed: use te=2.17.1 or te=no"),
         ("apex=maybe", [], "apex=maybe cannot be parsed: use apex=yes or apex=no"),
-        ("te", [], "--nodes te cannot be parsed"),
+        ("te", [], "--nodes: te cannot be parsed"),
         ("te=no", ["--cpu"], "--nodes describes GPU nodes other than this machine"),
         (THERE, [*V_HALF, "--cuda-graph-impl", "local"], "replaying a CUDA graph of pass B runs no Python"),
         (

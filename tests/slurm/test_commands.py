@@ -14,7 +14,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.platform import installed, triton_start
+from megatron_vp.mcore.platform import environment, installed
 from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
@@ -271,9 +271,8 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     assert status == 0
     assert "continues from iteration 40 of 100000" in printed
     assert f"megatron-core {patches.installed_version()}" in printed
-    assert f"Triton's cache: {triton_start.cache()}" in printed
-    (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n")
-    monkeypatch.setattr(triton_start, "_MOUNTS", tmp_path / "mounts")
+    assert f"Triton's cache: {environment.triton_cache()}" in printed
+    monkeypatch.setattr(environment, "_file_system", lambda folder: "nfs4")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     _, printed, _ = said(*words)
     assert f"warning: Triton's cache {tmp_path / 'kernels'} is on a network file system (nfs4): set" in printed

@@ -29,7 +29,6 @@ from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_sizes import refuse_sizes
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.platform.index_helpers import check_index_helpers
 from megatron_vp.mcore.platform.parts import parts_of_job
 from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
 from megatron_vp.mcore.settled import ChosenRows, GivenLayout, RunSettings, SettledJob, run_settings, words
@@ -141,9 +140,8 @@ def check_files(args: argparse.Namespace) -> str | None:
     cannot be used.
     """
     reasons, checkpoint = Reasons(), None
-    for check in (lambda _: check_index_helpers(), check_inputs):
-        with reasons.collected():
-            check(args)
+    with reasons.collected():
+        check_inputs(args)
     with reasons.collected():
         checkpoint = check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]

@@ -2,80 +2,82 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron_vp.mcore.platform import triton_start
-from megatron_vp.mcore.platform.flags import platform_arguments, uses_cpu
-from megatron_vp.mcore.platform.installed import Installed, here
-from megatron_vp.mcore.platform.parts import TITLES, parts_of_job
+from megatron_vp.mcore.platform.installed import here
 
-_BROKEN = "broken"
+_NETWORK = re.compile(
+    "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|glusterfs|lustre|gpfs|beegfs|panfs|wekafs|orangefs|pvfs2|vastnfs|quobyte|daos|"
+    r"fuse(?!blk$|\.fuse-overlayfs$|\.squashfuse).*"
+)
+"""The types of network file systems. An unknown file system in user space is taken for one."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the installation. `found` is the part's version or name, or None if the part is missing. `without`
-    says what happens without the part.
+    """One part of the installation.
+
+    found: the part's version or name; None if the part is missing.
+    without: what happens without the part.
+    is_broken: whether the part is installed but cannot be used.
     """
 
     name: str
     found: str | None
     without: str
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the part is installed but cannot be used."""
-        return (self.found or "").startswith(_BROKEN)
+    is_broken: bool = False
 
 
 def parts() -> list[Part]:
     """All parts that a run's speed, memory or features depend on; never raises."""
-    return [Part(name, _quietly(find), without) for name, find, without in _PARTS]
+    found = []
+    for name, find, without in _PARTS:
+        try:
+            found.append(Part(name, find(), without))
+        except ImportError:
+            found.append(Part(name, None, without))
+        except Exception as error:  # One broken package must not stop the checks of other parts.
+            found.append(Part(name, f"broken: {' '.join(str(error).split())}", without, is_broken=True))
+    return found
 
 
-def who_computes() -> dict[str, str]:
-    """Return the implementations that a bf16 job on this machine would use, for layers, norms, softmax, accumulation
-    and the optimizer step.
-
-    The job is assumed to set only `--bf16`, to use LayerNorm, and not to split backward passes. Raises UserError if
-    such a job cannot start.
-    """
-    machine, cpu = here(), uses_cpu([])
-    flags = platform_arguments([], cpu)
-    job = argparse.Namespace(
-        transformer_impl="local" if "local" in flags else "transformer_engine",
-        gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in flags,
-        masked_softmax_fusion="--no-masked-softmax-fusion" not in flags,
-        normalization="LayerNorm",
-        core_attention="megatron",
-        bf16=True,
-    )
-    parts = parts_of_job(job, Installed() if cpu else machine, w_is_ours=False)
-    return {part: TITLES[who] for part, who in parts.items()}
+def triton_cache() -> str:
+    """Describe Triton's cache and its file system. Raises OSError if the cache is on a network file system."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
+    kind = _file_system(next(each for each in (folder, *folder.parents) if each.exists()))
+    if _NETWORK.fullmatch(kind):
+        raise OSError(f"{folder} is on a network file system ({kind})")
+    return f"{folder} ({kind})"
 
 
-def _quietly(find: Callable[[], str | None]) -> str | None:
-    try:
-        return find()
-    except Exception as error:  # One broken package must not stop the checks of other parts.
-        return None if isinstance(error, ImportError) else f"{_BROKEN}: {' '.join(str(error).split())}"
+def _file_system(folder: Path) -> str:
+    told = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=False)
+    return told.stdout.split()[-1] if told.stdout else "file system unknown"
 
 
-def _package(name: str, module: str) -> Callable[[], str | None]:
-    def find() -> str | None:
-        return importlib.metadata.version(name) if importlib.util.find_spec(module) else None
-
-    return find
+def _c_compiler() -> str | None:
+    """The compiler that Triton would use."""
+    chosen = os.environ.get("CC")
+    found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
+    if chosen and found is None:
+        raise OSError(f"CC={chosen} is not a command on this machine: unset CC, or set it to a C compiler")
+    headers = Path(sysconfig.get_paths()["include"])
+    if found is not None and not (headers / "Python.h").is_file():
+        raise OSError(f"{found} exists, but {headers}/Python.h does not: install Python's headers (python3-dev)")
+    return found
 
 
 def _gpu() -> str | None:
@@ -85,34 +87,16 @@ def _gpu() -> str | None:
     return f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
-def _nccl() -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-
-
-def _engine() -> str | None:
-    machine = here()
-    if machine.engine_fault:
-        raise RuntimeError(machine.engine_fault)
-    return machine.engine
-
-
-def _apex() -> str | None:
-    machine = here()
-    if machine.apex_fault:
-        raise RuntimeError(machine.apex_fault)
-    return importlib.metadata.version("apex") if machine.apex else None
-
-
-def _slurm() -> str | None:
-    return shutil.which("sbatch")
+def _unless(fault: str | None, found: str | None) -> str | None:
+    if fault:
+        raise RuntimeError(fault)
+    return found
 
 
 def _index_builder() -> str | None:
     core = importlib.util.find_spec("megatron.core")  # Importing the package would take seconds.
-    compiled = [
-        file for folder in core.submodule_search_locations for file in Path(folder).glob("datasets/helpers_cpp*")
-    ]
-    return "compiled" if compiled else None
+    folders = core.submodule_search_locations if core else ()
+    return "compiled" if any(any(Path(each, "datasets").glob("helpers_cpp*")) for each in folders) else None
 
 
 def _one_queue() -> str | None:
@@ -125,17 +109,21 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ("torch", lambda: torch.__version__, ""),
     ("megatron-core", lambda: importlib.metadata.version("megatron-core"), "nothing trains"),
     ("GPU", _gpu, "training can only use the CPU and gloo, which is enough for tests and trials"),
-    ("NCCL", _nccl, "no communication between GPUs"),
+    (
+        "NCCL",
+        lambda: ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "no communication between GPUs",
+    ),
     (
         "Transformer Engine",
-        _engine,
+        lambda: _unless(here().engine_fault, here().engine),
         "Megatron's local layers are used (--transformer-impl local), without fp8 and without fused layer norm; "
         "unless --core-attention sdpa is given, their attention writes all scores to memory and does not support "
         "context parallelism",
     ),
     (
         "Apex: norms, optimizer",
-        _apex,
+        lambda: _unless(here().apex_fault, "installed" if here().apex else None),
         "local layers use PyTorch's norms; without Transformer Engine, Megatron also uses PyTorch's optimizer",
     ),
     (
@@ -151,18 +139,18 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ),
     (
         "Triton",
-        _package("triton", "triton"),
+        lambda: importlib.metadata.version("triton"),
         "passes S and T run in eager PyTorch, which reads and writes the logits several times",
     ),
     (
         "C compiler",
-        triton_start.c_compiler,
+        _c_compiler,
         "Triton compiles a small library when it first runs on a machine: unless Python's headers and a C compiler "
         "(gcc, clang or the one that CC names) are installed, passes S and T fail with an error",
     ),
     (
         "Triton's cache",
-        triton_start.cache,
+        triton_cache,
         "when training starts, all ranks of all nodes read and write compiled kernels over the network: set "
         "TRITON_CACHE_DIR to a folder on each node's own disk, such as /tmp/triton-$USER",
     ),
@@ -177,7 +165,11 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
         _index_builder,
         "when Megatron first starts, it compiles its index helpers with make, a C++ compiler and pybind11",
     ),
-    ("psutil", _package("psutil", "psutil"), "torch_dist checkpoints cannot be written"),
-    ("tensorboard", _package("tensorboard", "tensorboard"), "loss curves cannot be written to --tensorboard-dir"),
-    ("SLURM", _slurm, "jobs can be started with torchrun, but not submitted with sbatch"),
+    ("psutil", lambda: importlib.metadata.version("psutil"), "torch_dist checkpoints cannot be written"),
+    (
+        "tensorboard",
+        lambda: importlib.metadata.version("tensorboard"),
+        "loss curves cannot be written to --tensorboard-dir",
+    ),
+    ("SLURM", lambda: shutil.which("sbatch"), "jobs can be started with torchrun, but not submitted with sbatch"),
 )

@@ -6,8 +6,6 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,41 +22,29 @@ _FALLBACK_WARNINGS = (
 )
 
 
-@dataclass(frozen=True)
-class _Situation:
-    """The inputs to the choice of a flag: the platform, the layers that will be built, and the machine's packages."""
-
-    cpu: bool
-    local: bool
-    torch_norm: bool
-    machine: Installed
-    counts_engine: bool = False
+_Choice = tuple[str, str | None, bool]
+"""A Megatron flag, its value (None for a switch), and whether it is needed."""
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A Megatron flag, its value (None for a switch), and the condition under which it is needed."""
+def _choices(cpu: bool, local: bool, torch_norm: bool, machine: Installed) -> tuple[_Choice, ...]:
+    """List the flags that the platform, the layers that will be built and the machine's packages may need."""
+    compiles = (cpu or local) and not replay().counts_engine
+    return (
+        ("--distributed-backend", "gloo", cpu),
+        ("--transformer-impl", "local", cpu or machine.engine is None),
+        # Only Megatron's local attention needs Apex's kernel for the fused softmax.
+        ("--no-masked-softmax-fusion", None, cpu or (local and not machine.apex_softmax)),
+        # PyTorch would need minutes to compile these fused functions.
+        ("--no-bias-gelu-fusion", None, compiles),
+        ("--no-bias-swiglu-fusion", None, compiles),
+        ("--no-bias-dropout-fusion", None, cpu or local),
+        # Local layers, too, use Transformer Engine's kernel for fused rotary embeddings.
+        ("--no-rope-fusion", None, cpu or machine.engine is None),
+        # On a GPU without Apex, our own kernel accumulates weight gradients (`missing_packages.py`).
+        ("--no-gradient-accumulation-fusion", None, cpu),
+        ("--no-persist-layer-norm", None, cpu or (local and torch_norm)),
+    )
 
-    option: str
-    value: str | None
-    needed: Callable[[_Situation], bool]
-
-
-_CHOICES = (
-    _Choice("--distributed-backend", "gloo", lambda s: s.cpu),
-    _Choice("--transformer-impl", "local", lambda s: s.cpu or s.machine.engine is None),
-    # Only Megatron's local attention needs Apex's kernel for the fused softmax.
-    _Choice("--no-masked-softmax-fusion", None, lambda s: s.cpu or (s.local and not s.machine.apex_softmax)),
-    # PyTorch would need minutes to compile these fused functions.
-    _Choice("--no-bias-gelu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
-    _Choice("--no-bias-swiglu-fusion", None, lambda s: (s.cpu or s.local) and not s.counts_engine),
-    _Choice("--no-bias-dropout-fusion", None, lambda s: s.cpu or s.local),
-    # Local layers, too, use Transformer Engine's kernel for fused rotary embeddings.
-    _Choice("--no-rope-fusion", None, lambda s: s.cpu or s.machine.engine is None),
-    # On a GPU without Apex, our own kernel accumulates weight gradients (`without_apex.py`).
-    _Choice("--no-gradient-accumulation-fusion", None, lambda s: s.cpu),
-    _Choice("--no-persist-layer-norm", None, lambda s: s.cpu or (s.local and s.torch_norm)),
-)
 
 OF_A_DEVICE: tuple[tuple[str, str, Any], ...] = (
     ("log_memory_to_tensorboard", "CUDA's allocator", False),
@@ -140,18 +126,14 @@ def platform_arguments(given: list[str], cpu: bool) -> list[str]:
         )
     local = cpu or machine.engine is None or layers == "local"
     torch_norm = not machine.apex or flag_value(given, "--normalization") == "RMSNorm"
-    situation = _Situation(cpu, local, torch_norm, machine, replay().counts_engine)
     chosen: list[str] = []
-    for choice in _CHOICES:
-        if not choice.needed(situation):
-            continue
-        value_given = flag_value(given, choice.option)
-        if value_given is None:
-            chosen += [choice.option] if choice.value is None else [choice.option, choice.value]
-        elif choice.value is not None and value_given != choice.value:
+    for option, value, needed in _choices(cpu, local, torch_norm, machine):
+        value_given = flag_value(given, option)
+        if needed and value_given is None:
+            chosen += [option] if value is None else [option, value]
+        elif needed and value not in (None, value_given):
             where = "without a CUDA device" if cpu else "without Transformer Engine"
             raise UserError(
-                f"{choice.option} {value_given} cannot work {where}: use {choice.option} {choice.value}, or leave the "
-                f"option out"
+                f"{option} {value_given} cannot work {where}: use {option} {value}, or leave the option out"
             )
     return chosen

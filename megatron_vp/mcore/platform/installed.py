@@ -11,8 +11,8 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_vp.errors import UserError
 
@@ -22,10 +22,14 @@ INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,c
 _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
-_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?")
-_CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
 """The names of packages in `--nodes`, and the fields of `Installed` that they set."""
+_IN_NODES = {
+    "te": (r"no|\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?", "te=2.17.1 or te=no"),
+    "cc": (r"\d{1,2}\.\d", "a compute capability such as cc=9.0"),
+    **{name: ("yes|no", f"{name}=yes or {name}=no") for name in ("apex", *_PACKAGES)},
+}
+"""The entries of `--nodes`: the values that they may have, and examples."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
@@ -121,40 +125,22 @@ def from_text(text: str) -> Installed:
     Entries that are missing from the text take the values of this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
-    if not given or given.keys() - {"te", "apex", "cc", *_PACKAGES} or not all(given.values()):
-        raise UserError(
-            f"--nodes {text} cannot be parsed: give comma-separated entries such as te=2.17.1 or te=no, apex=yes or "
-            f"apex=no, {', '.join(f'{name}=' for name in _PACKAGES)} with yes or no, and cc=9.0 for the compute "
-            "capability"
-        )
-    machine = here()
+    for name, value in given.items():
+        form, examples = _IN_NODES.get(name, ("", ", ".join(each for _, each in _IN_NODES.values())))
+        if not (value and re.fullmatch(form, value)):
+            raise UserError(f"--nodes: {name}{'=' * bool(value)}{value} cannot be parsed: use {examples}")
+    changed: dict[str, Any] = {_PACKAGES[name]: given[name] == "yes" for name in _PACKAGES if name in given}
     if "te" in given:
-        engine = None if given["te"] == "no" else _version(given["te"])
-        machine = replace(machine, engine=engine, engine_fault=None)
+        changed |= {"engine": None if given["te"] == "no" else given["te"], "engine_fault": None}
     if "apex" in given:
-        yes = _is_yes(given, "apex")
-        machine = replace(machine, apex_accumulation=yes, apex_softmax=yes, apex=yes, apex_fault=None)
+        changed |= dict.fromkeys(("apex", "apex_accumulation", "apex_softmax"), given["apex"] == "yes")
+        changed["apex_fault"] = None
     if "cc" in given:
-        if _CAPABILITY.fullmatch(given["cc"]) is None:
-            raise UserError(f"--nodes: cc={given['cc']} is not a compute capability: use one such as cc=9.0")
-        major, _, minor = given["cc"].partition(".")
-        machine = replace(machine, capability=(int(major), int(minor)))
-    return replace(machine, **{field: _is_yes(given, name) for name, field in _PACKAGES.items() if name in given})
-
-
-def _is_yes(given: Mapping[str, str], name: str) -> bool:
-    if given[name] not in ("yes", "no"):
-        raise UserError(f"--nodes: {name}={given[name]} cannot be parsed: use {name}=yes or {name}=no")
-    return given[name] == "yes"
+        changed["capability"] = tuple(map(int, given["cc"].split(".")))
+    return replace(here(), **changed)
 
 
 _TITLES = {_ENGINE: "Transformer Engine", _APEX: "a package `apex`"}
-
-
-def _version(text: str) -> str:
-    if _VERSION.fullmatch(text) is None:
-        raise UserError(f"--nodes: te={text} is not a version: use one such as te=2.17.1, or te=no")
-    return text
 
 
 def _engine() -> tuple[str | None, str | None]:
@@ -169,12 +155,8 @@ def _engine() -> tuple[str | None, str | None]:
         importlib.import_module(f"{_ENGINE}.pytorch")
         return importlib.import_module(_ENGINE).__version__, None
     except Exception as error:  # Transformer Engine's loader may raise any exception.
-        return None, _first_sentence(error)
-
-
-def _first_sentence(error: Exception) -> str:
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words.partition(". ")[0].rstrip(".!")
+        words = " ".join(str(error).split()) or type(error).__name__
+        return None, words.partition(". ")[0].rstrip(".!")
 
 
 def _apex_fault() -> str | None:

@@ -22,7 +22,7 @@ from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of, s
 from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.settings import ONE_QUEUE
-from megatron_vp.mcore.platform import installed, triton_start
+from megatron_vp.mcore.platform import environment, installed
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
@@ -231,7 +231,7 @@ def describe_node() -> str:
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))
     ]
     try:
-        kernels = f"Triton's cache: {triton_start.cache()}"
+        kernels = f"Triton's cache: {environment.triton_cache()}"
     except OSError as error:
         kernels = f"warning: Triton's cache {error}: set TRITON_CACHE_DIR to a folder on this node's disk"
     return f"{socket.gethostname()}: {', '.join([*found, devices, *nccl, kernels])}"

@@ -1,21 +1,25 @@
-"""Patches Megatron for machines without Transformer Engine.
+"""Patches Megatron for machines without Transformer Engine, without Apex, or without a compiler for its index helpers.
 
-For all but two of the patches, we tested that Megatron fails without the patch. We did not test `_final_norm` on
-machines with Apex, but Megatron's code shows that this patch is needed there. Without the warm-up patch, a job merely
-starts later.
+For all but two of the patches for Transformer Engine, we tested that Megatron fails without the patch. We did not test
+`_final_norm` on machines with Apex, but Megatron's code shows that this patch is needed there. Without the warm-up
+patch, a job merely starts later.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
+from megatron_vp.vocab.operations import operations_for
 
 
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,12 +102,30 @@ def _own_step_per_parameter(original: Callable[..., None]) -> Callable[..., None
     return load_state_dict
 
 
-def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def warm_up(tp_size: int | None = None) -> None:
-        pass
+def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, main_grad_oi: torch.Tensor) -> None:
+    """Add the product output_gradient^T @ rows to main_grad. Both factors may have several leading dimensions.
 
-    return warm_up
+    With PyTorch 2.10 or newer, a GPU adds the product of 16-bit factors to an fp32 `main_grad` in one GEMM. Older
+    versions of PyTorch round the product to 16 bits before they add it.
+    """
+    rows_ni, output_gradient_no = rows_ni.flatten(0, -2), output_gradient_no.flatten(0, -2)
+    operations_for(rows_ni).add_product_(main_grad_oi, output_gradient_no, rows_ni)
+
+
+def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        try:
+            original()
+        except SystemExit as error:
+            raise UserError(
+                "Megatron could not compile its index helpers (the output of make is above): install what is missing, "
+                "or install megatron-core from its wheel, which contains the helpers"
+            ) from error
+
+    return compile_helpers
 
 
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -165,9 +187,43 @@ PATCHES = (
 WARM_UP_PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
-        _no_warm_up,
+        lambda original: lambda tp_size=None: None,
         "on a GPU, Megatron's warm-up takes minutes to compile fused kernels, which are not used without Transformer "
         "Engine",
         "(tp_size=None)",
+    ),
+)
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+APEX_PATCHES = (
+    Patch(
+        f"{_LAYERS}:_grad_accum_fusion_available",
+        lambda original: True,
+        "without Apex, Megatron refuses to build layers with fused accumulation of weight gradients",
+        "value",
+    ),
+    Patch(
+        f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
+        # Apex has one function for an fp32 main_grad and one for a 16-bit main_grad; our function handles both cases.
+        lambda original: SimpleNamespace(
+            wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product
+        ),
+        "our kernel that accumulates into main_grad replaces Apex's kernel",
+        "nothing or value",
+    ),
+)
+"""Megatron's linear layers, including its vocabulary layers, use Apex's extension `fused_weight_gradient_mlp_cuda`.
+Without it, Megatron builds them only if fused accumulation is switched off, also in Transformer Engine's layers, which
+do not need Apex.
+"""
+
+INDEX_PATCHES = (
+    Patch(
+        "megatron.core.datasets.utils:compile_helpers",
+        _compile_only_if_missing,
+        "Megatron's wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and "
+        "end the job",
+        "()",
     ),
 )
