@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python
 [ -x .venv/bin/python ] && python=.venv/bin/python
-for name in known_options schedule_figures before_after; do
+for name in known_options lock_megatron schedule_figures before_after; do
     echo "scripts/$name.py"
     PYTHONPATH=. "$python" "scripts/$name.py"
 done

@@ -41,7 +41,7 @@ COST_ROOMS = {
     "planning": {"hardware", "sizes", "times", "memory", "prediction", "balance"},
     "paper": {"hardware", "sizes", "times", "memory", "prediction", "balance", "planning"},
 }
-STARTS = {"patch_table", "megatron_arguments"}
+STARTS = {"patch_table", "megatron_lock"}
 """Files that only the rooms of the start need: they apply patches and check arguments for all others."""
 LIBRARIES = {
     "schedule": {"matplotlib"},

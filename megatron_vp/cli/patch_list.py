@@ -19,11 +19,12 @@ def register(app: typer.Typer) -> None:
         """List the patches to Megatron-Core and their reasons, and check whether they fit the installed version.
 
         The command also checks the Megatron functions that the plug-in calls without patching, and the Megatron
-        arguments that it reads. If anything does not fit, the output names it and the exit status is 1. On an
-        unsupported release, the command only compares signatures and applies no patch.
+        arguments that it reads. If anything does not fit, the output names it, says where our sources use it and
+        whether they can do without it, and the exit status is 1. On an unsupported release, the command only compares
+        signatures and applies no patch.
         """
         from megatron_vp.errors import UserError
-        from megatron_vp.mcore import megatron_arguments, megatron_symbols, patch_table, patches
+        from megatron_vp.mcore import megatron_lock, patch_table, patches
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
         from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -41,11 +42,11 @@ def register(app: typer.Typer) -> None:
         except UserError as error:
             typer.echo(str(error))
             supported = False
-        problems: list[patches.Problem] = []
+        problems: list[tuple[patches.Problem, bool]] = []
         left_out = []
         for group in patch_table.GROUPS:
             declared, found = patch_table.examine(group)
-            problems += found
+            problems += [(problem, group.essential) for problem in found]
             if found and not group.essential:
                 left_out.append(group.name)
             if supported and not found and not dry_run:
@@ -59,16 +60,16 @@ def register(app: typer.Typer) -> None:
                 typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
             if not declared and not found:
                 typer.echo("  nothing is patched")
-        for room in megatron_symbols.rooms():
-            found = megatron_symbols.check_symbols(room)
-            problems += found
-            count = megatron_symbols.count(room)
-            typer.echo(f"Megatron symbols called by {room}: {count - len(found)} of {count} fit")
-        found = megatron_arguments.missing()
-        problems += found
-        typer.echo(f"Megatron arguments that the plug-in reads: {f'{len(found)} missing' if found else 'all exist'}")
-        for problem in problems:
-            typer.echo(str(problem))
+        for subject, names, found in (
+            ("symbols that the plug-in uses", patches.locked("used"), megatron_lock.changed_symbols()),
+            ("options that the plug-in reads", patches.locked("option"), megatron_lock.missing_options()),
+        ):
+            problems += [(problem, patch_table.needs(megatron_lock.places_of(problem.target))) for problem in found]
+            typer.echo(f"Megatron {subject}: {len(names) - len(found)} of {len(names)} fit")
+        for problem, essential in problems:
+            places = megatron_lock.places_of(problem.target)
+            need = "essential" if essential else "optional"
+            typer.echo(f"{problem}; {need}, used in {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}")
         if supported and left_out:
             typer.echo(f"training leaves out these groups of patches: {', '.join(left_out)}")
         subject = "item does" if len(problems) == 1 else "items do"

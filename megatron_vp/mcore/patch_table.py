@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -33,17 +34,11 @@ class Run:
     """The inputs that decide which groups apply: a run's arguments and its machine."""
 
     args: argparse.Namespace
-    """Megatron's parsed arguments or, until they are parsed, the arguments that `options.early_arguments` found. The
-    conditions of groups may read only arguments that `early_arguments` knows.
-    """
+    """Megatron's parsed arguments or, until they are parsed, those of `options.early_arguments`: switches and texts."""
     machine: Installed
     """The packages installed where the job runs."""
     cpu: bool = False
     """Whether the run uses no CUDA device."""
-    shapes_only: bool = False
-    """Whether the run is a replay with --shapes-only."""
-    counts_engine: bool = False
-    """Whether the run is a replay with --shapes-only that counts the memory of Transformer Engine's layers."""
 
     @property
     def settings(self) -> RunSettings:
@@ -53,13 +48,7 @@ class Run:
 
 def run_here(args: argparse.Namespace) -> Run:
     """Describe the run that this process belongs to."""
-    return Run(
-        args,
-        installed(),
-        cpu=uses_cpu([]),
-        shapes_only=replay().meter is not None,
-        counts_engine=replay().counts_engine,
-    )
+    return Run(args, installed(), uses_cpu([]))
 
 
 @dataclass(frozen=True)
@@ -68,9 +57,6 @@ class Condition:
 
     sentence: str
     holds: Callable[[Run], object]
-
-
-ALWAYS = Condition("always", lambda run: True)
 
 
 @dataclass(frozen=True)
@@ -89,24 +75,33 @@ class PatchGroup:
     name: str
     patches: str
     applies: Condition
-    stage: Stage
     without: str
     essential: bool = True
+    stage: Stage = Stage.AFTER_VALIDATION
     package: str | None = None
 
-    def for_series(self, series: str) -> tuple[Patch, ...]:
-        """Import the module of the patches, and with it parts of Megatron. Return the patches for a release series."""
+    def declared(self) -> tuple[Patch, ...]:
+        """Import the module of the patches, and with it parts of Megatron. Return those that this Megatron needs."""
         module, _, attribute = self.patches.partition(":")
-        declared: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
-        return tuple(each for patch in declared if (each := patch.for_series(series)) is not None)
+        every: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
+        series = patches.present_series()
+        return tuple(patch for patch in every if series not in patch.unneeded_in)
 
 
-def _logs(args: argparse.Namespace) -> bool:
-    return str(args.log_pipeline_interval) != "0"  # Until Megatron parses the arguments, the value is a string.
+def _given(*names: str) -> Condition:
+    """The run gives one of these options."""
+    options = " or ".join(map(option_of, names))
+    return Condition(f"only with {options}", lambda run: any(getattr(run.args, name) for name in names))
+
+
+ALWAYS = Condition("always", lambda run: True)
+NO_ENGINE = Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine)
+EARLY = Stage.BEFORE_PARSING
 
 
 def _records(args: argparse.Namespace) -> object:
-    return args.rank_report is not None or args.pipeline_trace is not None or _logs(args)
+    logs = str(args.log_pipeline_interval) not in ("0", "None")
+    return logs or args.rank_report is not None or args.pipeline_trace is not None
 
 
 def _with_bridges_models(_run: Run) -> bool:
@@ -124,53 +119,53 @@ GROUPS = (
         "wheel",
         "megatron_vp.mcore.platform.missing_packages:INDEX_PATCHES",
         ALWAYS,
-        Stage.BEFORE_PARSING,
         "Megatron compiles its index helpers at every start, and ends the job if the compilation fails",
         essential=False,
+        stage=EARLY,
     ),
     PatchGroup(
         "torch norms",
         "megatron_vp.mcore.platform.missing_packages:NORM_PATCHES",
         ALWAYS,
-        Stage.BEFORE_PARSING,
         "Megatron refuses jobs that combine local layers with --sequence-parallel",
         essential=False,
+        stage=EARLY,
     ),
     PatchGroup(
         "arguments",
         "megatron_vp.mcore.options.arguments:PATCHES",
         ALWAYS,
-        Stage.BEFORE_PARSING,
         "Megatron would reject our options and accept combinations of arguments that cannot work",
+        stage=EARLY,
     ),
     PatchGroup(
         "checkpoint files",
         "megatron_vp.mcore.storage.checkpoint_files:PATCHES",
         ALWAYS,
-        Stage.BEFORE_PARSING,
         "checkpoints could hold wrong optimizer state, and two runs could overwrite each other's checkpoints",
+        stage=EARLY,
     ),
     PatchGroup(
         "same job",
         "megatron_vp.mcore.start.same_job:PATCHES",
         ALWAYS,
-        Stage.BEFORE_PARSING,
         "ranks with different settings would hang the job or silently train a wrong model",
+        stage=EARLY,
     ),
     PatchGroup(
         "no transformer engine",
         "megatron_vp.mcore.platform.missing_packages:PATCHES",
-        Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
-        Stage.BEFORE_PARSING,
+        NO_ENGINE,
         "Adam would keep a single step count for all parameters, and checkpoints would not load",
+        stage=EARLY,
     ),
     PatchGroup(
         "warm-up",
         "megatron_vp.mcore.platform.missing_packages:WARM_UP_PATCHES",
-        Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine),
-        Stage.BEFORE_PARSING,
+        NO_ENGINE,
         "a job on GPUs takes minutes longer to start, because Megatron compiles kernels that no layer uses",
         essential=False,
+        stage=EARLY,
     ),
     PatchGroup(
         "no fused accumulation",
@@ -179,40 +174,40 @@ GROUPS = (
             "only if Apex's fused_weight_gradient_mlp_cuda is not installed",
             lambda run: not run.machine.apex_accumulation,
         ),
-        Stage.BEFORE_PARSING,
         "Megatron refuses jobs that use gradient accumulation fusion, which is enabled by default on a GPU",
         essential=False,
+        stage=EARLY,
     ),
     PatchGroup(
         "cpu platform",
         "megatron_vp.mcore.platform.cpu:PATCHES",
         Condition("only if the run uses no CUDA device", lambda run: run.cpu),
-        Stage.BEFORE_PARSING,
         "a run on CPU would fail or compute inaccurate gradient norms",
+        stage=EARLY,
     ),
     PatchGroup(
         "replay",
         "megatron_vp.mcore.replay.one_rank:PATCHES",
-        Condition("only in a replay of one rank (--fake-process-group)", lambda run: run.args.fake_process_group),
-        Stage.BEFORE_PARSING,
+        _given("fake_process_group"),
         "the replayed rank would compute with uninitialized memory and wait for ranks that do not exist",
+        stage=EARLY,
     ),
     PatchGroup(
         "shapes only",
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
-        Condition("only in a replay with --shapes-only", lambda run: run.shapes_only),
-        Stage.BEFORE_PARSING,
+        Condition("only in a replay with --shapes-only", lambda run: replay().meter),
         "a replay would read the states of random generators from tensors that have no contents",
+        stage=EARLY,
     ),
     PatchGroup(
         "shapes of Transformer Engine",
         "megatron_vp.mcore.replay.device_kernels:ENGINE_PATCHES",
         Condition(
             "only in a replay with --shapes-only, if the job uses Transformer Engine's layers",
-            lambda run: run.counts_engine,
+            lambda run: replay().counts_engine,
         ),
-        Stage.BEFORE_PARSING,
         "a replay would count memory that Megatron's compiled activation functions do not use on a GPU",
+        stage=EARLY,
     ),
     PatchGroup(
         "curves",
@@ -221,61 +216,45 @@ GROUPS = (
             "only with --tensorboard-dir, on the rank that writes TensorBoard's files",
             lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,
         ),
-        Stage.AFTER_VALIDATION,
         "training stops when the disk that holds --tensorboard-dir is full",
         essential=False,
     ),
     PatchGroup(
         "parameter groups",
         "megatron_vp.mcore.storage.parameter_groups:PATCHES",
-        Condition(
-            "only with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler",
-            lambda run: run.args.override_opt_param_scheduler or run.args.use_checkpoint_opt_param_scheduler,
-        ),
-        Stage.AFTER_VALIDATION,
+        _given("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
         "Megatron refuses a job whose learning rates differ from those in the checkpoint that it loads",
         essential=False,
     ),
     PatchGroup(
         "chunk data",
         "megatron_vp.mcore.training.chunk_data:PATCHES",
-        Condition(
-            "only with --iterations-to-skip or --multiple-validation-sets",
-            lambda run: run.args.iterations_to_skip or run.args.multiple_validation_sets,
-        ),
-        Stage.AFTER_VALIDATION,
+        _given("iterations_to_skip", "multiple_validation_sets"),
         "on ranks with several chunks, skipping iterations would crash and evaluations would use the wrong data",
     ),
     PatchGroup(
         "heterogeneous layers",
         "megatron_vp.mcore.model.heterogeneous:PATCHES",
-        Condition(
-            "only with --heterogeneous-layers-config-path or --heterogeneous-layers-config-encoded-json",
-            lambda run: run.args.heterogeneous_layers_config_path or run.args.heterogeneous_layers_config_encoded_json,
-        ),
-        Stage.AFTER_VALIDATION,
+        _given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
         "ranks with several chunks could build the wrong layers",
     ),
     PatchGroup(
         "flash attention",
         "megatron_vp.mcore.model.attention:PATCHES",
         Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
-        Stage.AFTER_VALIDATION,
         "a run would use a different attention implementation from the one requested",
     ),
     PatchGroup(
         "vocabulary parallelism",
         "megatron_vp.mcore.training.vocab_patches:PATCHES",
-        Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
-        Stage.AFTER_VALIDATION,
+        _given("vocab_parallel"),
         "Megatron would synchronize shards of the word embedding as if they were copies, and multi-token prediction "
         "would fail",
     ),
     PatchGroup(
         "memory estimate",
         "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
-        Condition("only with --vocab-parallel", lambda run: run.args.vocab_parallel),
-        Stage.AFTER_VALIDATION,
+        _given("vocab_parallel"),
         "Megatron would log a memory estimate that is wrong for split vocabulary layers",
         essential=False,
     ),
@@ -286,14 +265,12 @@ GROUPS = (
             "only with --vocab-parallel or a --pipeline-schedule other than 1f1b",
             lambda run: run.settings.replaces_schedule,
         ),
-        Stage.AFTER_VALIDATION,
         "a run would use Megatron's own schedule and vocabulary layers",
     ),
     PatchGroup(
         "models of custom scripts",
         "megatron_vp.mcore.model.own_models:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
-        Stage.AFTER_VALIDATION,
         "the vocabulary layers of models built without Megatron's builders would not be split, so our schedules would "
         "refuse these models",
     ),
@@ -304,7 +281,6 @@ GROUPS = (
             "only after `megatron_vp.enable`, in a process that has imported Megatron-Bridge's models",
             _with_bridges_models,
         ),
-        Stage.AFTER_VALIDATION,
         "the vocabulary layers of Megatron-Bridge's models would not be split, so our schedules would refuse these "
         "models",
         package="megatron.bridge",
@@ -317,7 +293,6 @@ GROUPS = (
             "models",
             lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
         ),
-        Stage.AFTER_VALIDATION,
         "Megatron-Bridge's export would find shards instead of whole vocabulary layers",
         package="megatron.bridge",
     ),
@@ -329,7 +304,6 @@ GROUPS = (
             "parse arguments",
             _in_own_loop,
         ),
-        Stage.AFTER_VALIDATION,
         "a run with a different parallel layout would silently load optimizer moments that belong to other parameters",
     ),
     PatchGroup(
@@ -340,7 +314,6 @@ GROUPS = (
             "Megatron-Bridge's training loop",
             lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
-        Stage.AFTER_VALIDATION,
         "a run would refuse to save checkpoints in Megatron-Bridge's default format",
         package="megatron.bridge",
     ),
@@ -348,7 +321,6 @@ GROUPS = (
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
         Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
-        Stage.AFTER_VALIDATION,
         "backward passes would not be split, and W passes would do nothing",
     ),
     PatchGroup(
@@ -358,11 +330,10 @@ GROUPS = (
             "only with Transformer Engine's layers and a --pipeline-schedule that has W passes",
             lambda run: (
                 run.settings.splits_backward
-                and run.args.transformer_impl == "transformer_engine"
+                and run.args.transformer_impl in (None, "transformer_engine")
                 and run.machine.engine
             ),
         ),
-        Stage.AFTER_VALIDATION,
         "backward passes would not be split, and W passes would do nothing",
     ),
     PatchGroup(
@@ -372,7 +343,6 @@ GROUPS = (
             "only with a --pipeline-schedule that places chunks differently from Megatron",
             lambda run: run.settings.places_chunks,
         ),
-        Stage.AFTER_VALIDATION,
         "layers would run in the wrong order",
     ),
     PatchGroup(
@@ -382,7 +352,6 @@ GROUPS = (
             "only if Megatron's own schedule is recorded (--rank-report, --pipeline-trace or --log-pipeline-interval)",
             lambda run: _records(run.args) and not run.settings.replaces_schedule,
         ),
-        Stage.AFTER_VALIDATION,
         "Megatron's passes are not recorded",
         essential=False,
     ),
@@ -390,7 +359,6 @@ GROUPS = (
         "training log",
         "megatron_vp.mcore.reports.pipeline_scalars:PATCHES",
         Condition("except after `megatron_vp.enable`", lambda run: own_loop() is None),
-        Stage.AFTER_VALIDATION,
         "after a start, the log's second loss is the mean of two iterations, and pipeline metrics are not written",
         essential=False,
     ),
@@ -399,7 +367,7 @@ GROUPS = (
 
 def patches_of(name: str) -> tuple[Patch, ...]:
     """The patches of the group called `name`, for the installed Megatron."""
-    return next(group for group in GROUPS if group.name == name).for_series(patches.present_series())
+    return next(group for group in GROUPS if group.name == name).declared()
 
 
 def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
@@ -415,11 +383,23 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
         except ImportError:
             return (), []
     try:
-        declared = group.for_series(patches.present_series())
+        declared = group.declared()
     except ImportError as error:
-        module = group.patches.partition(":")[0]
-        return (), [Problem(f"the patch group '{group.name}'", f"what {module} imports", f"nothing ({error})")]
+        return (), [
+            Problem(
+                f"the patch group '{group.name}'",
+                f"what {group.patches.partition(':')[0]} imports",
+                f"nothing ({error})",
+            )
+        ]
     return declared, patches.check(declared)
+
+
+def needs(places: Iterable[str]) -> bool:
+    """Whether one of these places in our sources (`megatron_vp/mcore/x.py:7`) belongs to more than optional groups."""
+    modules = {place.partition(".py:")[0].replace("/", ".") for place in places}
+    essential = {group.patches.partition(":")[0] for group in GROUPS if group.essential}
+    return bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
 
 
 def require_fit(run: Run) -> None:

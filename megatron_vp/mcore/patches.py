@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -27,40 +29,27 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Variant:
-    """How a patch differs in one release series of megatron-core."""
-
-    signature: str
-    make: Callable[[Any], Any] | None = None
-    """The function that makes the replacement in the release series; None to use `Patch.make`."""
-
-
-@dataclass(frozen=True)
 class Patch:
     """Replaces one symbol.
 
     target: `module:attribute.path`; a class attribute is patched on the class, which affects every alias of the class.
     make: takes the original and returns the replacement; called once, when the patch is applied.
     reason: one line that `megatron-vp patches` shows.
-    signature: the expected `signature_of(original)`. If the signature depends on another installed package, the
-        alternatives are joined by " or ". The alternative `nothing` means that Megatron may lack the symbol.
-    variants: differences by release series (such as `0.20`); None for a series that does not need the patch.
+    also: signatures that fit in addition to the one that `scripts/lock_megatron.py` recorded, joined by " or ", if the
+        signature depends on another installed package. `nothing` means that Megatron may lack the symbol.
+    unneeded_in: the release series of megatron-core that do not need the patch.
     """
 
     target: str
     make: Callable[[Any], Any]
     reason: str
-    signature: str
-    variants: Mapping[str, Variant | None] = field(default_factory=dict)
+    also: str = ""
+    unneeded_in: tuple[str, ...] = ()
 
-    def for_series(self, series: str) -> Patch | None:
-        """Return this patch adapted to a release series, or None if the series does not need the patch."""
-        if series not in self.variants:
-            return self
-        variant = self.variants[series]
-        if variant is None:
-            return None
-        return replace(self, signature=variant.signature, make=variant.make or self.make, variants={})
+    @property
+    def fitting(self) -> str:
+        """The expected `signature_of(original)`, with its alternatives joined by " or "."""
+        return " or ".join(filter(None, (locked("patched").get(self.target), self.also)))
 
 
 @dataclass(frozen=True)
@@ -108,6 +97,13 @@ def signature_of(value: Any) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
+def original_of(target: str) -> Any:
+    """Return a symbol, or its original if we patched it. Raises ImportError or AttributeError if it is missing."""
+    owner, name = _locate(target)
+    entry = _applied.get(target)
+    return getattr(owner, name) if entry is None else entry.original
+
+
 def present_version() -> str:
     """Return the version of megatron-core that Python imports, supported or not. Raises UserError if megatron-core is
     not installed.
@@ -136,33 +132,32 @@ def present_series() -> str:
     return _series(present_version())
 
 
+def lock_file() -> Path:
+    """The file that `scripts/lock_megatron.py` writes for the megatron-core that Python imports."""
+    return Path(__file__).with_name(f"megatron_{present_series()}.txt")
+
+
+def locked(kind: str) -> dict[str, str]:
+    """Return what the lock file records of a kind of symbol or argument: a description by name.
+
+    A release series without a file is compared with the newest supported one.
+    """
+    file = lock_file()
+    return _recorded(file if file.exists() else file.with_name(f"megatron_{SUPPORTED_SERIES[-1]}.txt")).get(kind, {})
+
+
+@cache
+def _recorded(file: Path) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for line in file.read_text().splitlines():
+        kind, name, *what = line.split(" ", 2)
+        found.setdefault(kind, {})[name] = "".join(what)
+    return found
+
+
 def check(patches: Iterable[Patch]) -> list[Problem]:
     """Return one problem for each patch that cannot be applied, in the order of the patches."""
     return [problem for problem in map(_problem, patches) if problem is not None]
-
-
-def check_symbol(target: str, expected: str) -> Problem | None:
-    """Return how a symbol of Megatron differs from what we expect; None if it does not. If we patched the symbol, its
-    original is compared.
-
-    `expected` is a signature as `signature_of` returns it, `class` for any class, `present` for anything, or `takes a,
-    b` for a callable that accepts these arguments by name and needs no others (`takes nothing` if it needs none at
-    all).
-    """
-    try:
-        owner, name = _locate(target)
-        entry = _applied.get(target)
-        found = getattr(owner, name) if entry is None else entry.original
-    except (ImportError, AttributeError) as error:
-        return Problem(target, expected, f"nothing ({error})")
-    if expected == "present" or (expected == "class" and inspect.isclass(found)):
-        return None
-    if expected.startswith("takes "):
-        names = expected.removeprefix("takes ")
-        fits = _can_be_called(found, [] if names == "nothing" else names.split(", "))
-    else:
-        fits = signature_of(found) == expected
-    return None if fits else Problem(target, expected, signature_of(found))
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
@@ -239,26 +234,18 @@ def _series(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _can_be_called(value: Any, names: list[str]) -> bool:
-    try:
-        inspect.signature(value).bind(**dict.fromkeys(names))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _problem(patch: Patch) -> Problem | None:
+    expected = patch.fitting
     try:
         owner, name = _locate(patch.target)
         current = getattr(owner, name)
     except (ImportError, AttributeError) as error:
-        absent = f"nothing ({error})"
-        may_lack = isinstance(error, AttributeError) and "nothing" in patch.signature.split(" or ")
-        return None if may_lack else Problem(patch.target, patch.signature, absent)
+        may_lack = isinstance(error, AttributeError) and "nothing" in expected.split(" or ")
+        return None if may_lack else Problem(patch.target, expected, f"nothing ({error})")
     entry = _applied.get(patch.target)
     if entry is None:
         found = signature_of(current)
-        return None if found in patch.signature.split(" or ") else Problem(patch.target, patch.signature, found)
+        return None if found in expected.split(" or ") else Problem(patch.target, expected, found)
     if entry.patch != patch:
         return Problem(patch.target, "an unpatched symbol", f"a symbol with another patch: {entry.patch.reason}")
     if inspect.getattr_static(owner, name) is not entry.replacement:

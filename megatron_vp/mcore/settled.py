@@ -306,7 +306,7 @@ def run_settings(args: argparse.Namespace) -> RunSettings:
     """
     with _named():
         name = args.pipeline_schedule or DEFAULT_SCHEDULE
-        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks)
+        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks or "0")
 
 
 @contextmanager

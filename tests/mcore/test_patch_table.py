@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import name_of, option_of
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.options.early_arguments import LISTS, SWITCHES, VALUES, early_arguments
+from megatron_vp.mcore.options.early_arguments import early_arguments
 from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Run, Stage
-from megatron_vp.mcore.patches import Patch, Variant
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
 
@@ -36,7 +35,7 @@ def one_of_two_ranks(monkeypatch):
     [
         ("", {}, set()),
         ("", {"cpu": True, "machine": Installed()}, {"cpu platform", *WITHOUT_PACKAGES}),
-        ("--fake-process-group", {"shapes_only": True}, {"replay", "shapes only"}),
+        ("--fake-process-group", {}, {"replay"}),
         ("--vocab-parallel", {}, SHARDS),
         ("--pipeline-schedule interleaved", {}, {"pipeline schedule"}),
         ("--pipeline-schedule zb-h1 --transformer-impl local", {}, {"pipeline schedule", "split backward"}),
@@ -72,38 +71,28 @@ def test_what_a_command_line_selects(one_of_two_ranks, words, here, chosen):
     assert {group.name for group in patch_table.selected(run)} - ALL_RUNS == chosen
 
 
+def test_a_replay_with_shapes_only_selects_its_groups(one_of_two_ranks, monkeypatch):
+    monkeypatch.setattr(patch_table, "replay", lambda: types.SimpleNamespace(meter=object(), counts_engine=True))
+    chosen = {group.name for group in patch_table.selected(Run(early_arguments(["--fake-process-group"]), ENGINE))}
+    assert chosen - ALL_RUNS == {"replay", "shapes only", "shapes of Transformer Engine"}
+
+
 def test_a_configuration_selects_as_its_flags_do_and_the_command_line_wins(one_of_two_ranks, tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text("a:\n  vocab_parallel: true\n  pipeline_schedule: zb-v\nb:\n  iterations_to_skip: [3]\n")
     args = early_arguments(["--config", str(config), "--pipeline-schedule", "zb-h1", "--num-layers", "4"])
-    assert (args.vocab_parallel, args.pipeline_schedule, args.iterations_to_skip) == (True, "zb-h1", [3])
-    # Megatron's parser says what is wrong with a value.
-    config.write_text("vocab_parallel: 3\npipeline_schedule: [1]\n")
-    args = early_arguments(["--config", str(config)])
-    assert (args.vocab_parallel, args.pipeline_schedule) == (False, None)
+    assert (args.vocab_parallel, args.pipeline_schedule, args.iterations_to_skip) == (True, "zb-h1", "[3]")
 
 
-def test_early_arguments_are_megatrons_own_with_their_defaults():
+def test_conditions_hold_alike_before_and_after_megatron_has_parsed(one_of_two_ranks, monkeypatch):
     from megatron.training import arguments
 
+    monkeypatch.setattr("sys.argv", ["job.py"])
     with patches.patched(patch_table.patches_of("arguments")):
-        theirs = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
-    for name in SWITCHES:
-        option = theirs[option_of(name)]
-        assert option.dest == name and option.nargs == 0 and option.default is False
-        # Another spelling of the option reads as the same name.
-        assert {name_of(each) for each in option.option_strings} == {name}
-    for name, default in VALUES.items():
-        option = theirs[option_of(name)]
-        assert (option.dest, option.nargs, option.default) == (name, None, default)
-    for name in LISTS:
-        assert theirs[option_of(name)].nargs in ("*", "+")
-
-
-def test_conditions_read_only_what_the_early_parser_gives():
-    # An AttributeError for any other name.
-    for group in patch_table.GROUPS:
-        group.applies.holds(Run(early_arguments([]), ENGINE))
+        parsed = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    parsed.rank, parsed.world_size = 1, 2
+    early, late = (patch_table.selected(Run(args, ENGINE)) for args in (early_arguments([]), parsed))
+    assert early == late
 
 
 @pytest.fixture
@@ -114,14 +103,12 @@ def library(monkeypatch):
     module.second = lambda b: b
     module.OLD = (Patch("library:first", lambda original: lambda a: "old", "is old", "(a)"),)
     module.BY_SERIES = (
-        Patch(
-            "library:first",
-            lambda original: lambda *a: "old",
-            "is patched everywhere",
-            "(a)",
-            {"9.1": Variant("(a, more)"), "9.2": Variant("(a, more)", lambda original: lambda a, more: "new")},
-        ),
-        Patch("library:second", lambda original: lambda b: "old", "is gone in 9.2", "(b)", {"9.2": None}),
+        Patch("library:first", lambda original: lambda *a: "old", "is patched everywhere"),
+        Patch("library:second", lambda original: lambda b: "old", "is gone in 9.2", "(b)", unneeded_in=("9.2",)),
+    )
+    recorded = {"9.1": "(a, more)", "9.2": "(a, more)"}
+    monkeypatch.setattr(
+        patches, "locked", lambda kind: {"library:first": recorded.get(patches.present_series(), "(a)")}
     )
     monkeypatch.setitem(sys.modules, "library", module)
     yield module
@@ -141,12 +128,12 @@ def of_series(monkeypatch, series, *groups):
     [
         ("0.19", lambda a: a, ("old", "old")),
         ("9.1", lambda a, more: a, ("old", "old")),
-        ("9.2", lambda a, more: a, ("new", "b")),
+        ("9.2", lambda a, more: a, ("old", "b")),
         ("9.3", lambda a: a, ("old", "old")),
     ],
 )
-def test_a_release_series_has_its_own_variant_of_a_patch(library, monkeypatch, series, first, found):
-    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION, "harm"))
+def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch, series, first, found):
+    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
     library.first = first
     given = ["a", "more"][: first.__code__.co_argcount]
     run = Run(argparse.Namespace(), ENGINE)
@@ -159,8 +146,8 @@ def test_a_release_series_has_its_own_variant_of_a_patch(library, monkeypatch, s
         assert patch_table.examine(patch_table.GROUPS[0])[1] == []
 
 
-def test_a_variant_is_compared_in_its_own_series_alone(library, monkeypatch):
-    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, Stage.AFTER_VALIDATION, "harm"))
+def test_a_signature_is_compared_in_its_own_series_alone(library, monkeypatch):
+    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
     run = Run(argparse.Namespace(), ENGINE)
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
         with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
@@ -173,8 +160,8 @@ def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch)
         "broken",
         "library:OLD",
         Condition("with --core-attention sdpa", lambda run: False),
-        Stage.BEFORE_PARSING,
         "harm",
+        stage=Stage.BEFORE_PARSING,
     )
     monkeypatch.setattr(patch_table, "GROUPS", (broken,))
     del library.first
@@ -200,8 +187,8 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
         Patch("library:second", lambda original: lambda b: "patched", "has changed", "(b, more)"),
     )
     groups = (
-        PatchGroup("curves", "library:UNFIT", ALWAYS, Stage.AFTER_VALIDATION, "nothing is drawn", essential=False),
-        PatchGroup("other", "library:OLD", ALWAYS, Stage.AFTER_VALIDATION, "harm"),
+        PatchGroup("curves", "library:UNFIT", ALWAYS, "nothing is drawn", essential=False),
+        PatchGroup("other", "library:OLD", ALWAYS, "harm"),
     )
     monkeypatch.setattr(patch_table, "GROUPS", groups)
     run = Run(args, ENGINE)
@@ -230,7 +217,7 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
 def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp_path, capsys, place, essential):
     (tmp_path / "library_of_another_megatron.py").write_text("from megatron.core import no_such_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    group = PatchGroup("broken", place, ALWAYS, Stage.AFTER_VALIDATION, "nothing is drawn", essential=essential)
+    group = PatchGroup("broken", place, ALWAYS, "nothing is drawn", essential=essential)
     monkeypatch.setattr(patch_table, "GROUPS", (group,))
     declared, (problem,) = patch_table.examine(group)
     assert declared == ()

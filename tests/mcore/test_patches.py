@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
+import re
 import sys
 import types
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli import patch_list as command
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import megatron_symbols, patch_table, patches
+from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.patches import Patch
 from tests.harness import run_ranks
 
@@ -194,8 +195,9 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
         assert f"  {need}; without it, {group.without}\n" in result.output
         for patch in declared[group.name]:
             assert patch.target in result.output and patch.reason in result.output
-    for room in megatron_symbols.rooms():
-        assert f"called by {room}: {megatron_symbols.count(room)} of" in result.output
+    for kind, subject in (("used", "symbols that the plug-in uses"), ("option", "options that the plug-in reads")):
+        count = len(patches.locked(kind))
+        assert f"Megatron {subject}: {count} of {count} fit" in result.output
     assert f"all patches fit megatron-core {patches.installed_version()}" in result.output and patches.in_force() == ()
 
 
@@ -243,6 +245,13 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
     tamper(monkeypatch)
     result = invoke("--dry-run")
     assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
+    if tamper not in (fake_metadata, fake_module):
+        assert re.search(r"; essential, used in megatron_vp/mcore/\w+/\w+\.py:\d+", result.output)
+
+
+def test_what_only_an_optional_group_uses_is_optional():
+    optional, needed = "megatron_vp/mcore/reports/tensorboard_events.py:7", "megatron_vp/mcore/settled.py:7"
+    assert not patch_table.needs([optional]) and patch_table.needs([optional, needed])
 
 
 def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeypatch):

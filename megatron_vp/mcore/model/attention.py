@@ -193,6 +193,5 @@ PATCHES = (
         "megatron.core.models.backends:LocalSpecProvider.core_attention",
         _core_attention,
         "run flash attention in local layers, through PyTorch's scaled-dot-product attention",
-        "(self)",
     ),
 )

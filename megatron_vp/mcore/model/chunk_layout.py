@@ -86,13 +86,10 @@ PATCHES = (
         "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
         _placed,
         "the schedule decides which stages of the layout each rank gets",
-        "(layout, pipeline_model_parallel_size)",
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
         _placed_segments,
         "the schedule decides which segments of hybrid layers each rank gets",
-        "(main_pattern, pp_group, vp_stage, first_stage_layers=None, last_stage_layers=None, tp_group=None, "
-        "dp_cp_group=None)",
     ),
 )

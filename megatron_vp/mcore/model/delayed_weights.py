@@ -224,12 +224,10 @@ PATCHES = (
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         _delaying,
         "let pass W compute the weight gradients of Transformer Engine's layers",
-        "(self)",
     ),
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
         _wrapping_delayed,
         "register no autograd hooks on weights of Transformer Engine's layers, because pass W reports their gradients",
-        "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
     ),
 )

@@ -34,6 +34,5 @@ PATCHES = (
         "megatron.training.models.gpt:default_layer_spec",
         _of_the_chunk,
         "the layers of a heterogeneous model would not be found if ranks have several chunks",
-        "(config, vp_stage)",
     ),
 )

@@ -29,7 +29,7 @@ from megatron_vp.mcore.model.delayed_weights import delaying
 from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE, prepare_chunk, stage_ends
-from megatron_vp.mcore.patches import Patch, Variant
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 
 
@@ -225,37 +225,17 @@ def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_pp_last_stage
 
 
-_MODEL = (
-    "(self, config, transformer_layer_spec, vocab_size, max_sequence_length, pre_process=True, post_process=True, "
-    "fp16_lm_cross_entropy=False, {more}parallel_output=True, share_embeddings_and_output_weights=False, "
-    "position_embedding_type='learned_absolute', rotary_percent=1.0, rotary_base=10000, rope_scaling=False, "
-    "rope_scaling_factor=8.0, scatter_embedding_sequence_parallel=True, seq_len_interpolation_factor=None, "
-    "mtp_block_spec=None, pg_collection=None, vp_stage=None)"
-)
-_BUILD = (
-    "(build_model_func, transformer_config, pg_collection, ddp_config=None, "
-    "overlap_param_gather_with_optimizer_step=False, use_megatron_fsdp=False, use_torch_fsdp2=False, "
-    "wrap_with_ddp=True, data_parallel_random_init=False, mixed_precision_wrapper=<class "
-    "'megatron.core.transformer.module.Float16Module'>, pre_wrap_hook=None, "
-    "model_type=<ModelType.encoder_or_decoder: 1>{more})"
-)
-_LAYER_WISE = ", use_layer_wise_distributed_optimizer=False, use_layer_wise_param_layout=True"
-
 PATCHES = (
     Patch(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         _preparing,
         "place or shard the vocabulary layers of models that a script builds without Megatron's builders",
-        _MODEL.format(more=""),
-        {"0.20": Variant(_MODEL.format(more="logit_dtype=None, "))},
     ),
     *(
         Patch(
             f"megatron.training.models.{module}:unimodal_build_distributed_models",
             _cutting_after_hooks,
             "shard vocabulary layers only after hooks have loaded weights or changed layers",
-            _BUILD.format(more=""),
-            {"0.20": Variant(_BUILD.format(more=_LAYER_WISE))},
         )
         for module in ("gpt", "hybrid")
     ),
@@ -266,12 +246,10 @@ BRIDGE_PATCHES = (
         "megatron.bridge.models.model_provider:_print_num_params",
         _cutting_before_count,
         "shard vocabulary layers of Megatron-Bridge's models only after hooks have loaded weights or changed layers",
-        "(model, pg_collection)",
     ),
     Patch(
         "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
         _by_stage,
         "apply Gemma's softcap to the output layer, which V-shaped schedules place on the first rank",
-        "(pp_group)",
     ),
 )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_vp.mcore.model.delayed_weights import take_delayed
 from megatron_vp.mcore.model.sequence import whole_sequence
-from megatron_vp.mcore.patches import Patch, Variant
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
 
 
@@ -159,14 +159,5 @@ PATCHES = (
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
         _split_linear,
         "let pass W compute the weight gradients of Megatron's local layers",
-        "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
-        "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
-        {
-            # output_dtype belongs to --output-logit-dtype, which none of our schedules supports.
-            "0.20": Variant(
-                "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
-                "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1, output_dtype=None)"
-            )
-        },
     ),
 )

@@ -232,40 +232,22 @@ BRIDGE_PATCHES = (
             f"{_BRIDGE}.{method}",
             make,
             "let exporters find unsharded vocabulary layers on the same ranks as in plain runs",
-            signature,
         )
-        for method, make, signature in (
-            (
-                "stream_weights_megatron_to_hf",
-                _viewing_stream,
-                "(self, megatron_model, hf_pretrained, cpu=True, show_progress=True, conversion_tasks=None, "
-                "merge_adapter_weights=True, weight_dtype=None)",
-            ),
-            (
-                "stream_weights_megatron_to_hf_quant",
-                _viewing_stream,
-                "(self, megatron_model, hf_pretrained, quantization_checker, quant_fn, quant_block_size=None, "
-                "cpu=True, show_progress=True, conversion_tasks=None, merge_adapter_weights=False)",
-            ),
-            ("build_conversion_tasks", _viewing, "(self, hf_pretrained, megatron_model, weight_dtype=None)"),
-            (
-                "build_export_fp8_tasks",
-                _viewing,
-                "(self, hf_pretrained, megatron_model, *, scale_inv_suffix='_scale_inv', "
-                "fp8_scale_inv_attr='_rowwise_scale_inv')",
-            ),
+        for method, make in (
+            ("stream_weights_megatron_to_hf", _viewing_stream),
+            ("stream_weights_megatron_to_hf_quant", _viewing_stream),
+            ("build_conversion_tasks", _viewing),
+            ("build_export_fp8_tasks", _viewing),
         )
     ),
     Patch(
         f"{_BRIDGE}.load_weights_hf_to_megatron",
         _refusing,
         "refuse to load weights into vocabulary layers that are already split",
-        "(self, hf_pretrained, megatron_model, allowed_mismatched_params=None)",
     ),
     Patch(
         f"{_BRIDGE}._broadcast_shared_embeddings",
         _tying_by_stage,
         "load tied weights under V-shaped schedules, which place the output layer on the first rank",
-        "(self, megatron_model)",
     ),
 )

@@ -24,7 +24,7 @@ from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.megatron_arguments import check_parsed
+from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
@@ -73,7 +73,7 @@ class _Parser(Parser):
         # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
         parsed, unknown = super().parse_known_args(sys.argv[1:], namespace)
-        check_parsed(parsed)
+        check_arguments(parsed, "option")
         note_words(Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
@@ -279,18 +279,15 @@ PATCHES = (
         "megatron.training.arguments:add_megatron_arguments",
         with_ours,
         "adds our options, such as --config and --vocab-parallel, and the flags that the platform needs",
-        "(parser)",
     ),
     patches.Patch(
         "megatron.training.arguments:validate_args",
         _with_checks,
         "refuses combinations of arguments that cannot work, and checks the input files",
-        "(args, defaults={})",
     ),
     patches.Patch(
         "megatron.core.tokenizers.utils.build_tokenizer:_set_padded_vocab_size",
         _with_room_for_all_tokens,
         "refuses a vocabulary smaller than the tokenizer's",
-        "(args, tokenizer)",
     ),
 )

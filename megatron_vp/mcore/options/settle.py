@@ -19,7 +19,7 @@ from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.mcore.megatron_arguments import check_validated
+from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.ignored import warnings_of
 from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
@@ -125,7 +125,7 @@ def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: 
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
         megatron(args, defaults)
-    check_validated(args)
+    check_arguments(args, "derived")
     args.moe_grouped_gemm = grouped
 
 

@@ -135,8 +135,6 @@ NORM_PATCHES = (
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _norm_under_sequence_parallelism,
         "torch's norms support sequence parallelism if their parameters are marked for Megatron's gradient reduction",
-        "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
-        "normalization='LayerNorm')",
     ),
 )
 """These patches are always applied, because local layers use torch's norms even if Transformer Engine is installed."""
@@ -146,41 +144,35 @@ PATCHES = (
         "megatron.core.transformer.transformer_block:LayerNormImpl",
         _final_norm,
         "if Apex is installed, Megatron takes the final norm from Apex, which has no RMSNorm",
-        "(config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
-        "normalization='LayerNorm') or (config, hidden_size, eps=1e-05, persist_layer_norm=True, "
-        "zero_centered_gamma=False, normalization='LayerNorm') or (config, hidden_size, eps=1e-05, has_residual=False)",
+        "(config, hidden_size, eps=1e-05, persist_layer_norm=True, zero_centered_gamma=False, "
+        "normalization='LayerNorm') or (config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _torch_norm,
         "Megatron takes a hybrid model's final norm from Transformer Engine, even if the model's layers are local",
-        "(config, hidden_size, eps=1e-05, has_residual=False)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict",
         _with_adam_state,
         "loading reads the step from Adam's state, which a newly created torch Adam does not have yet",
-        "(self, model_sharded_state_dict={}, is_loading=False, sharding_type=None, metadata=None)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
         _without_step_tensor,
         "loading expects Adam's step count for every parameter, but checkpoints store it only once per group; loading "
         "also writes into leaf tensors, so it must run without autograd",
-        "(self, model_param, tensors)",
     ),
     Patch(
         f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
         _own_step_per_parameter,
         "a step tensor that all parameters share would be incremented once for every parameter",
-        "(self, state_dict)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
         lambda original: lambda module: False,
         "a layer for multi-token prediction needs classes that Megatron defines only with Transformer Engine",
-        "(module)",
-        {"0.19": None},
+        unneeded_in=("0.19",),
     ),
 )
 
@@ -190,7 +182,6 @@ WARM_UP_PATCHES = (
         lambda original: lambda tp_size=None: None,
         "on a GPU, Megatron's warm-up takes minutes to compile fused kernels, which are not used without Transformer "
         "Engine",
-        "(tp_size=None)",
     ),
 )
 
@@ -201,7 +192,6 @@ APEX_PATCHES = (
         f"{_LAYERS}:_grad_accum_fusion_available",
         lambda original: True,
         "without Apex, Megatron refuses to build layers with fused accumulation of weight gradients",
-        "value",
     ),
     Patch(
         f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
@@ -210,7 +200,7 @@ APEX_PATCHES = (
             wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product
         ),
         "our kernel that accumulates into main_grad replaces Apex's kernel",
-        "nothing or value",
+        "value",
     ),
 )
 """Megatron's linear layers, including its vocabulary layers, use Apex's extension `fused_weight_gradient_mlp_cuda`.
@@ -224,6 +214,5 @@ INDEX_PATCHES = (
         _compile_only_if_missing,
         "Megatron's wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and "
         "end the job",
-        "()",
     ),
 )

@@ -26,7 +26,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
-from megatron_vp.mcore.patches import Patch, Variant
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors
 from megatron_vp.mcore.settled import current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
@@ -271,22 +271,16 @@ PATCHES = (
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         _made_up_receives,
         "fill receive buffers with normally distributed numbers, because a replayed rank has no peers that send data",
-        "(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True)",
     ),
     Patch(
         "megatron.core.utils:get_batch_on_this_tp_rank",
         _made_up_batch,
         "generate random tokens and labels, because a replayed rank cannot receive its batch from tensor rank 0",
-        "(batch, has_cu_seqlens, is_hybrid_cp, create_attention_mask_in_dataloader, broadcast_src_rank, "
-        "broadcast_group, cp_size, tp_rank, micro_batch_size, seq_length, mtp_on_this_rank, "
-        "pipeline_model_parallel_size=1, is_pipeline_first_stage=False, is_pipeline_last_stage=False)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         _shifted_alone,
         "shift a sequence without exchanging token ids, because a replayed rank has no context-parallel peers",
-        "(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None)",
-        {"0.20": Variant("(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True)")},
     ),
 )
 """Applied with --fake-process-group, before the script imports these functions by name."""

@@ -154,7 +154,6 @@ PATCHES = (
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _untracked,
         "a fake tensor cannot store the state of a random number generator",
-        "(self, name='model-parallel-rng')",
     ),
 )
 """Applied with --shapes-only."""

@@ -168,8 +168,5 @@ PATCHES = (
         _by_interval,
         "begin a new log interval after the first iteration of a start if that iteration ends one, and write the "
         "pipeline metrics of --log-pipeline-interval to TensorBoard and W&B",
-        "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, "
-        "grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False, "
-        "seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
     ),
 )

@@ -119,9 +119,6 @@ PATCHES = (
             f"{_SCHEDULES}:forward_backward_{name}",
             _watched_schedule,
             f"record the iterations of Megatron's own schedule ({what})",
-            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
-            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
         )
         for name, what in (
             ("no_pipelining", "no pipelining"),
@@ -133,15 +130,11 @@ PATCHES = (
         f"{_SCHEDULES}:forward_step",
         _watched_step(_Steps.forward),
         "time and count the forward passes of Megatron's own schedules",
-        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
-        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
-        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
     ),
     Patch(
         f"{_SCHEDULES}:backward_step",
         _watched_step(_Steps.backward),
         "time and count the backward passes of Megatron's own schedules",
-        "(input_tensor, output_tensor, output_tensor_grad, config)",
     ),
 )
 """Patches that record Megatron's own schedules. Our runtime records our schedules without patches."""

@@ -31,6 +31,6 @@ def _forgiving(original: Callable[..., None]) -> Callable[..., None]:
 
 _WHY = "continue training when the disk that holds --tensorboard-dir is full"
 PATCHES = (
-    Patch("tensorboard.summary.writer.record_writer:RecordWriter.write", _forgiving, _WHY, "(self, data)"),
-    Patch("tensorboard.summary.writer.record_writer:RecordWriter.flush", _forgiving, _WHY, "(self)"),
+    Patch("tensorboard.summary.writer.record_writer:RecordWriter.write", _forgiving, _WHY),
+    Patch("tensorboard.summary.writer.record_writer:RecordWriter.flush", _forgiving, _WHY),
 )

@@ -217,6 +217,5 @@ PATCHES = (
         "compares the ranks' arguments and package versions, because differences would hang the job or silently "
         "produce a different model; then makes all ranks use the pass times that rank 0 predicts, claims the folder "
         "that this run saves to, writes the resolved configuration, and prints the banner",
-        "(get_embedding_ranks, get_position_embedding_ranks, store, skip_model_parallel_init=False)",
     ),
 )

@@ -67,6 +67,5 @@ PATCHES = (
         "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
         _remembering,
         "Megatron exits with status 0 if a signal stops it, which the SLURM script must not mistake for success",
-        "(self)",
     ),
 )

@@ -101,14 +101,12 @@ PATCHES = (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         _without_padding,
         "with several gradient buckets, Megatron would look up the optimizer's state at the wrong positions",
-        "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
-        {"0.20": None},  # Megatron 0.20 itself subtracts the padding of gradient buckets.
+        unneeded_in=("0.20",),  # It subtracts the padding of gradient buckets itself.
     ),
     Patch(
         "megatron.training.checkpointing:maybe_msc",
         _Files,
         "Megatron empties its tracker file before rewriting it, so a crash could lose the last checkpoint's number",
-        "value",
     ),
     *attempt.PATCHES,
     *save_folder.PATCHES,

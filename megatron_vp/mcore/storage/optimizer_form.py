@@ -70,7 +70,6 @@ PATCHES = tuple(
         _refusing(form),
         f"a run that splits the model differently over its ranks would load optimizer state in the format {form} into "
         "the wrong parameters",
-        "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
     )
     for form, function in _OF_ONE_LAYOUT.items()
 )
@@ -82,7 +81,6 @@ BRIDGE_PATCHES = (
         _always_reshardable,
         "optimizer state in Megatron-Bridge's default format loads correctly only if the model is split over the ranks "
         "as in the run that saved the state",
-        "(use_distributed_optimizer, cfg)",
     ),
 )
 """Applied in scripts that have imported Megatron-Bridge's training loop and use one of our schedules."""

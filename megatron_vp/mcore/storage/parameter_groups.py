@@ -80,7 +80,6 @@ PATCHES = (
         "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         _under_other_rates,
         "if learning rates have changed, Megatron would not find the parameter groups in a checkpoint",
-        "(self, state_dict)",
     ),
 )
 """Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, under any schedule."""

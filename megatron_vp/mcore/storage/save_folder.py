@@ -175,10 +175,5 @@ PATCHES = (
         "megatron.training.training:save_checkpoint",
         _only_where_claimed,
         "two runs with the same --save would silently overwrite each other's checkpoints",
-        "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
-        "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
-        "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, "
-        "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, dp_cp_group=None, "
-        "dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
     ),
 )

@@ -91,21 +91,16 @@ PATCHES = (
         "megatron.training.training:dummy_train_step",
         _skipping,
         "a skipped iteration would crash a run in which ranks have several chunks or some stages have no data",
-        "(data_iterator)",
     ),
     Patch(
         "megatron.training.training:build_train_valid_test_data_iterators",
         _counting_validation_sets,
         "a chunk without data would not know the number of evaluation iterations per validation set",
-        "(build_train_valid_test_datasets_provider)",
     ),
     Patch(
         "megatron.training.training:evaluate_and_print_results",
         _by_validation_set,
         "with several chunks, Megatron would mistake the data of each chunk for a validation set",
-        "(prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, "
-        "verbose=False, write_to_tensorboard=True, non_loss_data_func=None, pg_collection=None, "
-        "p2p_communicator=None)",
     ),
 )
 """Patches that are applied with --iterations-to-skip or --multiple-validation-sets, even under Megatron's schedules."""

@@ -61,9 +61,6 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
             _schedule,
             "run the schedule that --pipeline-schedule names, in training and in evaluation",
-            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
-            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
         )
         for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
@@ -71,33 +68,27 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
         "megatron.training.models.gpt:GPTModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelGPTBuilder",
         "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
-        "value",
     ),
     Patch(
         "megatron.training.models.hybrid:HybridModelConfig.builder",
         lambda original: "megatron_vp.mcore.model.surgery.VocabParallelHybridBuilder",
         "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
-        "value",
     ),
     Patch(
         "megatron.training.training:get_model",
         _get_model,
         "place or shard the vocabulary layers of models that a script's model_provider makes",
-        "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
-        "pg_collection=None)",
     ),
     Patch(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
         _deferring,
         "check losses and gradients only at the end of an iteration, because each check makes the host wait for the "
         "device",
-        "(self, result, rejection_func, message, comparison_func=None, tolerance=0.0, fatal=True)",
     ),
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
         _graph_inputs,
         "capture the CUDA graphs of layers in the order of the schedule's passes, because these graphs share buffers",
-        "(self)",
     ),
 )
 """Patches that are applied with --vocab-parallel or a --pipeline-schedule other than 1f1b."""
@@ -107,13 +98,11 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
         lambda original: lambda self: False,
         "skip Megatron's synchronization of word embeddings at startup, because no rank has the whole embedding",
-        "(self)",
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
         _counting_argmax,
         "count the accepted predictions of MTP heads from softmax statistics, because no rank has all logits",
-        "(mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group=None)",
     ),
 )
 """Patches that are applied with --vocab-parallel."""
@@ -123,6 +112,5 @@ ESTIMATE_PATCHES: tuple[Patch, ...] = (
         "megatron.training.training:report_theoretical_memory",
         _theoretical_memory,
         "skip Megatron's memory estimate, which assumes that single ranks hold whole vocabulary layers",
-        "(args, num_microbatches=None, verbose=False)",
     ),
 )

@@ -1,0 +1,94 @@
+"""Compares the installed Megatron with the symbols and arguments that `scripts/lock_megatron.py` recorded."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import megatron_vp
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import (
+    RELEASE,
+    TESTED_VERSIONS,
+    Problem,
+    locked,
+    original_of,
+    present_version,
+    signature_of,
+)
+
+
+def described(value: Any) -> str:
+    """Return `class` for a class, and `signature_of` any other value."""
+    return "class" if inspect.isclass(value) else signature_of(value)
+
+
+def changed_symbols() -> list[Problem]:
+    """Return the symbols that we use without patching them and that are missing or do not accept our calls.
+
+    A symbol that our sources do not call must be as recorded.
+    """
+    problems = []
+    for target, expected in locked("used").items():
+        recorded, _, calls = expected.partition(" called ")
+        try:
+            value = original_of(target)
+        except (ImportError, AttributeError) as error:
+            problems.append(Problem(target, recorded, f"nothing ({error})"))
+            continue
+        fits = all(_accepts(value, call) for call in re.findall(r"\((.*?)\)", calls))
+        if not fits or (not calls and recorded not in ("any", described(value))):
+            problems.append(Problem(target, f"{recorded}{f', called with {calls}' if calls else ''}", described(value)))
+    return problems
+
+
+def _accepts(value: Any, call: str) -> bool:
+    words = call.split(", ") if call else []
+    names = [word for word in words if word not in ("_", "...")]
+    try:
+        signature = inspect.signature(value)
+        bind = signature.bind_partial if "..." in words else signature.bind
+        bind(*[None] * words.count("_"), **dict.fromkeys(names))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def missing_options() -> list[Problem]:
+    """Build Megatron's parser, and return the options that we read but that the parser lacks."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    missing = locked("option").keys() - {action.dest for action in parser._actions}
+    return [Problem(f"the argument '{name}'", "an option", "nothing") for name in sorted(missing)]
+
+
+def check_arguments(args: argparse.Namespace, kind: str) -> None:
+    """Check that arguments include all of a kind that we read: `option`, or `derived` by Megatron's validation.
+
+    Raises UserError.
+    """
+    for name in locked(kind):
+        if not hasattr(args, name):
+            raise UserError(
+                f"megatron-core {present_version()} has no argument '{name}', but megatron_vp reads it in "
+                f"{places_of(name)[0]} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
+                f"megatron-core=={RELEASE}"
+            )
+
+
+def places_of(name: str) -> list[str]:
+    """Return where our sources name a symbol or an argument, such as `megatron_vp/mcore/x.py:7`."""
+    package = Path(megatron_vp.__file__).parent
+    files = (*sorted((package / "mcore").rglob("*.py")), package.with_name("pretrain_gpt_vp.py"))
+    word = re.compile(rf"\b{re.findall(r'\w+', name)[-1]}\b")
+    return [
+        f"{file.relative_to(package.parent)}:{number}"
+        for file in files
+        if file.exists()
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if word.search(line)
+    ]

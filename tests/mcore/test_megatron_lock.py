@@ -1,0 +1,192 @@
+"""Test that the lock files name what we use of Megatron, and what is said where the installed Megatron differs."""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore import megatron_lock, patch_table, patches
+from megatron_vp.mcore.options.arguments import with_ours
+from megatron_vp.mcore.options.refusals import REFUSALS
+from megatron_vp.mcore.patches import Patch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "lock_megatron.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("lock_megatron", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_lock_file_is_up_to_date(script):
+    assert patches.lock_file().read_text() == script.content(), "run python scripts/lock_megatron.py"
+
+
+def test_the_lock_files_of_all_series_have_the_same_names():
+    files = [patches.lock_file().with_name(f"megatron_{series}.txt") for series in patches.SUPPORTED_SERIES]
+    first, *others = ({line.split()[1] for line in file.read_text().splitlines()} for file in files)
+    places = (group.patches.split(":") for group in patch_table.GROUPS)
+    declared = (patch for module, name in places for patch in getattr(importlib.import_module(module), name))
+    only_some = {patch.target for patch in declared if patch.unneeded_in}
+    for names in others:
+        assert (first ^ names) - only_some == set(), "run scripts/lock_megatron.py with every supported Megatron"
+
+
+def test_the_installed_megatron_has_what_we_use():
+    assert megatron_lock.changed_symbols() == [] and megatron_lock.missing_options() == []
+
+
+def test_the_scan_sees_modules_classes_tables_other_names_and_calls(script):
+    source = """
+import torch
+from megatron.core import mpu, parallel_state as state
+from megatron.core.transformer.enums import AttnMaskType as Mask
+from megatron.training import get_args
+
+TABLE = {"megatron.core.utils": ("get_pg_rank",)}
+
+def later():
+    from megatron.core.pipeline_parallel import schedules
+
+    schedules.backward_step(1, *those, config=2)
+    return mpu.is_pipeline_first_stage(True), state.get_tensor_model_parallel_rank(), Mask.causal, get_args
+"""
+    assert script.symbols_of(ast.parse(source)) == {
+        "megatron.core.pipeline_parallel.schedules:backward_step": {"_, ..., config"},
+        "megatron.core.parallel_state:is_pipeline_first_stage": {"_"},
+        "megatron.core.parallel_state:get_tensor_model_parallel_rank": {""},
+        "megatron.core.transformer.enums:AttnMaskType": set(),
+        "megatron.core.transformer.enums:AttnMaskType.causal": set(),
+        "megatron.core.utils:get_pg_rank": {script.ANY},
+        "megatron.training:get_args": set(),
+    }
+    with pytest.raises(AssertionError, match="use `from megatron`"):
+        script.symbols_of(ast.parse("import megatron.core.utils"))
+
+
+def test_the_scan_sees_every_way_of_reading_an_argument(script):
+    source = """
+args.one
+a.two
+get_args().three
+self.args.four
+getattr(args, "five", None)
+args.written = 1
+args._ours
+other.attribute
+"""
+    assert script.arguments_of(ast.parse(source)) == {"one", "two", "three", "four", "five"}
+    assert script.texts_of(ast.parse("('six', '--{seven} 1')")) == {"six", "--{seven} 1", "seven"}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = types.ModuleType("library")
+    module.function = lambda a, b=1: None
+    module.Kind = type("Kind", (), {})
+    module.nothing = None
+    monkeypatch.setitem(sys.modules, "library", module)
+    yield module
+    patches.undo(patches.in_force())
+
+
+@pytest.mark.parametrize(
+    ("path", "expected", "fits"),
+    [
+        ("function", "(a, b=1)", True),
+        ("function", "(a)", False),
+        ("function", "(a) called (_)", True),
+        ("function", "(a) called (_) (_, b)", True),
+        ("function", "(a, c=2) called (_) (_, c)", False),
+        ("function", "(a, b, c) called (_, _, _)", False),
+        ("function", "() called ()", False),
+        ("function", "() called (...)", True),
+        ("function", "class", False),
+        ("Kind", "class", True),
+        ("Kind", "class called ()", True),
+        ("nothing", "value", True),
+        ("nothing", "any", True),
+        ("gone", "any", False),
+    ],
+)
+def test_a_symbol_must_accept_our_calls_or_be_as_recorded(library, monkeypatch, path, expected, fits):
+    monkeypatch.setattr(megatron_lock, "locked", lambda kind: {f"library:{path}": expected})
+    problems = megatron_lock.changed_symbols()
+    assert (problems == []) == fits
+    for problem in problems:
+        assert str(problem).startswith(f"library:{path} does not fit megatron_vp: expected ")
+
+
+def test_a_patched_symbol_is_judged_by_its_original(library, monkeypatch):
+    patches.apply((Patch("library:function", lambda original: lambda: None, "any", "(a, b=1)"),))
+    monkeypatch.setattr(megatron_lock, "locked", lambda kind: {"library:function": "(a, b=1) called (_)"})
+    assert megatron_lock.changed_symbols() == []
+
+
+def parser(without=()):
+    """Megatron's parser with our options, as a release would have it that lacks some options."""
+    from megatron.training import arguments
+
+    def reduced(given):
+        arguments.add_megatron_arguments(given)
+        for action in [action for action in given._actions if action.dest in without]:
+            given._remove_action(action)
+            for name in action.option_strings:
+                del given._option_string_actions[name]
+        return given
+
+    return with_ours(reduced)(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize("name", ["seq_length", "async_save"])
+def test_a_renamed_argument_is_one_line_when_the_arguments_are_parsed(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    with pytest.raises(UserError) as error:
+        parser(without={name}).parse_args([])
+    line = str(error.value)
+    assert f"megatron-core {patches.installed_version()} has no argument '{name}'" in line and "\n" not in line
+    assert "megatron_vp reads it in megatron_vp/mcore/" in line and "install megatron-core==0.19.2" in line
+
+
+def test_an_option_that_the_installed_megatron_lacks_is_named(monkeypatch):
+    from megatron.training import arguments
+
+    lacking = parser(without={"async_save"})
+    monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: lacking)
+    (problem,) = megatron_lock.missing_options()
+    assert str(problem).startswith("the argument 'async_save' does not fit megatron_vp: expected an option")
+    assert any(place.startswith("megatron_vp/mcore/storage/") for place in megatron_lock.places_of(problem.target))
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "default", "value"),
+    [("--output-logit-dtype", "logit_dtype", None, "fp32"), ("--mtp-hsm", "mtp_hsm", False, True)],
+)
+def test_an_option_of_one_series_is_refused_there(option, name, default, value):
+    given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b", offload_chunks="0")
+    (refusal,) = [each for each in REFUSALS if option in each.message]
+    assert not refusal.applies(given)
+    setattr(given, name, default)
+    assert not refusal.applies(given)
+    setattr(given, name, value)
+    assert refusal.applies(given)
+
+
+def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):
+    from megatron_vp.mcore.options import settle
+
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    args = parser().parse_args([])
+    args.world_size = 1
+    # A Megatron whose validation derives nothing.
+    with pytest.raises(UserError, match="has no argument 'data_parallel_size'"):
+        settle.settled_job(lambda args, defaults: args, args, {})
