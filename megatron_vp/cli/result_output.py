@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -70,14 +69,7 @@ def write(content: str | bytes, output: Path | None) -> None:
     """
     check_destination(isinstance(content, bytes), output)
     if output is None:
-        if sys.stdout is None:
-            raise UserError("cannot write to standard output: it is closed; name a file with -o")
-        try:
-            typer.echo(content, nl=False)
-        except BrokenPipeError:
-            raise  # A reader such as `head` has closed the pipe, which is not an error of this command.
-        except OSError as error:
-            raise UserError(f"cannot write to standard output: {error.strerror}") from None
+        typer.echo(content, nl=False)
         return
     data = content if isinstance(content, bytes) else content.encode()
     try:
