@@ -5,8 +5,6 @@
 The package's own way comes first: cuBLAS computes the logits, and one pass of a Triton kernel turns them into E.
 
     kernels             as the package launches the kernel
-    reverse             programs in reverse order, because the logits that the GEMM wrote last are most likely in L2
-    dependent           launched before the GEMM ends (programmatic dependent launch, compute capability 9.0)
     half the warps      with twice the logits per thread; in `three held`, the fourth piece of a row is read twice, for
                         64 warps per multiprocessor
     all pieces held, twice the warps
@@ -20,7 +18,7 @@ Every line is one shape and one way, which is checked against fp64 before it is 
 are times relative to the bare GEMM in cuBLAS, and `over_kernels` is S + T relative to the package's way; all come from
 one process, in turns. For a way that does not compile or is wrong, the line has the error, the others continue, and the
 exit status is 1. Without a GPU, everything runs on small shapes, with Triton in its interpreter, only to try out the
-script; dependent launches are then left out.
+script.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -45,8 +44,9 @@ from measuring import add_sizes, medians, sizes, write  # noqa: E402
 from output_layer import Shape  # noqa: E402
 from softmax_ways import exponentiate_block, launches  # noqa: E402
 
+from megatron_vp.vocab.kernels import softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
-from megatron_vp.vocab.kernels.softmax import Launch, launch_exponentiate, launch_for  # noqa: E402
+from megatron_vp.vocab.kernels.softmax import Launch, launch_for  # noqa: E402
 from megatron_vp.vocab.statistics import LINEAR, MAX  # noqa: E402
 
 BLOCKS = ((1024, 8192), (512, 8192), (1024, 16384)) if ON_GPU else ((48, 32), (128, 64))
@@ -82,7 +82,8 @@ class Way:
     def s(self) -> torch.Tensor:
         """Run cuBLAS and one pass over the logits."""
         exp_nv = self.x_nh @ self.weight.t()
-        self.statistics_3n, *_ = launch_exponentiate(self.launch, exp_nv, self.shape.labels_n, self.first, 1.0)
+        with mock.patch.object(softmax, "launch_for", lambda columns, dtype: self.launch):
+            self.statistics_3n, *_ = softmax.exponentiate_(exp_nv, self.shape.labels_n, self.first, 1.0)
         return exp_nv
 
     def t(self, kept_nv: torch.Tensor) -> None:
@@ -158,9 +159,7 @@ def check(way: Way) -> None:
 def ways(shape: Shape) -> dict[str, Way]:
     """All ways by name."""
     columns, dtype = len(shape.layer.weight), shape.x_nh.dtype
-    found = {
-        name: Way(shape, launch) for name, launch in launches(columns, dtype).items() if ON_GPU or not launch.dependent
-    }
+    found = {name: Way(shape, launch) for name, launch in launches(columns, dtype).items()}
     found["compiled"] = Compiled(shape)
     if dtype != torch.float16:
         for tokens, width in BLOCKS:

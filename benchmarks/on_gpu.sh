@@ -122,7 +122,7 @@ step() {
     case $1 in
     env) limited env 20 bash -c "nvidia-smi; '$python' -m megatron_vp.cli.app env" ;;
     kernels)
-        limited kernels 90 "${tests[@]}" "${several[@]}" tests/vocab/test_kernels.py tests/vocab/test_token_plan.py \
+        limited kernels 90 "${tests[@]}" "${several[@]}" tests/vocab/test_kernels.py \
             tests/mcore/test_attention.py::test_fused_attention_on_a_device
         ;;
     layer_short) limited layer_short 50 "$python" benchmarks/output_layer.py "${short[@]}" "${results[@]}" ;;

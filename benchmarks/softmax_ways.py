@@ -19,12 +19,7 @@ fp32.
 def launches(columns: int, dtype: torch.dtype) -> dict[str, Launch]:
     """The launches by name, first that of the package."""
     usual = launch_for(columns, dtype)
-    found = {
-        "kernels": usual,
-        "reverse": replace(usual, reverse=True),
-        "dependent": replace(usual, dependent=True),
-        "reverse dependent": replace(usual, reverse=True, dependent=True),
-    }
+    found = {"kernels": usual}
     if 0 < usual.pieces <= 2 and usual.warps > 4:
         half, warps = usual.piece // 2, usual.warps // 2
         found["half the warps"] = Launch(triton.cdiv(columns, half), half, warps)

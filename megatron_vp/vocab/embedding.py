@@ -16,9 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.errors import UserError
-from megatron_vp.vocab.operations import operations_for
+from megatron_vp.vocab.operations import main_grad, operations_for
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.weights import main_grad
 
 
 class RowExchange:
@@ -117,7 +116,7 @@ def count_buffer(microbatches: int, ranks: int, device: torch.device) -> torch.T
 
 @lru_cache
 def _owner_spans(shards: VocabShards, tensor_size: int, tensor_rank: int, device: torch.device) -> torch.Tensor:
-    """Return the start and the exclusive end of each owner's range of sort keys; see `spans` in `Operations`."""
+    """Return the start and the exclusive end of each owner's range of sort keys; see `sort_by_owner_`."""
     size = shards.vocab_size
     own = range(tensor_rank, shards.count, tensor_size)
     first = [*map(shards.start, own), size, 2 * size]

@@ -30,10 +30,9 @@ from torch import nn
 
 from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
-from megatron_vp.vocab.operations import operations_for
+from megatron_vp.vocab.operations import main_grad, operations_for
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statistics_dtype
-from megatron_vp.vocab.weights import main_grad
 
 
 @dataclass

@@ -49,15 +49,14 @@ def environment(tmp_path_factory):
 REPLAY = """
 from megatron_vp.cli.app import main
 from megatron_vp.vocab.kernels.fused import FusedOperations
-from megatron_vp.vocab.owner_sort import sort_by_owner_
 
-def sort_on_host(order_n, counts, tokens_n, spans, vocab_size):
+def sort_on_host(self, order_n, counts, tokens_n, spans, vocab_size):
     on_host = [each.cpu() for each in (order_n, counts, tokens_n, spans)]
-    sort_by_owner_(*on_host, vocab_size)
+    super(FusedOperations, self).sort_by_owner_(*on_host, vocab_size)
     for on_device, found in zip((order_n, counts), on_host):
         on_device.copy_(found)
 
-FusedOperations.sort_by_owner_ = staticmethod(sort_on_host)
+FusedOperations.sort_by_owner_ = sort_on_host
 main()
 """
 """How many tokens a rank owns is what a kernel counts, and sizes depend on it. Copies do run on this device."""

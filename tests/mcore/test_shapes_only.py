@@ -46,7 +46,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     class CountingOperations(operations.ShapeOperations):
         """The eager ones move more than the kernels on a device, which fake tensors stand for. Tokens have owners."""
 
-        sort_by_owner_ = staticmethod(operations.EagerOperations.sort_by_owner_)
+        sort_by_owner_ = operations.EagerOperations.sort_by_owner_
 
     class RealStorages(LiveStorages):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

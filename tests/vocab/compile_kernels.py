@@ -33,7 +33,6 @@ from triton.runtime.jit import JITFunction
 
 from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
-from megatron_vp.vocab.kernels import tokens as token_plan
 from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
@@ -177,19 +176,12 @@ def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     gradient_rows.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
     gradient_rows.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)
-    plan_tokens(tokens, shards)
-
-
-def plan_tokens(tokens: int, ranks: int) -> None:
-    """The wrapper that sorts tokens by owner."""
-    token, counts = empty(tokens, dtype=torch.int64), empty(ranks + 2, dtype=torch.int64)
-    token_plan.sort_by_owner_(token, counts, token, empty(2, ranks + 2, dtype=torch.int64), 1000 * ranks + tokens)
 
 
 def counted(shape: Shape, name: str, kernel: CompiledKernel, capability: int) -> Counts:
     """The line of one kernel."""
     code = MachineCode(kernel)
-    width = {"_exponentiate": shape.columns, "_fold": 0, "_sort_by_owner": 0}.get(name, shape.hidden)
+    width = {"_exponentiate": shape.columns, "_fold": 0}.get(name, shape.hidden)
     per_element = None
     if name == "_exponentiate":
         per_element = round(code.instructions_per_element(width, 8 * shape.dtype.itemsize), 1)
@@ -230,7 +222,6 @@ def variants(capability: int) -> Counter[str]:
             gradient_rows.rescale_(states, empty(columns, 256, dtype=torch.bfloat16), terms)
             gradient_rows.enter_targets_(exp, states, factor, terms)
             rows.add_rows_(empty(columns, 256), token, states)
-            plan_tokens(tokens, shards)
     kernels = {(name, kernel.hash) for name, kernel in made}
     return Counter(name for name, _ in kernels)
 

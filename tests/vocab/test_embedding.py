@@ -143,6 +143,29 @@ def test_assigned_shards_cover_every_row_once(tensor):
                 assert exchange.owned_by(index).tolist() == [*range(shards.start(index), shards.start(index) + each)]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_positions_are_sorted_by_owner_then_word_then_position(seed):
+    """By the definition, token by token, with shards of other pipelines and ids that no shard owns."""
+    draw = random.Random(seed)
+    tensor, stages = draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8, 20))
+    rows = (*(tensor * draw.choice((0, 0, 1, 3, 8, 17)) for _ in range(stages - 1)), tensor)
+    shards = VocabShards(sum(rows), stages * tensor, tensor, draw.choice((None, rows)))
+    outside = draw.choice((0, 0, 3))
+    ids = [draw.randint(-outside, shards.vocab_size - 1 + outside) for _ in range(draw.randint(1, 40))]
+    ids += [draw.choice((-(2**40), 2**31, 2**40))] * (outside and draw.randint(0, 2))
+    for place in range(tensor):
+        owner = dict.fromkeys(range(shards.vocab_size), stages)
+        for stage in range(stages):
+            start = shards.start(stage * tensor + place)
+            owner |= dict.fromkeys(range(start, start + shards.rows(stage * tensor + place)), stage)
+        owners = [owner.get(token, stages + 1) for token in ids]
+        words = [min(max(token, 0), shards.vocab_size - 1) for token in ids]
+        exchange = RowExchange(torch.tensor(ids), shards, tensor, place)
+        exchange.plan()
+        assert exchange.order_n.tolist() == sorted(range(len(ids)), key=lambda k: (owners[k], words[k], k))
+        assert exchange._counts.tolist() == [owners.count(each) for each in range(stages + 2)]
+
+
 def test_in_the_even_cut_every_rank_is_a_holder():
     shards = VocabShards(20, 4)
     assert [shards.rows(index) for index in range(4)] == [8, 8, 4, 0]

@@ -1,1 +1,1 @@
-"""Triton kernels for the passes S, T and IB and the collectives TOKENS and C1, on devices that Triton supports."""
+"""Triton kernels for the passes S, T and IB and the collective C1, on devices that Triton supports."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.torch_version import TorchVersion
 
-from megatron_vp.vocab.kernels import gradient_rows, rows, softmax, tokens
-from megatron_vp.vocab.owner_sort import sort_by_owner_
+from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
+from megatron_vp.vocab.operations import EagerOperations
 
 
 def adds_into_fp32(version: TorchVersion) -> bool:
@@ -20,8 +20,8 @@ def adds_into_fp32(version: TorchVersion) -> bool:
 _ADDS_INTO_FP32 = adds_into_fp32(torch.__version__)
 
 
-class FusedOperations:
-    """Operations that use Triton kernels and cuBLAS; `Operations` documents them."""
+class FusedOperations(EagerOperations):
+    """Operations that use Triton kernels and cuBLAS."""
 
     exponentiate_ = staticmethod(softmax.exponentiate_)
     fold_ = staticmethod(softmax.fold_)
@@ -29,22 +29,11 @@ class FusedOperations:
     enter_targets_ = staticmethod(gradient_rows.enter_targets_)
     add_rows_ = staticmethod(rows.add_rows_)
 
-    @staticmethod
-    def add_product_(matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
-        """See `Operations`. Since PyTorch 2.10, 16-bit products are not rounded before they are added in fp32."""
-        if matrix_vh.dtype == left_nv.dtype:
-            matrix_vh.addmm_(left_nv.t(), right_nh)
-        elif matrix_vh.dtype == torch.float32 and _ADDS_INTO_FP32:
+    def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
+        """Compute matrix += left^T right. Since PyTorch 2.10, 16-bit products are not rounded before they are added in
+        fp32.
+        """
+        if matrix_vh.dtype == torch.float32 != left_nv.dtype and _ADDS_INTO_FP32:
             torch.addmm(matrix_vh, left_nv.t(), right_nh, out_dtype=torch.float32, out=matrix_vh)
         else:
-            matrix_vh.add_(left_nv.t() @ right_nh)
-
-    @staticmethod
-    def sort_by_owner_(
-        order_n: torch.Tensor, counts: torch.Tensor, tokens_n: torch.Tensor, spans: torch.Tensor, vocab_size: int
-    ) -> None:
-        """See `Operations`. Uses one launch for up to `tokens.MOST_TOKENS` tokens, and PyTorch's sort for more."""
-        if tokens.takes(tokens_n, vocab_size):
-            tokens.sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
-        else:
-            sort_by_owner_(order_n, counts, tokens_n, spans, vocab_size)
+            super().add_product_(matrix_vh, left_nv, right_nh)

@@ -79,7 +79,7 @@ def rescale_(
     derivative: Derivative,
     weight_sum_h: torch.Tensor | None = None,
 ) -> None:
-    """Turn E W into a shard's part of dX / g, in place; see `Operations.rescale_`. Vectors are fp32."""
+    """Turn E W into a shard's part of dX / g, in place; see `EagerOperations.rescale_`. Vectors are fp32."""
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
     smoothed = weight_sum_h is not None
@@ -178,7 +178,7 @@ def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BL
 def enter_targets_(
     exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
-    """Enter the targets into E and return X', so that E'^T X' = D^T (g X); see `Operations.enter_targets_`.
+    """Enter the targets into E and return X', so that E'^T X' = D^T (g X); see `EagerOperations.enter_targets_`.
 
     X and each row of E are contiguous; vectors are fp32.
     """

@@ -74,7 +74,7 @@ def _add_partial_sums(matrix, row, partial, count, hidden, BLOCK: tl.constexpr, 
 def add_rows_(
     matrix_vh: torch.Tensor, row_n: torch.Tensor, source_nh: torch.Tensor, *, sorted_rows: bool = False
 ) -> None:
-    """Compute matrix[row_i] += source_i with sums in fp32; see `Operations.add_rows_`. Matrices are contiguous.
+    """Compute matrix[row_i] += source_i with sums in fp32; see `EagerOperations.add_rows_`. Matrices are contiguous.
 
     Row indices are sorted, then divided into segments. One program adds up the sources that have the same index within
     a segment. If an index occurs in several segments, another program adds up the partial sums. So even if all n

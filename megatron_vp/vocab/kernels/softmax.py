@@ -50,17 +50,12 @@ class Launch:
         the row twice, `piece` logits at a time.
     held: how many of the pieces stay in registers. The program reads the other pieces a second time, from L1.
     warps: number of warps per program.
-    reverse: whether to start with the last token, whose logits the GEMM wrote last.
-    dependent: whether to start before the GEMM has ended, and wait for it in the kernel (programmatic dependent launch,
-        from compute capability 9.0).
     """
 
     pieces: int
     piece: int
     warps: int
     held: int = 4
-    reverse: bool = False
-    dependent: bool = False
 
 
 def launch_for(columns: int, dtype: torch.dtype) -> Launch:
@@ -171,11 +166,9 @@ def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.cons
 def _exponentiate(
     logits, stride, labels, first, target_weight, logit_weight, softcap, statistics, target, tokens, columns,
     PIECES: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr,
-    SMOOTHED: tl.constexpr, REVERSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SMOOTHED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    if REVERSE:
-        token = tokens - 1 - token
     columns = columns * UNIT
     # A matrix of logits can have more than 2^31 entries, so the row's offset needs 64 bits. Offsets within the row fit
     # in 32 bits.
@@ -185,8 +178,6 @@ def _exponentiate(
     # An id outside the shard becomes -1. Only then is the id narrowed to 32 bits, so that a large id cannot wrap around
     # into the shard.
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
     if PIECES > 0:
         # 1. Load the row and compute its maximum. Capping keeps the order of logits, so only their maximum needs to be
@@ -270,33 +261,20 @@ def exponentiate_(
     logit_weight: float = 0.0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace logits by E = exp(logit - row maximum), and the target's column by zero; see `Operations`.
+    """Replace logits by E = exp(logit - row maximum), and the target's column by zero; see `EagerOperations`.
 
     The rows of the logits (fp32, bf16 or fp16) are contiguous. Everything is computed in fp32; E is rounded once, to
     the logits' dtype. Sums have a fixed order, so two runs give the same bits.
     """
-    launch = launch_for(logits_nv.shape[1], logits_nv.dtype)
-    return launch_exponentiate(launch, logits_nv, labels_n, first, target_weight, logit_weight, softcap)
-
-
-def launch_exponentiate(
-    launch: Launch,
-    logits_nv: torch.Tensor,
-    labels_n: torch.Tensor,
-    first: int,
-    target_weight: float,
-    logit_weight: float = 0.0,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `exponentiate_` with a given launch, whose pieces must match the row width."""
     (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
+    launch = launch_for(columns, logits_nv.dtype)
     assert logits_nv.stride(1) == 1 and columns
     assert not launch.pieces or (launch.pieces - 1) * launch.piece < columns <= launch.pieces * launch.piece
     labels_n = labels_n.contiguous()
     statistics_4n = torch.empty(4, tokens, dtype=torch.float32, device=logits_nv.device)
     target_n = torch.empty_like(labels_n)
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
-    options: dict[str, int] = {"launch_pdl": True} if launch.dependent else {}
+    options: dict[str, int] = {}
     held = min(launch.held, launch.pieces)
     if softcap:
         pass  # Kernels with tanh have no register limit.
@@ -313,8 +291,6 @@ def launch_exponentiate(
         FULL=_is_full(launch, columns),
         UNIT=unit,
         SMOOTHED=logit_weight != 0,
-        REVERSE=launch.reverse,
-        DEPENDENT=launch.dependent,
         num_warps=launch.warps,
         enable_fp_fusion=True,
         **options,
@@ -365,7 +341,7 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-    """Fold the packed fp32 statistics of several shards into `total_3n`, in shard order; see `Operations`."""
+    """Fold the packed fp32 statistics of several shards into `total_3n`, in shard order; see `EagerOperations`."""
     shards, _, tokens = gathered_r3n.shape
     assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
     grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)
