@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
+from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
@@ -39,6 +39,25 @@ class BuildingBlock:
     group: int = 1
     overlaps: Overlaps | None = None
 
+    @classmethod
+    def in_slots(
+        cls,
+        placement: Placement,
+        costs: PassCosts,
+        slots: int,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        weight: Sequence[int],
+        group: int = 1,
+    ) -> BuildingBlock:
+        """A block whose interval has `slots` slots, one for each F, B and W of a rank. `forward`, `backward` and
+        `weight` give the slots of F, B and W by virtual stage.
+        """
+        interval = costs.F + costs.B + costs.W
+        slot = interval / slots
+        times = (tuple(place * slot for place in places) for places in (forward, backward, weight))
+        return cls(placement, interval, slot, slot, *times, group)
+
     @property
     def step(self) -> float:
         """Time between successive microbatches of a group."""
@@ -48,31 +67,3 @@ class BuildingBlock:
         """Time from the start of microbatch 0 to the start of `microbatch`."""
         groups, place = divmod(microbatch, self.group)
         return groups * self.group * self.interval + place * self.step
-
-
-def weights_in_free_slots(
-    placement: Placement, slots: int, forward: Sequence[int], backward: Sequence[int]
-) -> list[int]:
-    """For each stage's W, find the first free slot on its rank after its B. The block repeats every `slots` slots."""
-    weight = [0] * placement.stages
-    for stages in placement.stage_of:
-        taken = {slot % slots for stage in stages for slot in (forward[stage], backward[stage])}
-        for stage in sorted(stages, key=lambda stage: backward[stage]):
-            weight[stage] = next(slot for slot in count(backward[stage] + 1) if slot % slots not in taken)
-            taken.add(weight[stage] % slots)
-    return weight
-
-
-def v_shaped_block(
-    pipeline_size: int, interval: float, forward: Sequence[int], backward: Sequence[int]
-) -> BuildingBlock:
-    """Build the block of a V-shaped schedule: two chunks per rank, separate B and W, and six slots per interval.
-
-    `forward` and `backward` give the slots of F and B by virtual stage. A rank's passes must have different slots
-    modulo six.
-    """
-    placement = Placement.v_shape(pipeline_size)
-    weight = weights_in_free_slots(placement, 6, forward, backward)
-    slot = interval / 6
-    first, second, third = (tuple(place * slot for place in places) for places in (forward, backward, weight))
-    return BuildingBlock(placement, interval, slot, slot, first, second, third)

@@ -22,12 +22,8 @@ from megatron_vp.schedule.formats import from_text
 from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
 from megatron_vp.schedule.generators.grouped import gis, gis_h, po
 from megatron_vp.schedule.generators.interlaced import interlaced
-from megatron_vp.schedule.generators.interleaved import interleaved
-from megatron_vp.schedule.generators.one_f_one_b import one_f_one_b
-from megatron_vp.schedule.generators.v_half import v_half
-from megatron_vp.schedule.generators.v_min import v_min
-from megatron_vp.schedule.generators.zb_h1 import zb_h1
-from megatron_vp.schedule.generators.zb_v import zb_v
+from megatron_vp.schedule.generators.one_f_one_b import interleaved, one_f_one_b, zb_h1
+from megatron_vp.schedule.generators.v_shapes import v_half, v_min, zb_v
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.lowering import check_reading, lower
 from megatron_vp.schedule.pass_kinds import Held

@@ -15,7 +15,7 @@ from functools import lru_cache
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.gc_paused import gc_paused
-from megatron_vp.schedule.generators.v_flex import Shape
+from megatron_vp.schedule.generators.v_shapes import Shape
 from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held

@@ -5,8 +5,25 @@ import inspect
 import pytest
 
 from megatron_vp.schedule import FAMILIES, PassCosts, family, generate, simulate
-from megatron_vp.schedule.draw import to_slots
-from megatron_vp.schedule.generators.v_flex import _v_flex
+from megatron_vp.schedule.generators.v_shapes import _v_flex
+
+
+def to_slots(timeline):
+    """Draw one line per rank, with one cell per unit of time.
+
+    `F2` is F of microbatch 2 in chunk 0, and `f2` is F of microbatch 2 in any other chunk. Dashes continue a longer
+    pass; dots are idle time. This drawing is meant for few microbatches and integer durations.
+    """
+    lines = []
+    for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
+        cells = [".."] * round(timeline.makespan)
+        for step, (start, end) in zip(order, spans, strict=True):
+            cells[round(start) : round(end)] = ["--"] * (round(end) - round(start))
+            if end > start:
+                mark = step.kind.mark.lower() if step.chunk else step.kind.mark
+                cells[round(start)] = f"{mark}{step.microbatch}"
+        lines.append(f"rank {rank}  {''.join(cells)}")
+    return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

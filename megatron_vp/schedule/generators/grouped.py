@@ -30,18 +30,8 @@ def _grouped(step: int, group: int, pipeline_size: int, chunks: int, costs: Pass
     backward = [
         late[-1] + late[v - 1 - chunk] + 3 * p - 2 - 2 * rank + shift[rank] for chunk in range(v) for rank in range(p)
     ]
-    interval = costs.F + costs.B + costs.W
-    slot = interval / (3 * v)
-    return BuildingBlock(
-        placement=Placement.round_robin(p, v),
-        interval=interval,
-        forward_time=slot,
-        backward_time=slot,
-        forward=tuple(place * slot for place in forward),
-        backward=tuple(place * slot for place in backward),
-        weight=tuple((place + 1) * slot for place in backward),
-        group=group,
-    )
+    weight = [place + 1 for place in backward]
+    return BuildingBlock.in_slots(Placement.round_robin(p, v), costs, 3 * v, forward, backward, weight, group)
 
 
 def gis(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
