@@ -102,9 +102,7 @@ def schedule(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--from", help="Read the schedule from a JSON or CSV file, or from PyTorch's CSV of compute actions."
-        ),
+        typer.Option("--from", help="Read the schedule from a JSON file, or from a CSV file in PyTorch's format."),
     ] = None,
     evaluation: Annotated[
         bool,
@@ -284,7 +282,7 @@ def _render(
         case Format.JSON:
             return to_json(timeline.schedule, timeline) + "\n"
         case Format.CSV:
-            return to_csv(timeline.schedule, timeline)
+            return to_csv(timeline.schedule)
         case Format.PERFETTO:
             return draw.to_perfetto(timeline) + "\n"
         case Format.PROGRAMS:

@@ -1,4 +1,4 @@
-"""Draws a timeline as text, as a picture (SVG or PNG), or as a trace for Perfetto."""
+"""Draws a timeline as text, as a picture (SVG or PNG), or as a trace for Perfetto. `web_page` uses the same styles."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
-from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Span, Timeline
-from megatron_vp.schedule.transfers import Copy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +23,24 @@ if TYPE_CHECKING:
 
 SECOND_STREAM = "#303030"
 COPIES = "#2A6FDB"
+HELD = "#9A9A9A"
+
+
+class Style(NamedTuple):
+    """How pictures show the passes of one kind on one chunk, or one category of communication."""
+
+    kind: str
+    chunk: int
+    colour: str
+    meaning: str
+    """the legend's text; entries without text are not in legends"""
+
+
+COMMUNICATION = (
+    Style("collective", 0, SECOND_STREAM, "collectives"),
+    Style("copy", 0, COPIES, "copies to and from the host"),
+    Style("message", 0, "", ""),
+)
 
 WIDEST = 16.0
 """Largest width of a picture in inches; viewers would scale down a wider one."""
@@ -57,6 +73,11 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
     middles = [first + (place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
+
+
+def figures(timeline: Timeline) -> str:
+    """The makespan and the bubble."""
+    return f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %"
 
 
 def title(schedule: Schedule) -> str:
@@ -111,13 +132,15 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
         peak = max(*timeline.peak_activation, *timeline.peak_host)
-        second_stream, copies = _second_stream(timeline), _copies(timeline)
+        lines = defaultdict(list)
+        for operation, (start, end) in timeline.operations.items():
+            for rank in operation.members(schedule.vocab_members) if end > start else ():
+                lines[operation.category, rank].append((start, end - start))
         for rank in range(ranks):
             _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / (last - first))
-            if rank in second_stream:
-                axes.broken_barh(second_stream[rank], (rank + 0.575, 0.045), facecolor=SECOND_STREAM, linewidth=0)
-            if rank in copies:
-                axes.broken_barh(copies[rank], (rank + 0.625, 0.03), facecolor=COPIES, linewidth=0)
+            for style, top, height in zip(COMMUNICATION, (0.575, 0.625), (0.045, 0.03), strict=False):
+                spans = lines.get((style.kind, rank), ())
+                axes.broken_barh(spans, (rank + top, height), facecolor=style.colour, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
         axes.set_xlim(first, last)
         axes.set_ylim(ranks, -0.12)
@@ -126,12 +149,9 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
         axes.spines[["top", "right", "left"]].set_visible(False)
         host = "; blue line: in host memory" if schedule.offloaded else ""
         axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}")
-        axes.set_title(
-            f"{title(schedule)}; makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_fraction:.2f} %",
-            loc="left",
-            fontsize=9,
-        )
-        _add_legend(figure, timeline, width)
+        axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
+        timed = {category for category, _ in lines}
+        _add_legend(figure, [each for each in styles([timeline]) if each.kind in PassKind or each.kind in timed], width)
         out = io.BytesIO()
         figure.savefig(out, format=file_format, dpi=160, metadata={"Date": None} if file_format == "svg" else None)
     return out.getvalue()
@@ -149,6 +169,18 @@ def shade(kind: PassKind, chunk: int) -> str:
     return "#" + bytes(round(255 - (255 - channel) * 0.6**chunk) for channel in channels).hex()
 
 
+def styles(timelines: Sequence[Timeline]) -> list[Style]:
+    """The styles that the timelines need. O and R take no time, so legends leave them out."""
+    used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
+    chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
+    found = []
+    for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
+        meaning = f"{kind} {kind.meaning}" + (f", chunk {chunk}" if chunked and kind.per_chunk else "")
+        found.append(Style(kind.value, chunk, shade(kind, chunk), "" if kind in OFFLOAD_KINDS else meaning))
+    categories = {operation.category for each in timelines for operation in each.operations}
+    return found + [style for style in COMMUNICATION if style.kind in categories]
+
+
 def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
     boxes = defaultdict(list)
     for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
@@ -163,61 +195,23 @@ def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: flo
         axes.broken_barh(spans, (rank, 0.56), facecolor=shade(kind, chunk), edgecolor="white", linewidth=line)
 
 
-def _second_stream(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    """Start and duration of the operations on each rank's second stream."""
-    spans = defaultdict(list)
-    for operation, (start, end) in timeline.operations.items():
-        if operation.track is None and end > start:
-            for rank in operation.members(timeline.schedule.vocab_members):
-                spans[rank].append((start, end - start))
-    return spans
-
-
-def _copies(timeline: Timeline) -> dict[int, list[tuple[float, float]]]:
-    spans = defaultdict(list)
-    for operation, (start, end) in timeline.operations.items():
-        if isinstance(operation, Copy) and end > start:
-            spans[operation.rank].append((start, end - start))
-    return spans
-
-
 def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
     base = rank + 0.92
-    times, tops = _memory_line(timeline, rank, peak, Held.ACTIVATIONS)
-    axes.fill_between(times, base, tops, step="post", color="#9A9A9A", linewidth=0)
-    axes.axhline(base, color="#9A9A9A", linewidth=0.4)
-    if timeline.peak_host[rank]:
-        axes.step(*_memory_line(timeline, rank, peak, Held.HOST_ACTIVATIONS), where="post", color=COPIES, linewidth=0.8)
+    for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
+        times, levels = zip((0.0, 0.0), *timeline.held(rank, held), strict=True)
+        times, levels = (*times, timeline.makespan), (*levels, levels[-1])
+        tops = [base - 0.28 * level / (peak or 1.0) for level in levels]
+        if held is Held.ACTIVATIONS:
+            axes.fill_between(times, base, tops, step="post", color=HELD, linewidth=0)
+            axes.axhline(base, color=HELD, linewidth=0.4)
+        else:
+            axes.step(times, tops, where="post", color=COPIES, linewidth=0.8)
 
 
-def _memory_line(timeline: Timeline, rank: int, peak: float, held: Held) -> tuple[list[float], list[float]]:
-    """Times at which the memory changes, and the height of the memory line in the chart from each of these times on."""
-    times, levels = [0.0], [0.0]
-    changes = activation_levels(timeline.schedule, rank, held)
-    for (start, end), (during, after) in zip(timeline.spans[rank], changes, strict=True):
-        times += [start, end]
-        levels += [during, after]
-    times.append(timeline.makespan)
-    levels.append(levels[-1])
-    base, height = rank + 0.92, 0.28
-    return times, [base - height * level / (peak or 1.0) for level in levels]
-
-
-def _add_legend(figure: Figure, timeline: Timeline, width: float) -> None:
+def _add_legend(figure: Figure, shown: Sequence[Style], width: float) -> None:
     from matplotlib.patches import Patch
 
-    # O and R take no time and are invisible.
-    steps = {step._replace(microbatch=0) for order in timeline.schedule.ranks for step in order}
-    used = {(step.kind, step.chunk) for step in steps if step.kind not in OFFLOAD_KINDS}
-    chunked = timeline.schedule.chunks > 1
-    patches = []
-    for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
-        suffix = f", chunk {chunk}" if chunked and kind.per_chunk else ""
-        patches.append(Patch(facecolor=shade(kind, chunk), label=f"{kind} {kind.meaning}{suffix}"))
-    if _second_stream(timeline):
-        patches.append(Patch(facecolor=SECOND_STREAM, label="collectives"))
-    if timeline.schedule.offloaded:
-        patches.append(Patch(facecolor=COPIES, label="copies to and from the host"))
+    patches = [Patch(facecolor=style.colour, label=style.meaning) for style in shown if style.meaning]
     # The widest legend entry takes 1.7 inches.
     rows = math.ceil(1.7 * len(patches) / width)
     columns = math.ceil(len(patches) / rows)
@@ -239,19 +233,10 @@ def to_perfetto(timeline: Timeline) -> str:
             lane = Lane[step.kind.lane.upper()]
             events.append(perfetto.slice_event(rank, lane, str(step), step.kind.value, start, end, args))
         for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
-            for (start, end), (during, after) in zip(
-                spans, activation_levels(timeline.schedule, rank, held), strict=True
-            ):
-                events += [perfetto.level(rank, held, start, during), perfetto.level(rank, held, end, after)]
-    events += _operation_events(timeline)
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-
-
-def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
-    events: list[perfetto.Event] = []
+            events += [perfetto.level(rank, held, time, level) for time, level in timeline.held(rank, held)]
     tracks: dict[str, int] = {}
     for operation, (start, end) in timeline.operations.items():
-        args: dict[str, object] = {"microbatch": operation.microbatch}
+        args = {"microbatch": operation.microbatch}
         lane: int = Lane.SECOND_STREAM
         ranks = operation.members(timeline.schedule.vocab_members)
         if operation.track is not None:
@@ -263,4 +248,4 @@ def _operation_events(timeline: Timeline) -> list[perfetto.Event]:
         events += [
             perfetto.slice_event(rank, lane, str(operation), operation.category, start, end, args) for rank in ranks
         ]
-    return events
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

@@ -250,15 +250,11 @@ def generate(
     Raises UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and
     `fitted`.
     """
-    try:
-        method = VocabMethod(vocab)
-    except ValueError:
-        raise UserError(f"vocab method {vocab!r} is unknown; use one of {', '.join(VocabMethod)}") from None
     request = ScheduleRequest.of(
         family(name),
         pipeline_size,
         microbatches,
-        method=method,
+        method=VocabMethod(vocab),
         chunks=chunks,
         costs=costs,
         vocab_ranks=vocab_ranks,

@@ -1,43 +1,31 @@
-"""Writes and reads schedules as JSON (optionally with times and metrics) and as CSV with one line per pass."""
+"""Writes schedules and programs as JSON, and reads schedules from JSON or CSV."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
-from megatron_vp.errors import UserError, printable
+from megatron_vp.errors import UserError
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
-from megatron_vp.schedule.torch_csv import from_torch_csv, looks_like_actions
+from megatron_vp.schedule.torch_csv import check_microbatches, from_csv
 
-CSV_COLUMNS = ["rank", "pass", "chunk", "microbatch", "stage", "start", "end"]
 LONGEST_NAME = 200
-_HEADER = re.compile(r"# schedule=(?P<name>.*) vocab=(?P<vocab>\S*) microbatches=(?P<microbatches>\d+)")
 
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """The schedule as JSON. If a timeline is given, the JSON also contains metrics and each pass's start and end."""
     spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
-    document: dict[str, Any] = {
-        "schedule": schedule.name,
-        "vocab": schedule.vocab.value,
-        "pipeline_size": schedule.pipeline_size,
-        "chunks": schedule.chunks,
-        "microbatches": schedule.microbatches,
-        "placement": schedule.placement.stage_of,
-        **chosen_entries(schedule),
-        "ranks": [
-            [_entry(step, span) for step, span in zip(order, times, strict=False)]
-            for order, times in zip(schedule.ranks, spans, strict=True)
-        ],
-    }
+    document = _head(schedule)
+    document["ranks"] = [
+        [_entry(step, span) for step, span in zip(order, times, strict=False)]
+        for order, times in zip(schedule.ranks, spans, strict=True)
+    ]
     if timeline:
         document["metrics"] = {
             "makespan": timeline.makespan,
@@ -49,15 +37,55 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     return json.dumps(document)
 
 
-def chosen_entries(schedule: Schedule) -> dict[str, object]:
-    """Optional entries of a schedule's JSON: the shape of its building block, and the offloaded (rank, chunk) pairs."""
-    entries: dict[str, object] = {"shape": schedule.shape, "offloaded": schedule.offloaded}
-    return {key: value for key, value in entries.items() if value}
+def _head(schedule: Schedule) -> dict[str, Any]:
+    """What the JSON of schedules and programs begins with. Only fitted or offloading schedules have the last two."""
+    optional = {"shape": schedule.shape, "offloaded": schedule.offloaded}
+    return {
+        "schedule": schedule.name,
+        "vocab": schedule.vocab.value,
+        "pipeline_size": schedule.pipeline_size,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "placement": schedule.placement.stage_of,
+    } | {key: value for key, value in optional.items() if value}
 
 
 def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
     entry: dict[str, object] = {"pass": step.kind.value, "chunk": step.chunk, "microbatch": step.microbatch}
     return entry | {"start": span[0], "end": span[1]} if span else entry
+
+
+def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
+    """The programs of a schedule as JSON, with one list of instructions per rank.
+
+    Instructions have three forms:
+
+    - `{"do": "run", "pass": "F", "chunk": 0, "microbatch": 3}`; the pass `LOSS` is the user's loss function, and
+      `LOAD` reads the microbatch's data;
+    - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
+    - `{"do": "wait", ...}` with the same keys as a post.
+
+    An operation has the same name on all its members. All members post the operations of a lane in the same order, and
+    the operations complete in this order. An interlaced schedule is lowered with S, T, IF and IB in place of V.
+    """
+    instructions = [[_instruction(each, one.vocab_members) for each in one.instructions] for one in programs]
+    return json.dumps(_head(schedule) | {"programs": instructions})
+
+
+def _instruction(instruction: Instruction, vocab_members: Sequence[int]) -> dict[str, object]:
+    if isinstance(instruction, Run):
+        action = instruction.action
+        return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
+    if isinstance(instruction, Load | Loss):
+        name = "LOAD" if isinstance(instruction, Load) else "LOSS"
+        return {"do": "run", "pass": name, "chunk": 0, "microbatch": instruction.microbatch}
+    operation = instruction.operation
+    return {
+        "do": "post" if isinstance(instruction, Post) else "wait",
+        "operation": str(operation),
+        "members": list(operation.members(vocab_members)),
+        "lane": operation.lane,
+    }
 
 
 def from_json(text: str) -> Schedule:
@@ -68,18 +96,19 @@ def from_json(text: str) -> Schedule:
     """
     try:
         document = json.loads(text)
+        name, shape, microbatches = document["schedule"], document.get("shape", ""), _whole(document["microbatches"])
         placement = Placement(tuple(tuple(map(_whole, row)) for row in document["placement"]))
-        schedule = _assemble(
-            document["schedule"],
-            document["vocab"],
-            placement,
-            _whole(document["microbatches"]),
-            [
-                [_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order)]
-                for rank, order in enumerate(document["ranks"])
-            ],
-            document.get("shape", ""),
+        orders = tuple(
+            tuple(_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order))
+            for rank, order in enumerate(document["ranks"])
         )
+        for what, words in (("name", name), ("shape", shape)):
+            if not isinstance(words, str) or not words.isprintable() or len(words) > LONGEST_NAME:
+                raise ValueError(
+                    f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters"
+                )
+        schedule = Schedule(name, VocabMethod(document["vocab"]), placement, microbatches, orders, shape)
+        check_microbatches(schedule)
     except KeyError as error:
         raise UserError(
             f"the schedule file lacks the key {error}, which megatron_vp's JSON format requires: add the key"
@@ -95,7 +124,12 @@ def from_json(text: str) -> Schedule:
             f"the schedule file lists {document['offloaded']} under 'offloaded', but its O and R passes are for the "
             f"(rank, chunk) pairs {pairs}"
         )
-    return schedule
+    if PassKind.BW not in schedule.kinds or schedule.split_backward:
+        return schedule
+    # Whole backwards are called B in a schedule without W.
+    whole = {PassKind.BW: PassKind.B}
+    orders = tuple(tuple(step._replace(kind=whole.get(step.kind, step.kind)) for step in order) for order in orders)
+    return replace(schedule, ranks=orders)
 
 
 def _pass(entry: dict[str, Any], which: str) -> Pass:
@@ -111,118 +145,6 @@ def _whole(value: object) -> int:
     return value
 
 
-def _assemble(
-    name: str,
-    vocab: str,
-    placement: Placement,
-    microbatches: int,
-    orders: Sequence[Sequence[Pass]],
-    shape: str = "",
-) -> Schedule:
-    for what, text in (("name", name), ("shape", shape)):
-        if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_NAME:
-            raise ValueError(f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters")
-    if microbatches < 1:
-        raise ValueError(f"a schedule needs at least 1 microbatch, got {microbatches}")
-    longest = max(map(len, orders), default=0)
-    if microbatches > longest:
-        raise ValueError(f"the schedule has {microbatches} microbatches, but no rank lists more than {longest} passes")
-    if vocab not in VocabMethod:
-        raise ValueError(f"{vocab!r} is not a vocabulary method; use one of {', '.join(VocabMethod)}")
-    schedule = Schedule(name, VocabMethod(vocab), placement, microbatches, tuple(map(tuple, orders)), shape)
-    return schedule if schedule.split_backward else _all_whole(schedule)
-
-
-def _all_whole(schedule: Schedule) -> Schedule:
-    """Rename every BW to B, because whole backwards are called B in a schedule without W."""
-    ranks = tuple(
-        tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in order)
-        for order in schedule.ranks
-    )
-    return replace(schedule, ranks=ranks) if PassKind.BW in schedule.kinds else schedule
-
-
-def to_csv(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The schedule as CSV: a comment line with its name, vocabulary method and number of microbatches, then each rank's
-    passes in execution order, one pass per line.
-
-    The columns `start` and `end` are empty without a timeline.
-    """
-    out = io.StringIO()
-    out.write(f"# schedule={schedule.name} vocab={schedule.vocab} microbatches={schedule.microbatches}\n")
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for rank, order in enumerate(schedule.ranks):
-        spans = timeline.spans[rank] if timeline else repeat(("", ""))
-        for step, span in zip(order, spans, strict=False):
-            stage = schedule.placement.stage_of[rank][step.chunk]
-            writer.writerow([rank, step.kind, step.chunk, step.microbatch, stage, *span])
-    return out.getvalue()
-
-
 def from_text(text: str) -> Schedule:
-    """Read a schedule from JSON, CSV, or PyTorch's CSV of compute actions. Raises UserError."""
-    if text.lstrip().startswith("{"):
-        return from_json(text)
-    return from_torch_csv(text) if looks_like_actions(text) else from_csv(text)
-
-
-def from_csv(text: str) -> Schedule:
-    """Parse the output of `to_csv`. The columns `start` and `end` are ignored and may be missing. The placement comes
-    from the F passes.
-
-    Raises a UserError that names the first format error.
-    """
-    header, _, body = text.partition("\n")
-    about = _HEADER.fullmatch(header.rstrip())
-    if about is None:
-        raise UserError(
-            "the schedule file must begin with '{' (JSON), with '# schedule=NAME vocab=METHOD "
-            "microbatches=M' (CSV), or with a PyTorch action such as 0F0"
-        )
-    reader = csv.DictReader(io.StringIO(body))
-    orders: dict[int, list[Pass]] = {}
-    stages: dict[int, dict[int, int]] = {}
-    try:
-        for row in reader:
-            rank = _whole_cell(row, "rank")
-            step = Pass(PassKind(row["pass"]), _whole_cell(row, "microbatch"), _whole_cell(row, "chunk"))
-            orders.setdefault(rank, []).append(step)
-            if step.kind is not PassKind.F:
-                continue
-            stage = _whole_cell(row, "stage")
-            if stages.setdefault(rank, {}).setdefault(step.chunk, stage) != stage:
-                raise ValueError(
-                    f"chunk {step.chunk} of rank {rank} is stage {stages[rank][step.chunk]} in an earlier row and "
-                    f"stage {stage} in this one"
-                )
-    except KeyError as error:
-        raise UserError(f"line 2: column {error} is missing; the columns are {', '.join(CSV_COLUMNS)}") from None
-    except ValueError as error:
-        raise UserError(f"line {1 + reader.line_num}: {error}") from None
-    except csv.Error as error:  # before the reader has counted the line
-        raise UserError(f"line {2 + reader.line_num}: {error}") from None
-    ranks = range(len(orders))
-    if not orders or orders.keys() != set(ranks) or stages.keys() != set(ranks):
-        raise UserError(
-            f"the rows list passes on ranks {sorted(orders)} and F passes on ranks {sorted(stages)}; number the "
-            "ranks from 0 without gaps, and give each rank F passes"
-        )
-    try:
-        placement = Placement(tuple(tuple(stages[rank][chunk] for chunk in sorted(stages[rank])) for rank in ranks))
-    except ValueError as error:
-        raise UserError(f"the column 'stage': {error}") from None
-    try:
-        return _assemble(
-            about["name"], about["vocab"], placement, int(about["microbatches"]), [orders[rank] for rank in ranks]
-        )
-    except ValueError as error:
-        raise UserError(f"line 1: {error}") from None
-
-
-def _whole_cell(row: dict[str, str], column: str) -> int:
-    text = row[column]
-    try:
-        return int(text)
-    except (ValueError, TypeError):
-        raise ValueError(f"the column {column!r} holds {printable(text or '', 40)!r}, not a whole number") from None
+    """Read a schedule from JSON or CSV. Raises UserError."""
+    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_vp.errors import UserError
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.placement import Placement
 
@@ -23,6 +24,10 @@ class VocabMethod(StrEnum):
     VOCAB_1 = "vocab-1"
     VOCAB_2 = "vocab-2"
     INTERLACED = "interlaced"
+
+    @classmethod
+    def _missing_(cls, value: object) -> VocabMethod:
+        raise UserError(f"vocab method {value!r} is unknown; use one of {', '.join(cls)}")
 
     @property
     def barriers(self) -> int:

@@ -10,7 +10,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.ledger import activation_levels, peak
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
@@ -18,6 +18,11 @@ from megatron_vp.schedule.transfers import Copy, Operation
 
 Span = tuple[float, float]
 """Start and end."""
+
+
+def rounded(time: float) -> float:
+    """Round to nine significant digits."""
+    return float(f"{time:.9g}")
 
 
 class _Times(NamedTuple):
@@ -91,6 +96,18 @@ class Timeline:
                     other += wait if step.kind not in (PassKind.O, PassKind.B, PassKind.BW) else 0.0
             waits.append((out, back, other))
         return tuple(waits)
+
+    def held(self, rank: int, held: Held) -> list[tuple[float, float]]:
+        """The times at which the rank's activations change, each with the new level in the unit of `peak_activation`.
+        Times are rounded to nine significant digits, which keeps files small.
+        """
+        changes = [(0.0, 0.0)]
+        levels = activation_levels(self.schedule, rank, held)
+        for (start, end), (during, after) in zip(self.spans[rank], levels, strict=True):
+            for time, level in ((start, during), (end, after)):
+                if level != changes[-1][1]:
+                    changes.append((rounded(time), level))
+        return changes[1:]
 
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Reads the schedules that `torch.distributed.pipelining` writes: one line per rank, actions separated by commas.
+"""Writes and reads schedules in the CSV format of `torch.distributed.pipelining`: one line per rank, one cell per pass.
 
-An action consists of a virtual stage, a letter and a microbatch: `2F0` is a forward, `2I0` an input gradient, `2W0` a
-weight gradient, and `2B0` a whole backward. `(2F3;5B1)OVERLAP_F_B` is two overlapped actions. Empty cells are
-bubbles.
+A pass consists of a virtual stage, a kind and a microbatch: `2F0` is a forward. If the file has passes `2I0` (input
+gradient) and `2W0` (weight gradient), `2B0` is a whole backward. PyTorch also writes `(2F3;5B1)OVERLAP_F_B` for two
+overlapped passes, and empty cells for bubbles. Our further kinds of pass are written alike, with the rank's first stage
+where a pass belongs to no stage: `2S0`. Such a file needs its vocabulary method only if it is vocab-1: the line
+`# vocab=vocab-1`.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterator
 
@@ -17,29 +17,43 @@ from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.schedule.passes import Pass, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 
-_ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})?")
+_PASS = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_FIRST = re.compile(r"[\s,]*\(?\d+[A-Z_]+\d*")
+_METHOD = "# vocab="
 
 
-def looks_like_actions(text: str) -> bool:
-    """Whether the first non-empty cell of `text` looks like a PyTorch action."""
-    return _FIRST.match(text) is not None
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as CSV, without its name."""
+    split = {PassKind.B: "I", PassKind.BW: "B"} if schedule.split_backward else {}
+    lines = [
+        ",".join(f"{stages[step.chunk]}{split.get(step.kind, step.kind)}{step.microbatch}" for step in order)
+        for stages, order in zip(schedule.placement.stage_of, schedule.ranks, strict=True)
+    ]
+    if schedule.vocab is VocabMethod.VOCAB_1:
+        lines.append(f"{_METHOD}{schedule.vocab}")
+    return "\n".join([*lines, ""])
 
 
-def from_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's CSV of compute actions, and number each rank's chunks by ascending stage. Raises UserError."""
-    reader = csv.reader(io.StringIO(text))
-    try:
-        rows = [list(_actions(row)) for row in reader if row]
-    except ValueError as error:
-        raise UserError(f"line {reader.line_num}: {error}") from None
-    except csv.Error as error:  # before the reader has counted the line
-        raise UserError(f"line {1 + reader.line_num}: {error}") from None
-    splits = any(letter in "IW" for row in rows for _, letter, _ in row)
+def from_csv(text: str) -> Schedule:
+    """Read what `to_csv` or PyTorch wrote, and number each rank's chunks by ascending stage. Raises UserError."""
+    rows, vocab = [], None
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.startswith(_METHOD):
+                vocab = VocabMethod(line.removeprefix(_METHOD).strip())
+            elif line.strip():
+                rows.append(list(_passes(line)))
+        except ValueError as error:
+            raise UserError(f"line {number}: {error}") from None
+    used = {kind for row in rows for _, kind, _ in row}
     # If backwards are split, PyTorch's I is our B, and its B is our BW.
-    kinds = {"F": PassKind.F, "I": PassKind.B, "W": PassKind.W, "B": PassKind.BW if splits else PassKind.B}
-    stages = [sorted({stage for stage, letter, _ in row if letter == "F"}) for row in rows]
+    kinds = {name: PassKind(name) for name in used - {"I"}} | {"I": PassKind.B}
+    if used & {"I", "W"}:
+        kinds["B"] = PassKind.BW
+    if vocab is None:
+        sharded = VocabMethod.VOCAB_2 if used & {"S", "T", "IF", "IB"} else VocabMethod.NONE
+        vocab = VocabMethod.INTERLACED if "V" in used else sharded
+    stages = [sorted({stage for stage, kind, _ in row if kind == "F"}) for row in rows]
     try:
         placement = Placement(tuple(map(tuple, stages)))
     except ValueError as error:
@@ -49,31 +63,36 @@ def from_torch_csv(text: str) -> Schedule:
         foreign = next((stage for stage, _, _ in row if stage not in stages[rank]), None)
         if foreign is not None:
             raise UserError(f"schedule file: rank {rank} has a pass of stage {foreign}, but no forward of this stage")
-        orders.append(tuple(Pass(kinds[a], microbatch, stages[rank].index(stage)) for stage, a, microbatch in row))
-    microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
-    longest = max(map(len, orders))
-    if microbatches > longest:
-        raise UserError(
-            f"schedule file: a microbatch has the number {microbatches - 1}, although no rank has more than {longest} "
-            "passes; number the microbatches from 0 without gaps"
+        steps = [(kinds[kind], number, stages[rank].index(stage)) for stage, kind, number in row]
+        orders.append(tuple(Pass(kind, number, chunk if kind.per_chunk else 0) for kind, number, chunk in steps))
+    microbatches = 1 + max(step.microbatch for order in orders for step in order)
+    schedule = Schedule("pytorch", vocab, placement, microbatches, tuple(orders))
+    try:
+        check_microbatches(schedule)
+    except ValueError as error:
+        raise UserError(f"schedule file: {error}") from None
+    return schedule
+
+
+def check_microbatches(schedule: Schedule) -> None:
+    """Raise ValueError if the number of microbatches cannot be right; a huge number would exhaust memory later."""
+    longest = max(map(len, schedule.ranks), default=0)
+    if not 1 <= schedule.microbatches <= longest:
+        raise ValueError(
+            f"the schedule has {schedule.microbatches} microbatches, but no rank lists more than {longest} passes: "
+            "give at least 1 microbatch, and number them from 0 without gaps"
         )
-    return Schedule("pytorch", VocabMethod.NONE, placement, microbatches, tuple(orders))
 
 
-def _actions(cells: list[str]) -> Iterator[tuple[int, str, int]]:
-    """Stage, letter and microbatch of every compute action of a rank."""
-    for cell in filter(None, map(str.strip, cells)):
+def _passes(line: str) -> Iterator[tuple[int, str, int]]:
+    """Stage, kind and microbatch of every pass of a rank."""
+    for cell in filter(None, map(str.strip, line.split(","))):
         together = _TOGETHER.fullmatch(cell)
         for each in together[1].split(";") if together else [cell]:
-            match = _ACTION.fullmatch(each.strip())
-            if match is None:
-                raise ValueError(f"{each[:40]!r} is not a PyTorch action such as 2F0 or 2B0")
-            stage, letter, microbatch = match.groups()
-            if letter not in ("F", "I", "W", "B"):
+            match = _PASS.fullmatch(each.strip())
+            if match is None or match[2] not in (*PassKind, "I"):
                 raise ValueError(
-                    f"{each[:40]} is not a compute action; write the file with PyTorch's _dump_csv "
-                    "and format='compute_only'"
+                    f"{each[:40]!r} is not a pass such as 2F0 or 0S3: write the schedule as JSON, or with PyTorch's "
+                    "_dump_csv and format='compute_only'"
                 )
-            if microbatch is None:
-                raise ValueError(f"{each[:40]} has no microbatch number; add one at the end, as in 2F0")
-            yield int(stage), letter, int(microbatch)
+            yield int(match[1]), match[2], int(match[3])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import Enum, StrEnum, auto
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 
 class Channel(StrEnum):
@@ -76,65 +76,7 @@ class CollectiveKind(StrEnum):
         return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
 
 
-class Operation(Protocol):
-    """Interface of the operations `Message`, `Collective` and `Copy`.
-
-    All three are NamedTuples with a field `microbatch`. `str` of an operation is unique in its schedule.
-    """
-
-    @property
-    def microbatch(self) -> int:
-        """The microbatch that the operation belongs to."""
-
-    @property
-    def follows_step(self) -> bool:
-        """Whether the members post the operation right after the step that produces its data.
-
-        If False, all members post the operations with this `lane` in the same order.
-        """
-
-    @property
-    def lane(self) -> str:
-        """Name of the operation's lane; the operations of a lane run one after another."""
-
-    @property
-    def cost(self) -> str:
-        """Name of the operation's duration in `PassCosts`."""
-
-    @property
-    def per_chunk(self) -> bool:
-        """Whether to divide the operation's duration in `PassCosts` by the number of chunks per rank."""
-
-    @property
-    def timing_key(self) -> Hashable:
-        """The key of the operation's duration in `StageCosts`."""
-
-    @property
-    def category(self) -> str:
-        """The category of the operation's slices in traces."""
-
-    @property
-    def track(self) -> tuple[int, str] | None:
-        """The rank and title of the operation's own track in traces; None if traces show it on every member's second
-        stream.
-        """
-
-    def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
-        """The ranks that post the operation. `vocab_members` take part in the vocabulary collectives."""
-
-    def words(self, ranks: Sequence[int]) -> str:
-        """Describe the data that a waiting rank needs, and the sources of the data. Rank r is shown as `ranks[r]`."""
-
-    def _replace(self, *, microbatch: int) -> Self:
-        """Return this operation with another microbatch."""
-
-
-class Message(NamedTuple):
-    """A tensor sent from one stage to another on a different rank; `source` and `target` are ranks.
-
-    The loss function counts as part of the last stage, even if it runs on another rank.
-    """
-
+class _Message(NamedTuple):
     channel: Channel
     microbatch: int
     source_stage: int
@@ -142,13 +84,21 @@ class Message(NamedTuple):
     source: int
     target: int
 
+
+class Message(_Message):
+    """A tensor sent from one stage to another on a different rank; `source` and `target` are ranks.
+
+    The loss function counts as part of the last stage, even if it runs on another rank.
+    """
+
+    __slots__ = ()
+    follows_step = True
+    cost = "comm"
+    per_chunk = False
+    category = "message"
+
     def __str__(self) -> str:
         return f"{self.channel}:{self.microbatch}[{self.source_stage}>{self.target_stage}]"
-
-    @property
-    def follows_step(self) -> bool:
-        """Always True: the sender posts a message after the step that produces it."""
-        return True
 
     @property
     def lane(self) -> str:
@@ -156,31 +106,16 @@ class Message(NamedTuple):
         return f"{self.source}>{self.target} {self.channel}"
 
     @property
-    def cost(self) -> str:
-        """Name of the duration that all messages and collectives have in `PassCosts`."""
-        return "comm"
-
-    @property
-    def per_chunk(self) -> bool:
-        """False: a message's duration is not divided by the number of chunks."""
-        return False
-
-    @property
     def timing_key(self) -> tuple[int, int, Channel]:
         """Edge and channel."""
         return (self.source, self.target, self.channel)
-
-    @property
-    def category(self) -> str:
-        """The category of messages in traces."""
-        return "message"
 
     @property
     def track(self) -> tuple[int, str]:
         """The sending rank, and a title that names the channel and the receiver."""
         return self.source, f"{self.channel} to rank {self.target}"
 
-    def members(self, vocab_members: Sequence[int]) -> tuple[int, int]:
+    def members(self, vocab_members: Sequence[int]) -> tuple[int, ...]:
         """The sender and the receiver."""
         return (self.source, self.target)
 
@@ -189,49 +124,30 @@ class Message(NamedTuple):
         return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 
-class Collective(NamedTuple):
-    """A collective operation of all `Schedule.vocab_members`. If only one rank sends or receives, it is `root`."""
-
+class _Collective(NamedTuple):
     kind: CollectiveKind
     microbatch: int
     root: int
+
+
+class Collective(_Collective):
+    """A collective operation of all `Schedule.vocab_members`. If only one rank sends or receives, it is `root`."""
+
+    __slots__ = ()
+    follows_step = False
+    lane = "collectives"
+    cost = "comm"
+    per_chunk = False
+    category = "collective"
+    track = None
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.microbatch}"
 
     @property
-    def follows_step(self) -> bool:
-        """Always False: every member posts all collectives in the same order."""
-        return False
-
-    @property
-    def lane(self) -> str:
-        """All collectives share one lane."""
-        return "collectives"
-
-    @property
-    def cost(self) -> str:
-        """Name of the duration that all messages and collectives have in `PassCosts`."""
-        return "comm"
-
-    @property
-    def per_chunk(self) -> bool:
-        """False: a collective's duration is not divided by the number of chunks."""
-        return False
-
-    @property
     def timing_key(self) -> CollectiveKind:
         """The kind of collective."""
         return self.kind
-
-    @property
-    def category(self) -> str:
-        """The category of collectives in traces."""
-        return "collective"
-
-    @property
-    def track(self) -> None:
-        """None: traces show a collective on the second stream of every member."""
 
     def members(self, vocab_members: Sequence[int]) -> Sequence[int]:
         """All ranks that take part in the vocabulary collectives."""
@@ -249,25 +165,28 @@ class Collective(NamedTuple):
         return f"{self.kind} of microbatch {self.microbatch} from {sources}"
 
 
-class Copy(NamedTuple):
-    """A copy of a chunk's activations to host memory or back.
-
-    A rank's copies in both directions run one at a time, in the order in which the rank posts them (PipeOffload, arXiv
-    2503.01328, section 4.2).
-    """
-
+class _Copy(NamedTuple):
     to_host: bool
     microbatch: int
     chunk: int
     rank: int
 
+
+class Copy(_Copy):
+    """A copy of a chunk's activations to host memory or back.
+
+    A copy to the host is posted after its pass F, and a copy back after its pass R. A rank's copies in both directions
+    run one at a time, in the order in which the rank posts them (PipeOffload, arXiv 2503.01328, section 4.2).
+    """
+
+    __slots__ = ()
+    follows_step = True
+    cost = "copy"
+    per_chunk = True
+    category = "copy"
+
     def __str__(self) -> str:
         return f"copy-{'out' if self.to_host else 'in'}:{self.microbatch}.{self.chunk}[{self.rank}]"
-
-    @property
-    def follows_step(self) -> bool:
-        """Always True: a copy to the host is posted after its pass F, and a copy back after its pass R."""
-        return True
 
     @property
     def lane(self) -> str:
@@ -275,31 +194,16 @@ class Copy(NamedTuple):
         return f"copies of rank {self.rank}"
 
     @property
-    def cost(self) -> str:
-        """Name of a copy's duration in `PassCosts`, the same for both directions."""
-        return "copy"
-
-    @property
-    def per_chunk(self) -> bool:
-        """True: a copy moves the activations of one chunk."""
-        return True
-
-    @property
     def timing_key(self) -> tuple[bool, int, int]:
         """Direction, rank and chunk."""
         return (self.to_host, self.rank, self.chunk)
-
-    @property
-    def category(self) -> str:
-        """The category of copies in traces."""
-        return "copy"
 
     @property
     def track(self) -> tuple[int, str]:
         """One track per rank."""
         return self.rank, "copies to and from the host"
 
-    def members(self, vocab_members: Sequence[int]) -> tuple[int]:
+    def members(self, vocab_members: Sequence[int]) -> tuple[int, ...]:
         """Only the rank itself."""
         return (self.rank,)
 
@@ -308,3 +212,18 @@ class Copy(NamedTuple):
         rank = f"rank {ranks[self.rank]}"
         way = f"from {rank} to the host" if self.to_host else f"from the host to {rank}"
         return f"the activations of microbatch {self.microbatch} (chunk {self.chunk}) {way}"
+
+
+Operation = Message | Collective | Copy
+"""A named tuple with a field `microbatch`, whose `str` is unique in its schedule, and with these properties:
+
+follows_step: whether the members post the operation right after the step that produces its data; if not, all members
+    post the operations with this `lane` in the same order.
+lane: the operations of a lane run one after another.
+cost: name of the operation's duration in `PassCosts`; with `per_chunk`, it is divided by the chunks per rank.
+timing_key: the key of the operation's duration in `StageCosts`.
+category: the category of the operation's slices in traces.
+track: the rank and title of the operation's own track in traces; None: traces show it on every member's second stream.
+members: the ranks that post the operation; `vocab_members` take part in the vocabulary collectives.
+words: describes the data that a waiting rank needs, and its sources; rank r is shown as `ranks[r]`.
+"""

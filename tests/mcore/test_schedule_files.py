@@ -217,7 +217,7 @@ def test_a_file_that_does_not_suit_the_job_is_refused_in_one_line(messages, case
     ("text", "said"),
     [
         ("{", "JSON format"),
-        ("0F0,0B0\n1F0,1X0", "line 2: 1X0 is not a compute action"),
+        ("0F0,0B0\n1F0,1X0", "line 2: '1X0' is not a pass such as 2F0"),
         ("0F0,0B0\n1F0,1B0,2F1", "placement"),
         ("0F0,1B0", "rank 0 has a pass of stage 1, but no forward"),
         ("0F0,0SEND_F0,0B0", "compute_only"),

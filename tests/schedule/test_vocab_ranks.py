@@ -141,9 +141,8 @@ def test_random_ranks_evaluate_any_number_of_microbatches(job, microbatches):
 def test_files_of_random_ranks_read_back(job):
     schedule = made(job)
     timeline = simulate(schedule, job[-1])
-    for write, read in ((to_json, from_json), (to_csv, from_csv)):
-        assert read(write(schedule, timeline)) == schedule
-        assert read(write(schedule, timeline)).vocab_ranks == job[5]
+    for again in (from_json(to_json(schedule, timeline)), from_csv(to_csv(schedule))):
+        assert replace(again, name=schedule.name) == schedule and again.vocab_ranks == job[5]
 
 
 @pytest.mark.parametrize(("name", "method"), JOBS)
