@@ -87,7 +87,12 @@ class PathTime:
     def of(cls, cell: Cell, constants: Constants) -> PathTime:
         """Find the critical path of `cell` under `constants`."""
         simulator = simulator_of(cell)
-        return cls(cell, tuple(simulator.critical_path(_costs(cell, constants))))
+        nodes, start, end = simulator.simulate(_costs(cell, constants)).nodes
+        before = nodes.predecessors  # with the turns of the lanes
+        path = [max(range(len(end)), key=end.__getitem__)]
+        while before[path[-1]] and start[path[-1]] > 0:
+            path.append(max(before[path[-1]], key=end.__getitem__))
+        return cls(cell, tuple(nodes.nodes[number] for number in reversed(path)))
 
     def mfu(self, constants: Constants) -> float:
         """MFU in percent."""

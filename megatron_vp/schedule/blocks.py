@@ -55,8 +55,8 @@ class BuildingBlock:
         """
         interval = costs.F + costs.B + costs.W
         slot = interval / slots
-        times = (tuple(place * slot for place in places) for places in (forward, backward, weight))
-        return cls(placement, interval, slot, slot, *times, group)
+        f, b, w = (tuple(place * slot for place in places) for places in (forward, backward, weight))
+        return cls(placement, interval, slot, slot, f, b, w, group)
 
     @property
     def step(self) -> float:

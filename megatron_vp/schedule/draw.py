@@ -230,8 +230,8 @@ def to_perfetto(timeline: Timeline) -> str:
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
         for step, (start, end) in zip(order, spans, strict=True):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
-            lane = Lane[step.kind.lane.upper()]
-            events.append(perfetto.slice_event(rank, lane, str(step), step.kind.value, start, end, args))
+            on = Lane[step.kind.lane.upper()]
+            events.append(perfetto.slice_event(rank, on, str(step), step.kind.value, start, end, args))
         for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
             events += [perfetto.level(rank, held, time, level) for time, level in timeline.held(rank, held)]
     tracks: dict[str, int] = {}

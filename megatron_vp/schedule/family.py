@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
@@ -20,15 +19,6 @@ Peak = Callable[[int, int, int, int], int]
 """Returns the largest number of chunk activations that a rank may hold at a time, given pipeline size p, rank r, chunks
 per rank v, and microbatches m. One chunk activation stands for all activations that a chunk keeps for one microbatch.
 """
-
-
-class OrderPolicy(StrEnum):
-    """Whether a building block's order of passes may be changed."""
-
-    TIGHTEN = "tighten"
-    """a search changes the block's order to reduce the makespan for the real costs, within `Family.promised_peak`"""
-    KEEP = "keep"
-    """the block's order is used, whatever the costs are"""
 
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
@@ -49,7 +39,10 @@ class Family:
     """the peak of rank r as a formula in p, r and v (see `Peak`), in units of one microbatch's activations on a rank"""
     block: Block | None = None
     """the building block, into which vocabulary passes are inserted"""
-    order_policy: OrderPolicy = OrderPolicy.TIGHTEN
+    keeps_order: bool = False
+    """whether the block's order is used, whatever the costs are; otherwise a search changes the order to reduce the
+    makespan for the real costs, within `promised_peak`
+    """
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""
     chunks: int | None = 1

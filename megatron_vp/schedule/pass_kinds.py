@@ -36,9 +36,6 @@ class _Table(type):
     def __iter__(cls) -> Iterator[PassKind]:
         return iter(cls.entries.values())
 
-    def __len__(cls) -> int:
-        return len(cls.entries)
-
     def __contains__(cls, name: object) -> bool:
         return name in cls.entries
 
@@ -48,9 +45,7 @@ class _Table(type):
         return cls.entries[name]
 
     def __getattr__(cls, name: str) -> PassKind:
-        if name not in cls.entries:
-            raise AttributeError(f"there is no pass {name}; passes are {', '.join(cls.entries)}")
-        return cls.entries[name]
+        raise AttributeError(f"there is no pass {name}; passes are {', '.join(cls.entries)}")
 
 
 class PassKind(str, metaclass=_Table):
@@ -62,55 +57,37 @@ class PassKind(str, metaclass=_Table):
     """what the pass does, in a few words"""
     colour: str
     mark: str
-    """character for the pass in text drawings"""
-    lane: str
+    """character for the pass in text drawings, by default the first of its name"""
+    lane: str = "compute"
     """lane on which traces show the pass"""
-    per_chunk: bool
+    per_chunk: bool = False
     """whether a rank runs one such pass per chunk and microbatch; otherwise it runs one per microbatch"""
-    forward: bool
+    forward: bool = False
     """whether evaluation runs the pass"""
-    waits_for: tuple[str, ...]
+    waits_for: tuple[str, ...] = ()
     """kinds of the passes that the pass waits for, on the same rank and for the same microbatch and chunk"""
-    through: Through | None
+    through: Through | None = None
     """makes an operation between the passes in `waits_for` and this pass; if None, this pass waits for them directly"""
-    holds: tuple[Held, ...]
+    holds: tuple[Held, ...] = ()
     """memory that the pass allocates and still holds when it ends; if `through` is set, its operation fills this memory
     before the pass starts, so the passes in `waits_for` allocate the memory instead
     """
-    filled_by: Through | None
+    filled_by: Through | None = None
     """function that makes the operation after the pass; this operation fills the memory in `holds`, and the pass that
     frees the memory waits for the operation
     """
-    releases: tuple[Held, ...]
+    releases: tuple[Held, ...] = ()
     """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 
     @classmethod
-    def define(
-        cls,
-        name: str,
-        meaning: str,
-        colour: str,
-        *,
-        mark: str = "",
-        lane: str = "compute",
-        per_chunk: bool = False,
-        forward: bool = False,
-        waits_for: tuple[str, ...] = (),
-        through: Through | None = None,
-        holds: tuple[Held, ...] = (),
-        filled_by: Through | None = None,
-        releases: tuple[Held, ...] = (),
-    ) -> PassKind:
-        """Add an entry. Raises ValueError if the name is already in use."""
+    def define(cls, name: str, meaning: str, colour: str, **more: Any) -> PassKind:
+        """Add an entry; `more` are the other attributes of the class. Raises ValueError if the name is in use."""
         if name in cls.entries:
             raise ValueError(f"pass {name} already exists")
+        assert more.keys() <= cls.__annotations__.keys(), more
         kind = str.__new__(cls, name)
-        kind.meaning, kind.colour, kind.mark = meaning, colour, mark or name[0]
-        kind.lane, kind.per_chunk, kind.forward = lane, per_chunk, forward
-        kind.waits_for, kind.through, kind.holds, kind.releases = waits_for, through, holds, releases
-        kind.filled_by = filled_by
+        vars(kind).update({"mark": name[0]} | more, meaning=meaning, colour=colour)
         cls.entries[name] = kind
-        # Class attributes are faster to look up than entries that `_Table.__getattr__` finds.
         setattr(cls, name, kind)
         return kind
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
-from megatron_vp.schedule.family import Family, OrderPolicy
+from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.ledger import peak
@@ -64,12 +65,10 @@ class ScheduleRequest:
         chunks: int | None = None,
         costs: Costs | None = None,
         vocab_ranks: Iterable[int] | None = None,
-        forward_only: bool = False,
-        further_orders: bool = True,
-        offload_chunks: int = 0,
+        **more: Any,
     ) -> ScheduleRequest:
         """Make a request. If None, `chunks` is the family's default number, `costs` is `PassCosts()`, and `vocab_ranks`
-        are all ranks that can hold rows.
+        are all ranks that can hold rows. `more` are the other fields.
 
         If the family has only one method, `method=none` selects it.
         """
@@ -85,9 +84,7 @@ class ScheduleRequest:
             family.chunks_of(chunks),
             costs or PassCosts(),
             tuple(sorted(vocab_ranks)),
-            forward_only,
-            further_orders,
-            offload_chunks,
+            **more,
         )
 
     def __post_init__(self) -> None:
@@ -114,7 +111,7 @@ class ScheduleRequest:
         if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        if self.family.order is not None or self.family.order_policy is OrderPolicy.KEEP:
+        if self.family.order is not None or self.family.keeps_order:
             return nominal.schedule
         return self._tightened(nominal, self.limits(nominal.schedule))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.gc_paused import gc_paused
-from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.ledger import activation_levels, peak
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
@@ -148,17 +148,6 @@ class Simulator:
         start, end = self._times(costs)
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
         return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
-
-    @gc_paused()
-    def critical_path(self, costs: Costs) -> list[Node]:
-        """A chain of nodes that each wait for the previous node and whose total duration is the makespan."""
-        start, end = self._times(costs)
-        number = max(range(len(end)), key=end.__getitem__)
-        path = [number]
-        while self._before[number] and start[number] > 0:
-            number = max(self._before[number], key=end.__getitem__)
-            path.append(number)
-        return [self._graph.nodes[number] for number in reversed(path)]
 
     def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
         took, before = durations(self._graph, self.schedule, costs), self._before

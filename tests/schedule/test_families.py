@@ -22,7 +22,6 @@ from megatron_vp.schedule import (
     validate,
 )
 from megatron_vp.schedule.blocks import BuildingBlock
-from megatron_vp.schedule.family import OrderPolicy
 from tests.schedule.schedule_checks import assert_follows_the_table, memory_bound
 
 MODEL = ModelShape(layers=8, hidden=512, heads=8, ffn=2048, vocab=8192)
@@ -73,7 +72,7 @@ GPIPE = Family(
     lambda p, r, v, m: m,
     "m",
     block=gpipe,
-    order_policy=OrderPolicy.KEEP,
+    keeps_order=True,
 )
 
 
@@ -98,7 +97,7 @@ def test_a_family_that_keeps_its_order_runs_all_forwards_first(p, m, method):
 
 @pytest.mark.usefixtures("with_gpipe")
 def test_the_policy_is_what_keeps_the_order(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "gpipe", replace(GPIPE, order_policy=OrderPolicy.TIGHTEN))
+    monkeypatch.setitem(FAMILIES, "gpipe", replace(GPIPE, keeps_order=False))
     assert min(simulate(generate("gpipe", 4, 12, vocab="vocab-2")).peak_activation) < 12
 
 
