@@ -14,10 +14,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_vp.vocab import output  # noqa: E402
 from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative, smallest_scale  # noqa: E402
+from megatron_vp.vocab.eager import EagerOperations  # noqa: E402
 from megatron_vp.vocab.kernels import fused, gradient_rows, rows, softmax  # noqa: E402
 from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss  # noqa: E402
-from megatron_vp.vocab.operations import EagerOperations  # noqa: E402
 from megatron_vp.vocab.statistics import GlobalStatistics  # noqa: E402
 from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
 

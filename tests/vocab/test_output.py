@@ -5,9 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vp.vocab import operations, output
+from megatron_vp.vocab import eager, output
+from megatron_vp.vocab.eager import EagerOperations
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
-from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 from megatron_vp.vocab.statistics import GlobalStatistics
@@ -19,7 +19,7 @@ CUTS = [(50, 3), (9, 4), (5, 4), (64, 1), (64, 8)]
 
 @pytest.fixture(autouse=True)
 def logits_of_several_blocks(monkeypatch):
-    monkeypatch.setattr(operations, "ROWS_PER_BLOCK", 16)
+    monkeypatch.setattr(eager, "ROWS_PER_BLOCK", 16)
 
 
 def test_what_is_kept_from_s_to_t_is_two_bytes_a_logit_and_x_and_vectors():

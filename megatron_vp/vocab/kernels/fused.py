@@ -1,12 +1,12 @@
-"""Versions of the operations in `megatron_vp.vocab.operations` that run on GPUs and never wait for the device."""
+"""Versions of the operations in `megatron_vp.vocab.eager` that run on GPUs and never wait for the device."""
 
 from __future__ import annotations
 
 import torch
 from torch.torch_version import TorchVersion
 
+from megatron_vp.vocab.eager import EagerOperations
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
-from megatron_vp.vocab.operations import EagerOperations
 
 
 def adds_into_fp32(version: TorchVersion) -> bool:
