@@ -17,9 +17,9 @@ import numpy as np
 
 from evidence import DATA, figures
 from megatron_vp.cost.hardware.constants import Constants
-from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells, scaling_factors
-from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, scaling_factor, simulator_of, software
-from megatron_vp.cost.paper.tables import layout_unknown
+from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
+from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, simulator_of, software
+from megatron_vp.cost.paper.tables import Row
 from megatron_vp.cost.prediction.predict import after_passes
 from megatron_vp.cost.prediction.stage_costs import stage_costs
 from megatron_vp.cost.sizes.flops import paper_flops
@@ -122,6 +122,48 @@ def pass_times() -> list[dict[str, float]]:
 def known_cells() -> dict[Cell, Measurement]:
     """The published cells of the paper's tables to which constants may be fitted."""
     return read_cells(DATA / "published_mfu.csv")
+
+
+def layout_unknown(cell: Cell) -> bool:
+    """Whether the layout of `cell` is unknown: the paper publishes the layouts of `redis` only for 8 GPUs."""
+    return cell.method == "redis" and cell.gpus > 8
+
+
+def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> dict[Row, int]:
+    """Rows of the `redis` cells whose layer layout is unknown, each with the number of layers on the last stage that
+    gives the smallest MFU error: the assumed one, one more or one fewer.
+
+    Cells whose MFU error in `rows` is at most `worse_than` percent are left out.
+    """
+    found = {}
+    for row in rows:
+        if not layout_unknown(row.cell) or abs(row.error("mfu") or 0) <= worse_than:
+            continue
+        plan = plan_of(row.cell)
+        assert plan.layers is not None
+        tried = {row: plan.layers[-1]}
+        for last in {max(0, plan.layers[-1] - 1), plan.layers[-1] + 1} - {plan.layers[-1]}:
+            others = len(plan.layers) - 1
+            each, larger = divmod(sum(plan.layers) - last, others)
+            layers = (*(each + (stage >= others - larger) for stage in range(others)), last)
+            tried[Row(predict_cell(row.cell, plan=replace(plan, layers=layers)), row.published)] = last
+        best = min(tried, key=lambda each: abs(each.error("mfu") or 0))
+        found[best] = tried[best]
+    return found
+
+
+def scaling_factors() -> dict[tuple[int, str, int], float]:
+    """Table 3's percentages of linear scaling, keyed by sequence length, layer (such as `output-vocab-1`) and GPUs."""
+    return {
+        (int(row["seq_length"]), row["layer"], int(row["gpus"])): float(row["percent_of_linear"])
+        for row in figures("table3_scaling.csv")
+    }
+
+
+def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants) -> float:
+    """A factor of Table 3 in percent: the unsplit output layer's time, divided by p times the time of S and T."""
+    times = PassTimes(jobs()[cell], A100, constants)
+    return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))
 
 
 def pass_errors(constants: Constants) -> dict[str, list[float]]:

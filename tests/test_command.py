@@ -129,10 +129,10 @@ def test_examples_in_the_help_show_what_the_commands_print(tmp_path, name):
 
 def test_tables_is_an_alias_of_paper_tables():
     said = [
-        subprocess.run([*COMMAND, *words, "--hardware", "none"], capture_output=True, text=True).stderr
+        subprocess.run([*COMMAND, *words, "--published", "none.csv"], capture_output=True, text=True).stderr
         for words in (["tables"], ["paper", "tables"])
     ]
-    assert said[0].startswith("megatron-vp: error: unknown hardware 'none'") and said[0] == said[1]
+    assert said[0].startswith("megatron-vp: error: cannot read published cells none.csv") and said[0] == said[1]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.paper.published import Cell
-from megatron_vp.cost.paper.runs import Setting, predict_cell, predict_cell_on
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.predict import predict
@@ -233,21 +231,6 @@ def test_commands_take_the_jobs_fp8_flags(megatron_loaded, command):
     assert plans[1]["iteration_seconds"] < plans[0]["iteration_seconds"]
     error = CliRunner().invoke(app, [command, *flags, "--fp8-format", "hybrid", "--hardware", "a100"]).exception
     assert isinstance(error, UserError) and "no fp8 rates are known for --hardware a100" in str(error)
-
-
-def test_the_tables_in_another_setting_are_this_projects():
-    cell = Cell(5, 8, 2048, "vocab-2", 64)
-    wide, narrow = (predict_cell_on(cell, Setting(H100, fp8)) for fp8 in (None, Fp8Recipe.TENSORWISE))
-    published = predict_cell(cell)
-    assert narrow.mfu > 1.1 * wide.mfu and wide.layers == published.layers
-    for arguments, words in (
-        (["--hardware", "h100", "--fp8-recipe", "mxfp8"], "mxfp8 does not run on h100"),
-        (["--fp8-recipe", "delayed"], "--fp8-recipe delayed needs --hardware"),
-        (["--hardware", "h100", "--fp8-recipe", "fp4"], "--fp8-recipe 'fp4' is unknown"),
-        (["--hardware", "h100", "--published", "cells.csv"], "--published cannot be combined with --hardware"),
-    ):
-        error = CliRunner().invoke(app, ["tables", *arguments]).exception
-        assert isinstance(error, UserError) and words in str(error)
 
 
 def gains(name, gpu, fp8):

@@ -1,1 +1,1 @@
-"""The paper's tables: published results, predictions, the fit of the constants, and jobs that repeat the runs."""
+"""The paper's tables: their cells and models, predictions, and jobs that repeat the runs."""

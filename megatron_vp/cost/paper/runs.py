@@ -1,4 +1,4 @@
-"""Predicts the paper's runs, as the authors ran them or as this project would run them on given hardware."""
+"""Predicts the paper's runs as the authors ran them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_vp.cost.hardware.constants import FITTED, Constants
-from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
+from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.sizes.flops import paper_flops
-from megatron_vp.cost.sizes.fp8 import refuse_fp8
 from megatron_vp.cost.sizes.layouts import redistributed_layers
-from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, Plan
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)
@@ -43,36 +41,13 @@ while rank 0 holds the most activations, and memory would be up to 16 percent hi
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Hardware and precision for predicting how this project would run the cells of the paper's tables.
-
-    Training is in bf16 with gradients in fp32. If `fp8` is set, the layers' matrix products use this fp8 recipe.
-    """
-
-    hardware: Hardware
-    fp8: Fp8Recipe | None = None
-
-    def job(self, cell: Cell) -> Job:
-        """The job of a cell. Raises UserError if the hardware does not support the recipe."""
-        job = replace(jobs()[cell], wide_gradients=True, exact_shards=False, fp8=self.fp8)
-        refuse_fp8(job, self.hardware)
-        return job
-
-    def __str__(self) -> str:
-        return self.hardware.title + (f", layers in fp8 ({self.fp8})" if self.fp8 else "")
-
-
-@dataclass(frozen=True)
 class CellPrediction:
-    """A cell's MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its layers per
-    stage.
-    """
+    """A cell's MFU in percent, its allocated peak in GiB, and whether it fits into the device's memory."""
 
     cell: Cell
     mfu: float
     memory: float
     fits: bool
-    layers: tuple[int, ...] | None
 
 
 def plan_of(cell: Cell) -> Plan:
@@ -96,12 +71,12 @@ def software(constants: Constants, table: int) -> Constants:
 def simulator_of(cell: Cell) -> Simulator:
     """The simulator of `cell`'s pass order. All cells with the same model and method share this simulator."""
     plan = plan_of(cell)
-    return _simulator(replace(cell, method="", **NOMINAL_CELL), plan.schedule, plan.vocab)
+    return _simulator(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
 
 @cache
 def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
-    job = jobs()[replace(cell, method="baseline")]
+    job = jobs()[cell]
     if vocab is VocabMethod.NONE and not family(schedule).in_megatron:
         # The authors' baseline uses the published order, which does not depend on costs.
         made = generate(schedule, job.pipeline, job.microbatches, costs=EQUAL)
@@ -110,14 +85,11 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 
-def predict_cell(cell: Cell, constants: Constants = FITTED, layers: tuple[int, ...] | None = None) -> CellPrediction:
-    """Predict `cell`, with the layout `layers` if it is given."""
-    plan = plan_of(cell)
-    if layers is not None:
-        plan = replace(plan, layers=layers)
+def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = None) -> CellPrediction:
+    """Predict `cell`, with `plan` instead of its own plan if it is given."""
+    plan = plan or plan_of(cell)
     found = predict(jobs()[cell], plan, A100, software(constants, cell.table), simulator=simulator_of(cell))
-    mfu = paper_mfu(found, PEAK_FLOPS[cell.table])
-    return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
+    return CellPrediction(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.peak_memory / GIB, found.fits())
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:
@@ -125,25 +97,9 @@ def paper_mfu(found: Prediction, peak_flops: float) -> float:
     return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
 
 
-def predict_cell_on(cell: Cell, setting: Setting) -> CellPrediction:
-    """Predict `cell` as this project would run it in `setting`; MFU is relative to the nominal 16-bit peak."""
-    plan, job = plan_of(cell), setting.job(cell)
-    simulator = _simulator_on(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab, setting)
-    found = predict(job, plan, setting.hardware, simulator=simulator)
-    mfu = paper_mfu(found, setting.hardware.peak_flops)
-    return CellPrediction(cell, mfu, found.peak_memory / GIB, found.fits(), plan.layers)
-
-
-@cache
-def _simulator_on(cell: Cell, schedule: str, vocab: VocabMethod, setting: Setting) -> Simulator:
-    return make_simulator(setting.job(cell), Plan(schedule, vocab), setting.hardware)
-
-
-def predict_cells(
-    cells: Sequence[Cell], processes: int, setting: Setting | None = None
-) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions for `cells`, in one list per combination of table, number of GPUs, schedule and vocabulary
-    method. Without a `setting`, predict the cells as the authors ran them.
+def predict_cells(cells: Sequence[Cell], processes: int) -> Iterator[list[CellPrediction]]:
+    """Yield the predictions for `cells`, in one list per combination of number of GPUs, table, schedule and vocabulary
+    method.
     """
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
@@ -152,28 +108,9 @@ def predict_cells(
     # Groups with the most GPUs take longest. They start first, so that none of them is left running alone at the end.
     ordered = [groups[key] for key in sorted(groups, reverse=True)]
     with worker_pool(processes) as pool:
-        for done in as_completed(pool.submit(_predict_group, group, setting) for group in ordered):
+        for done in as_completed(pool.submit(_predict_group, group) for group in ordered):
             yield done.result()
 
 
-def _predict_group(cells: list[Cell], setting: Setting | None) -> list[CellPrediction]:
-    return [predict_cell(cell) if setting is None else predict_cell_on(cell, setting) for cell in cells]
-
-
-def other_layouts(cell: Cell) -> list[tuple[int, ...]]:
-    """For a `redis` cell, return layouts with one layer more or fewer on the last stage than `redistributed_layers`
-    assigns to it.
-    """
-    layers = redistributed_layers(jobs()[cell])
-    found = []
-    for last in (layers[-1] - 1, layers[-1] + 1):
-        if last >= 0:
-            each, larger = divmod(sum(layers) - last, len(layers) - 1)
-            found.append((*(each + (stage >= len(layers) - 1 - larger) for stage in range(len(layers) - 1)), last))
-    return found
-
-
-def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants = FITTED) -> float:
-    """A factor of Table 3 in percent: the unsplit output layer's time, divided by p times the time of S and T."""
-    times = PassTimes(jobs()[cell], A100, constants)
-    return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))
+def _predict_group(cells: list[Cell]) -> list[CellPrediction]:
+    return [predict_cell(cell) for cell in cells]

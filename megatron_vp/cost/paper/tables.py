@@ -1,34 +1,27 @@
-"""Compares predictions of the paper's tables with published values, and formats both as CSV."""
+"""Compares predictions of the paper's tables with published values, as CSV, text and a picture."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from megatron_vp.cost.paper.published import METHODS, Cell, Measurement
-from megatron_vp.cost.paper.runs import CellPrediction, other_layouts, predict_cell
+from megatron_vp.cost.paper.published import COLUMNS, METHODS, Cell, Measurement
+from megatron_vp.cost.paper.runs import CellPrediction
 
-COLUMNS = (
-    "table",
-    "gpus",
-    "seq_length",
-    "method",
-    "vocab_k",
-    "mfu_percent",
-    "peak_memory_gb",
-    "published_mfu_percent",
-    "published_peak_memory_gb",
-    "mfu_error_percent",
-    "memory_error_percent",
-)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-
-def layout_unknown(cell: Cell) -> bool:
-    """Whether the layout of `cell` is unknown: the paper publishes the layouts of `redis` only for 8 GPUs."""
-    return cell.method == "redis" and cell.gpus > 8
+_TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
+_QUANTITIES = {"mfu": ("MFU", "MFU, percent"), "memory": ("GiB", "peak memory, GiB")}
+"""What both tables show of each cell, with its title in the text and in the picture."""
+_COLORS = {"baseline": "C7", "redis": "C1", "vocab-1": "C0", "vocab-2": "C2", "interlaced": "C3"}
+_MEMORY = 80
+"""Memory of the authors' GPUs in GiB."""
 
 
 @dataclass(frozen=True)
@@ -43,85 +36,136 @@ class Row:
         """The run of the paper that `predicted` describes."""
         return self.predicted.cell
 
-    @property
-    def mfu_error(self) -> float | None:
-        """Relative error of the predicted MFU in percent; positive if the prediction is too high."""
-        published = self.published and self.published.mfu
-        return 100 * (self.predicted.mfu / published - 1) if published else None
-
-    @property
-    def memory_error(self) -> float | None:
-        """Relative error of the predicted memory in percent."""
-        published = self.published and self.published.memory
-        return 100 * (self.predicted.memory / published - 1) if published else None
+    def error(self, quantity: str) -> float | None:
+        """Relative error of the predicted quantity in percent; positive if the prediction is too high."""
+        published = getattr(self.published, quantity, None)
+        return 100 * (getattr(self.predicted, quantity) / published - 1) if published else None
 
     @property
     def out_of_memory(self) -> bool:
         """Whether the cell was published as a run that did not fit into memory."""
         return self.published is not None and self.published.memory is None
 
-    @property
-    def fit_as_published(self) -> bool:
-        """Whether the prediction and the published result agree on whether the run fits into memory."""
-        return self.predicted.fits is not self.out_of_memory
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Mean and maximum of the absolute values of `count` relative errors, in percent."""
-
-    mean: float
-    largest: float
-    count: int
-
 
 def make_rows(predictions: Iterable[CellPrediction], published: Mapping[Cell, Measurement]) -> list[Row]:
     """Join predictions and published values into rows, in the order of the tables."""
     rows = [Row(prediction, published.get(prediction.cell)) for prediction in predictions]
-    return sorted(rows, key=lambda row: _order(row.cell))
+    return sorted(
+        rows, key=lambda row: (*row.cell.setup, METHODS[row.cell.table].index(row.cell.method), row.cell.vocab_k)
+    )
 
 
-def _order(cell: Cell) -> tuple:
-    return (*cell.setup, METHODS[cell.table].index(cell.method), cell.vocab_k)
+def errors(rows: Iterable[Row], quantity: str) -> tuple[float, float] | None:
+    """Mean and maximum of the absolute values of the rows' errors in percent; None if no error is known."""
+    found = [abs(error) for row in rows if (error := row.error(quantity)) is not None]
+    return (fmean(found), max(found)) if found else None
 
 
-def errors(rows: Iterable[Row], of: Callable[[Row], float | None]) -> Errors | None:
-    """Mean and maximum of the absolute values of `of(row)` over all rows; None if `of` returns None for every row."""
-    found = [abs(error) for error in map(of, rows) if error is not None]
-    return Errors(fmean(found), max(found), len(found)) if found else None
-
-
-def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> list[Row]:
-    """Rows of the `redis` cells whose layer layout is unknown, each with the layout that gives the smallest MFU error.
-
-    The candidates are the layout assumed in `rows` and `other_layouts`. Cells whose MFU error in `rows` is at most
-    `worse_than` percent are left out.
-    """
-    found = []
-    for row in rows:
-        cell = row.cell
-        if not layout_unknown(cell) or abs(row.mfu_error or 0) <= worse_than:
-            continue
-        others = [Row(predict_cell(cell, layers=layers), row.published) for layers in other_layouts(cell)]
-        found.append(min([row, *others], key=lambda candidate: abs(candidate.mfu_error or 0)))
-    return found
+def _blocks(rows: Sequence[Row]) -> dict[tuple[int, int, int], dict[str, list[Row]]]:
+    """The rows by setup and method. Each setup is one block of the text and one column of the picture."""
+    return {
+        setup: {method: list(cells) for method, cells in groupby(block, key=lambda row: row.cell.method)}
+        for setup, block in groupby(rows, key=lambda row: row.cell.setup)
+    }
 
 
 def to_csv(rows: Iterable[Row]) -> str:
     """Format the rows as CSV with a header; a missing published value or error becomes an empty field."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    published = [f"published_{column}" for column in COLUMNS[-2:]]
+    writer.writerow((*COLUMNS, *published, *(f"{quantity}_error_percent" for quantity in _QUANTITIES)))
     for row in rows:
-        cell, published = row.cell, row.published or Measurement(None, None)
-        numbers = (
-            row.predicted.mfu,
-            row.predicted.memory,
-            published.mfu,
-            published.memory,
-            row.mfu_error,
-            row.memory_error,
-        )
-        texts = ("" if number is None else f"{number:.2f}" for number in numbers)
+        cell = row.cell
+        numbers = [getattr(of, quantity, None) for of in (row.predicted, row.published) for quantity in _QUANTITIES]
+        texts = ("" if number is None else f"{number:.2f}" for number in (*numbers, *map(row.error, _QUANTITIES)))
         writer.writerow((cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, *texts))
     return out.getvalue()
+
+
+def to_text(rows: Sequence[Row]) -> str:
+    """Format both tables as text, with errors in percent and a summary if there are published values."""
+    compared = any(row.published for row in rows)
+    width = 13 if compared else 8
+    lines = ["predicted MFU in percent and peak memory in GiB; ! marks runs that do not fit in memory"]
+    if compared:
+        lines.append("each value is followed by its relative error in percent; oom: the published run did not fit")
+    for (table, gpus, sequence), methods in _blocks(rows).items():
+        sizes = sorted({row.cell.vocab_k for cells in methods.values() for row in cells})
+        heads = "".join(f"{f'{size}k':>{width}}" for size in sizes)
+        titles = "".join(f"  {title:>{len(heads)}}" for title, _ in _QUANTITIES.values())
+        lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", f"{'':9}{titles}"]
+        lines.append(f"{'':11}{'  '.join([heads] * len(_QUANTITIES))}")
+        for method, cells in methods.items():
+            texts = ("".join(f"{_entry(row, name, compared):>{width}}" for row in cells) for name in _QUANTITIES)
+            lines.append(f"{method:11}{'  '.join(texts)}")
+    if compared:
+        said = []
+        for name, (_, label) in _QUANTITIES.items():
+            found = errors(rows, name)
+            size = "unknown" if found is None else f"mean {found[0]:.2f}, largest {found[1]:.2f} percent"
+            said.append(f"{label.split(',')[0]} error {size}")
+        lines += ["", f"all published cells: {'; '.join(said)}"]
+        wrong = (row.cell for row in rows if row.published and row.predicted.fits is row.out_of_memory)
+        lines += [f"  prediction and publication disagree on whether this cell fits: {cell}" for cell in wrong]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(row: Row, quantity: str, compared: bool) -> str:
+    value = f"{getattr(row.predicted, quantity):.2f}"
+    if quantity == "memory" and not row.predicted.fits:
+        value = f"!{value}"
+    error = row.error(quantity)
+    behind = "oom" if row.out_of_memory else "" if error is None else f"{error:+.1f}"
+    return f"{value}{behind:>6}" if compared else value
+
+
+def picture(rows: Sequence[Row]) -> bytes:
+    """Draw a PNG with one panel per setup and quantity over the vocabulary size.
+
+    Solid lines show predictions, and crosses show published values. Dotted lines show the GPUs' memory.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    blocks = _blocks(rows)
+    tables = {table: [setup for setup in blocks if setup[0] == table] for table in sorted({each[0] for each in blocks})}
+    columns = max(map(len, tables.values()))
+    figure, axes = pyplot.subplots(
+        2 * len(tables),
+        columns,
+        figsize=(2.9 * columns, 5 * len(tables)),
+        squeeze=False,
+        sharex=True,
+        sharey="row",
+    )
+    for place, (table, setups) in enumerate(tables.items()):
+        for row, (quantity, (_, label)) in enumerate(_QUANTITIES.items(), 2 * place):
+            for column, setup in enumerate(setups):
+                _panel(axes[row][column], blocks[setup], quantity)
+                if quantity == "mfu":
+                    axes[row][column].set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)
+                else:
+                    axes[row][column].axhline(_MEMORY, color="k", linestyle=":", linewidth=1)
+            axes[row][0].set_ylabel(label)
+        axes[2 * place][0].legend(fontsize=7)
+    for axis in axes[-1]:
+        axis.set_xlabel("vocabulary, thousand tokens")
+    figure.tight_layout()
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    pyplot.close(figure)
+    return out.getvalue()
+
+
+def _panel(axis: Axes, methods: Mapping[str, Sequence[Row]], quantity: str) -> None:
+    for method, cells in methods.items():
+        sizes = [row.cell.vocab_k for row in cells]
+        published = [getattr(row.published, quantity, None) for row in cells]
+        axis.plot(sizes, [getattr(row.predicted, quantity) for row in cells], color=_COLORS[method], label=method)
+        axis.plot(sizes, [float("nan") if each is None else each for each in published], "x", color=_COLORS[method])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.grid(alpha=0.3)
