@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import shutil
-import signal
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,43 +75,6 @@ def _mode(path: Path) -> int:
         return path.lstat().st_mode
     except OSError:
         return 0
-
-
-@contextmanager
-def removed_when_told_to_end(folder: Path) -> Iterator[None]:
-    """Remove `folder` if SIGTERM or SIGHUP ends the process inside this block, for example at a job's time limit.
-
-    A thread removes the folder, because Python runs signal handlers only after the main thread has returned from
-    compiled code. Signals that are ignored or already have a handler keep their behaviour. Outside the main thread,
-    this context manager has no effect.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-
-    def wait() -> None:
-        while received := os.read(reading, 1):
-            if received[0] in ours:
-                shutil.rmtree(folder, ignore_errors=True)
-                os._exit(128 + received[0])
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in ours:
-        signal.signal(number, lambda *_: None)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(before)
-        os.close(writing)
-        thread.join()
-        os.close(reading)
 
 
 def write_report(path: Path, text: str, what: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.errors import say
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 def register(app: typer.Typer) -> None:
@@ -66,13 +69,16 @@ def data(
     texts = TextFiles.find(inputs, json_key, split_lines)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
     with progress_bar(*columns, TimeElapsedColumn(), transient=False) as bars:
-        tasks: dict[str, int] = {}
+        tasks: dict[str, TaskID] = {}
+        characters = 0
 
-        def show(stage: str, done: int, total: int | None) -> None:
+        def show(stage: str, done: int) -> None:
+            nonlocal characters
             if stage not in tasks:
                 for earlier in tasks.values():
                     bars.stop_task(earlier)
-                tasks[stage] = bars.add_task(stage, total=total, done="")
+                tasks[stage] = bars.add_task(stage, total=characters or None, done="")  # Each step reads the same text.
+            characters = done
             bars.update(tasks[stage], completed=done, done=f"{done / 1e6:.1f} M characters")
 
         prepared = prepare(

@@ -45,7 +45,9 @@ class TextFiles:
         for path in map(Path, inputs):
             if path.is_dir():
                 below = sorted(
-                    file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))
+                    file
+                    for file in path.rglob("*")
+                    if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
                 )
                 if not below:
                     raise UserError(f"the directory {path} contains no files; pass text or .jsonl files")
@@ -58,19 +60,20 @@ class TextFiles:
                 raise UserError(f"there is no file or directory {path}")
         return cls(tuple(files), json_key, split_lines)
 
-    def size(self) -> int:
-        """Total size of all files, in bytes."""
-        return sum(file.stat().st_size for file in self.files)
-
     def __iter__(self) -> Iterator[tuple[str, str]]:
         for file in self.files:
-            if file.suffix == ".jsonl":
-                for where, line in _lines(file):
-                    yield where, self._text_of(line, where)
-            elif self.split_lines:
-                yield from _lines(file)
-            else:
-                yield str(file), _decode(_read(file), str(file))
+            by_line = self.split_lines or file.suffix == ".jsonl"
+            try:
+                with file.open("rb") as stream:
+                    for number, data in enumerate(stream if by_line else [stream.read()], 1):
+                        where = f"{file}:{number}" if by_line else str(file)
+                        text = _decode(data, where)
+                        if by_line:
+                            text = text.rstrip("\r\n")
+                        if text.strip() or not by_line:
+                            yield where, self._text_of(text, where) if file.suffix == ".jsonl" else text
+            except OSError as error:
+                raise UserError(f"cannot read {file}: {error.strerror}") from error
 
     def _text_of(self, line: str, where: str) -> str:
         try:
@@ -115,29 +118,6 @@ class SourceTexts:
 def standard_library_texts() -> SourceTexts:
     """Return sources of the running Python's standard library: about 11 million characters that need no download."""
     return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                where = f"{file}:{number}"
-                text = _decode(line, where).rstrip("\r\n")
-                if text.strip():
-                    yield where, text
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -29,13 +29,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
-            f"a vocabulary of {vocab_size} tokens is too small: the bytes and special tokens alone need "
-            f"{SMALLEST_VOCABULARY - 1}; ask for {SMALLEST_VOCABULARY} or more"
+            f"a vocabulary of {vocab_size} tokens is too {'small' if vocab_size < SMALLEST_VOCABULARY else 'large'}: "
+            f"ask for {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY} tokens"
         )
-    if vocab_size > LARGEST_VOCABULARY:
-        raise UserError(f"a vocabulary of {vocab_size} tokens is too large; ask for {LARGEST_VOCABULARY} or fewer")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,13 +53,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """The files that `save_tokenizer` writes into its directory."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which is created if needed."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`."""
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

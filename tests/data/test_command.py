@@ -1,10 +1,6 @@
 """Test `megatron-vp data` as a user calls it."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import typer
@@ -66,21 +62,6 @@ def test_a_pipe_is_refused_because_the_input_is_read_twice(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     result = run(tmp_path / "pipe", "-o", tmp_path / "out", "--vocab-size", 280)
     assert isinstance(result.exception, UserError) and "read twice" in str(result.exception)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_at_the_time_limit_leaves_no_partial_files(tmp_path, number):
-    (tmp_path / "in.txt").write_text("".join(f"word{word % 9973} and {word}\n" for word in range(400_000)))
-    command = [sys.executable, "-m", "megatron_vp.cli.app", "data", tmp_path / "in.txt", "-o", tmp_path / "out"]
-    running = subprocess.Popen([*command, "--vocab-size", "60000"], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out/.corpus-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.5)  # in the middle of training the tokenizer, which is compiled code
-    assert running.poll() is None
-    running.send_signal(number)
-    said = running.communicate(timeout=30)[1]
-    assert (running.returncode, said, list(tmp_path.glob("out/*"))) == (128 + number, "", [])
 
 
 def test_help_names_every_option(run):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import struct
-import tempfile
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron_vp.data.tokenizer import (
@@ -20,7 +24,6 @@ from megatron_vp.data.tokenizer import (
     train_tokenizer,
 )
 from megatron_vp.errors import UserError
-from megatron_vp.files import removed_when_told_to_end
 from megatron_vp.mcore.storage.conversations import check_conversations
 from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT, check_parts, check_split, split_for
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# Reports progress, given the name of a step, the number of characters processed, and the total (None if unknown).
-Progress = Callable[[str, int, int | None], None]
+# Reports progress, given the name of a step and the number of characters read.
+Progress = Callable[[str, int], None]
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
 _BATCH_CHARACTERS = 4_000_000
@@ -64,17 +67,16 @@ def prepare(
     vocab_size: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done: None,
 ) -> Prepared:
     """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
     `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size`, to train a tokenizer
     with exactly this many tokens and save it in `NAME_tokenizer`, or `tokenizer`, the directory of an existing
-    tokenizer. Token ids are stored as uint16 if the vocabulary has fewer than 65500 tokens, otherwise as int32. Files
-    get their final names only when all are complete, and the index file gets its name last. An interrupted run
-    therefore leaves no dataset that looks complete. Existing files are replaced only if `overwrite` is True. Raises
-    UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or if a file
-    already exists or cannot be written.
+    tokenizer. Files get their final names only when all are complete, and the index file gets its name last. An
+    interrupted run therefore leaves no dataset that looks complete. Existing files are replaced only if `overwrite` is
+    True. Raises UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or
+    if a file already exists or cannot be written.
     """
     assert iter(documents) is not documents, "documents are read twice: give a collection, not a generator"
     if (vocab_size is None) == (tokenizer is None):
@@ -88,32 +90,33 @@ def prepare(
             f"--output"
         )
     output = Path(output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot create the output directory {output}: {error.strerror}; choose another --output"
-        ) from error
     prefix = output / f"{name}_text_document"
     directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
-    bin_and_idx = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
-    written = [directory, *bin_and_idx] if tokenizer is None else bin_and_idx
-    _check_names(written, overwrite)
-    with _storage_told(output), tempfile.TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
-        partial = Path(temporary)
-        with removed_when_told_to_end(partial):
-            total = None
-            if vocab_size is not None:
-                counter = _Counter(documents, "training the tokenizer", None, progress)
-                trained = train_tokenizer(counter, vocab_size)
-                total = counter.characters
-                save_tokenizer(trained, partial / "tokenizer")
-            model, end_id = load_tokenizer(partial / "tokenizer" if tokenizer is None else tokenizer)
-            counter = _Counter(documents, "encoding", total, progress)
-            counts = _write(counter, model, end_id, partial / "data")
+    index = Path(f"{prefix}.idx")
+    written = [directory / file for file in TOKENIZER_FILES if tokenizer is None]
+    written += [Path(f"{prefix}.bin"), index]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
         _check_names(written, overwrite)
-        parts = [partial / "data.bin", partial / "data.idx"]
-        _place([partial / "tokenizer", *parts] if tokenizer is None else parts, written, partial / "before")
+        TemporaryDirectory(dir=output, prefix=f".{name}-").cleanup()  # If this fails, fail before the long work.
+        if vocab_size is not None:
+            trained = train_tokenizer(_counted(documents, partial(progress, "training the tokenizer")), vocab_size)
+        with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary, _signals_raise():
+            folder = Path(temporary)
+            if vocab_size is not None:
+                save_tokenizer(trained, folder)
+            model, end_id = load_tokenizer(folder if tokenizer is None else tokenizer)
+            counts = _write(_counted(documents, partial(progress, "encoding")), model, end_id, folder / prefix.name)
+            _check_names(written, overwrite)
+            index.unlink(missing_ok=True)
+            for path in written:
+                path.parent.mkdir(exist_ok=True)
+                (folder / path.name).replace(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {output}: {error.strerror}; choose another --output or --name, or free some space if the "
+            "disk is full"
+        ) from error
     return Prepared(prefix, directory, model.get_vocab_size(), *counts)
 
 
@@ -124,72 +127,36 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
             f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
             f"replace it with --overwrite"
         )
-    for path in taken:
-        if path.is_dir() and not path.is_symlink():
-            others = sorted({file.name for file in path.iterdir()} - TOKENIZER_FILES)
-            if others:
-                raise UserError(
-                    f"{path} contains {others[0]}, which is not part of a tokenizer and would be lost: move "
-                    f"{others[0]} to another folder, or choose another --name"
-                )
-
-
-def _place(parts: Sequence[Path], written: Sequence[Path], aside: Path) -> None:
-    """Move old files to `aside`, then rename `parts` to their final names, in order. If this fails, move all files
-    back.
-    """
-    aside.mkdir()
-    moved: list[tuple[Path, Path]] = []
-
-    def move(source: Path, target: Path) -> None:
-        source.rename(target)
-        moved.append((source, target))
-
-    try:
-        for path in reversed(written):
-            if os.path.lexists(path):
-                move(path, aside / path.name)
-        for part, path in zip(parts, written, strict=True):
-            move(part, path)
-    except BaseException:
-        for source, target in reversed(moved):
-            target.rename(source)
-        raise
 
 
 @contextmanager
-def _storage_told(output: Path) -> Iterator[None]:
+def _signals_raise() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the process as an exception would, so that temporary files are removed."""
+    in_main = threading.current_thread() is threading.main_thread()
+    ours = [each for each in (signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(each) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {output}: {error.strerror}; choose another --output or --name, or free some space if the "
-            "disk is full"
-        ) from error
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
-class _Counter:
-    """Iterates over the non-empty texts of documents, and reports how many characters have been processed."""
-
-    def __init__(self, documents: Documents, stage: str, total: int | None, progress: Progress) -> None:
-        self._documents, self._stage, self._total, self._progress = documents, stage, total, progress
-        self.characters = 0
-        progress(stage, 0, total)
-
-    def __iter__(self):
-        for _, text in self._documents:
-            if text:
-                self.characters += len(text)
-                yield text
-                self._progress(self._stage, self.characters, self._total)
-        if not self.characters:
-            raise UserError("the input contains no text")
+def _counted(documents: Documents, progress: Callable[[int], None]) -> Iterator[str]:
+    """Yield the non-empty texts of documents, and report how many characters have been read."""
+    characters = 0
+    for _, text in documents:
+        if text:
+            characters += len(text)
+            progress(characters)
+            yield text
+    if not characters:
+        raise UserError("the input contains no text")
 
 
 def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
     """Encode `texts` into `prefix`.{bin,idx}; return the number of documents and the number of tokens."""
-    import numpy
-
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
     from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -200,16 +167,12 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     # If a document contains the text of a special token, encode it as ordinary text.
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
-    documents = tokens = 0
     with builder.data_file:
         for batch in _batches(texts):
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                ids = numpy.array([*encoding.ids, end_id], dtype=builder.dtype)
-                builder.add_document(ids, [len(ids)])
-                documents += 1
-                tokens += len(ids)
+                builder.add_document([*encoding.ids, end_id], [len(encoding.ids) + 1])
         builder.finalize(f"{prefix}.idx")
-    return documents, tokens
+    return len(builder.sequence_lengths), sum(builder.sequence_lengths)
 
 
 def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
