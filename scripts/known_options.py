@@ -22,7 +22,8 @@ FOLDER = ROOT / "megatron_vp" / "jobs"
 FILE = FOLDER / "known_options.txt"
 HEADER = f"""\
 # Made by {Path(__file__).relative_to(ROOT)} from Megatron's parser and our options; do not edit.
-# One line per option: its names, the type of its value and the number of values (as in argparse), and its choices.
+# One line per option: its names, the type of its value and the number of values (as in argparse), its choices, and
+# its default after an equals sign.
 """
 _KINDS = {
     **{"int": "int", "float": "float", "bool": "bool", "tuple_type": "integers"},
@@ -53,7 +54,9 @@ def _line(action: argparse.Action) -> str:
     elif getattr(action.type, "__name__", "") == "_parse_cuda_graph_modules_arg":
         choices = [*CudaGraphModule.__members__, "full", "full_iteration", "full_iteration_inference"]
     kind = _KINDS.get(getattr(action.type, "__name__", ""), "text")
-    return " ".join(filter(None, (names, f"{kind}{action.nargs or ''}", ",".join(map(str, choices)))))
+    default = getattr(action.default, "name", action.default)
+    said = None if action.nargs or default in (None, False, "") else f"={default}"
+    return " ".join(filter(None, (names, f"{kind}{action.nargs or ''}", ",".join(map(str, choices)), said)))
 
 
 def content(known: Container[str] = ()) -> str:

@@ -6,6 +6,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -149,10 +150,23 @@ class Request:
     @property
     def unused(self) -> list[str]:
         """The job's options on which the prediction does not depend."""
-        from megatron_vp.cost.sizes.job_plan import UNCOUNTED
-        from megatron_vp.jobs.job_config import OTHERS, SIZES
+        from megatron_vp.cost.balance.chosen_shards import shard_choice
+        from megatron_vp.cost.sizes.job_plan import UNCOUNTED, plan_of
+        from megatron_vp.cost.sizes.job_sizes import job_of
 
-        return self.config.unused({*SIZES, *OTHERS, *UNCOUNTED})
+        read: set[str] = {*UNCOUNTED, "activation_limit"}
+
+        class Read(dict[str, Any]):
+            def get(self, name: str, default: Any = None) -> Any:
+                read.add(name)
+                return super().get(name, default)
+
+        config = replace(self.config, values=Read(self.config.values))
+        with suppress(UserError):
+            job_of(config.values, self.job.gpus)
+            shard_choice(config, plan_of(config))
+        given = {name for name, value in config.values.items() if value is not None and value is not False}
+        return sorted(map(option_of, given - read))
 
     @property
     def caveat(self) -> str:

@@ -43,11 +43,11 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
             raise UserError(f"{leaf} is also set in {seen[action]}; delete one of the two settings")
         seen[action] = leaf.section
         if leaf.value is not None:
-            arguments += _argument(action, leaf.key, leaf.value, str(leaf))
+            arguments += _argument(parser, action, leaf.key, leaf.value, str(leaf))
     return arguments
 
 
-def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list[str]:
+def _argument(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any, where: str) -> list[str]:
     option = next(o for o in action.option_strings if o.lstrip("-").replace("-", "_") == key)
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -65,34 +65,18 @@ def _argument(action: argparse.Action, key: str, value: Any, where: str) -> list
         raise UserError(f"{where} takes {action.nargs} values, not {len(values)}")
     if action.nargs == "+" and not values:
         raise UserError(f"{where} takes at least one value, not an empty list")
-    texts = [_text(action, item, where) for item in values]
+    texts = [_text(parser, action, item, where) for item in values]
     return [option, *texts] if several else [f"{option}={texts[0]}"]
 
 
-def _text(action: argparse.Action, value: Any, where: str) -> str:
+def _text(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, where: str) -> str:
     """The command-line text for `value`. Raises UserError if the option's type or choices do not accept it."""
     if isinstance(value, bool) and action.type is bool:
         return "True" if value else ""  # bool("False") is true
     if isinstance(value, bool | list | Mapping) or value is None:
-        raise UserError(f"{where} must be {_expected(action)}, not {value!r}; strings such as 'true' need quotes")
-    text = str(value)
+        raise UserError(f"{where} cannot be {value!r}; strings such as 'true' need quotes")
     try:
-        converted = action.type(text) if callable(action.type) else text
-    except (argparse.ArgumentTypeError, KeyError, TypeError, ValueError) as error:  # KeyError: from enumerations
-        raise UserError(f"{where} must be {_expected(action)}, not {value!r}") from error
-    if action.choices is not None and converted not in action.choices:
-        raise UserError(f"{where} must be {_expected(action)}, not {value!r}")
-    return text
-
-
-def _expected(action: argparse.Action) -> str:
-    if action.choices is not None:
-        return "one of " + ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices)
-    names: dict[Any, str] = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        None: "a string",
-    }
-    return names.get(action.type, "a value that the option accepts")
+        parser._check_value(action, parser._get_value(action, str(value)))
+    except argparse.ArgumentError as error:
+        raise UserError(f"{where}: {error.message}") from error
+    return str(value)

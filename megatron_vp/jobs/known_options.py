@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,6 +76,7 @@ def listed_parser() -> Parser:
     """A parser of all listed options. It accepts the same words as the parser of training."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, conflict_handler="resolve")
     for line in (line for file in _FILES for line in file.read_text().splitlines() if not line.startswith("#")):
+        line, _, default = line.partition(" =")
         names, kind, *choices = line.split()
         options = [f"--{name}" for name in names.split(",")]
         if kind == "switch":
@@ -85,8 +87,56 @@ def listed_parser() -> Parser:
         nargs = kind.removeprefix(word) or None
         several = int(nargs) if nargs and nargs.isdecimal() else nargs
         accepted = [_TYPES[word](choice) for choice in choices[0].split(",")] if choices else None
-        parser.add_argument(*options, type=_TYPES[word], nargs=several, choices=accepted)
+        action = parser.add_argument(*options, type=_TYPES[word], nargs=several, choices=accepted)
+        if default:
+            action.default = _TYPES[word](default)
     return parser
+
+
+LEAST = {"mtp_num_layers": 0}
+"""Smallest accepted values of sizes; all other sizes must be at least 1."""
+LARGEST = {
+    **dict.fromkeys(("num_layers", "num_query_groups", "moe_router_topk", "make_vocab_size_divisible_by"), 10**9),
+    **dict.fromkeys(("pipeline_model_parallel_size", "tensor_model_parallel_size", "global_batch_size"), 10**9),
+    **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 10**9),
+    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), 10**9),
+    "mtp_num_layers": 2**10,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "ffn_hidden_size": 2**22,
+    "kv_channels": 2**16,
+    "vocab_size": 2**28,
+    "padded_vocab_size": 2**28,
+    "num_experts": 2**16,
+    "moe_ffn_hidden_size": 2**22,
+    "seq_length": 2**26,
+    "micro_batch_size": 2**20,
+}
+"""Largest accepted values of sizes, to catch typos."""
+
+
+def out_of_range(name: str, value: Any) -> str | None:
+    """What is wrong with a number as a size, or because it is not finite; None if nothing is."""
+    if name not in LARGEST or value is None:
+        return f"{value} is not a finite number" if isinstance(value, float) and not math.isfinite(value) else None
+    least, largest = LEAST.get(name, 1), LARGEST[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+        return f"{value!r} is not a whole number from {least} to {largest}"
+    return None
+
+
+class Arguments:
+    """A job's arguments as attributes, by Megatron's names: the given value, or else the default of Megatron's parser.
+
+    given: the arguments that a job gives, or all arguments that Megatron parsed. None means that one is not given.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+
+    def __getattr__(self, name: str) -> Any:
+        value, option = self.given.get(name), known_options().get(name)
+        return value if value is not None or option is None or option.default is argparse.SUPPRESS else option.default
 
 
 @cache

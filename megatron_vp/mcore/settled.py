@@ -19,15 +19,17 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.jobs.pattern_text import Pattern, pattern_in
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
 from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
 from megatron_vp.schedule.request import chunks_to_offload
+
+if TYPE_CHECKING:
+    from megatron_vp.mcore.options.predicted_job import Prediction
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
@@ -115,19 +117,6 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class GivenLayout:
-    """The user's division of the model into stages, before a schedule or balanced shards change the layout."""
-
-    layout: str | None
-    pattern: Pattern | None
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> GivenLayout:
-        """Read the layout from parsed arguments, before anything is derived from them."""
-        return cls(args.pipeline_model_parallel_layout, pattern_in(vars(args)))
-
-
-@dataclass(frozen=True)
 class ChosenRows:
     """The number of vocabulary rows chosen for each rank of a job, and the layout if one was chosen with the rows."""
 
@@ -146,7 +135,8 @@ class SettledJob:
     args: argparse.Namespace
     """Megatron's validated arguments: the same object that Megatron uses, in which training changes some values."""
     settings: RunSettings
-    given: GivenLayout
+    prediction: Prediction
+    """The cost model's inputs, with a copy of the arguments as they were before the plug-in chose anything."""
     shards: ChosenRows
     order: Costs | None
     """The pass costs that determine the order of passes; None means `PassCosts()`. All ranks use rank 0's costs."""

@@ -11,8 +11,8 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import name_of
 from megatron_vp.jobs.config_words import _argument
-from megatron_vp.jobs.job_config import SIZES, read_sizes
-from megatron_vp.jobs.known_options import known_options, listed_parser, refuse_unknown, refuse_wrong_words
+from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.known_options import LARGEST, known_options, listed_parser, refuse_unknown, refuse_wrong_words
 
 DRAWN = [
     *([], [""], ["1"], ["-1"], ["-.5"], ["1.5"], ["1e3"], ["-1e-4"], ["x"], ["-x"], ["true"], ["1_0"], ["0x10"]),
@@ -90,13 +90,13 @@ def test_every_choice_is_accepted_by_the_reader_of_plan_and_simulate(options):
             read_sizes([], [option, choice])
 
 
-def test_values_of_files_are_accepted_or_refused_as_in_training(options):
+def test_values_of_files_are_accepted_or_refused_as_in_training(training, options):
     values = [1, -1, 1.5, "x", "", "-x", True, False, None, [], [1, 2, 3], ["x"], "1e3", "(1,2)", "[0]*3+[1]", [True]]
     differ, known = [], known_options()
     for (option, action), value in itertools.product(options, values):
         for each in [value, *(choices_of(action) if value == 1 else ())]:
             name = name_of(option)
-            words = [accepted(_argument, of, name, each, "job.yaml") for of in (action, known[name])]
+            words = [accepted(_argument, training, of, name, each, "job.yaml") for of in (action, known[name])]
             if words[0] != words[1]:
                 differ.append((option, each, words))
     assert not differ
@@ -117,7 +117,7 @@ def test_what_a_later_release_adds_or_widens_is_known_too():
     known = known_options()
     assert known["mtp_hsm"].nargs == 0 and known["rl_generation_lag"].type is float
     assert {"gdn", "gdn2"} <= set(known["experimental_attention_variant"].choices)
-    assert set(SIZES) <= set(known) and "help" not in known
+    assert set(LARGEST) <= set(known) and "help" not in known
 
 
 def test_the_options_of_the_command_are_near_too():

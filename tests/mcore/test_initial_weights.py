@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.mcore.model.initial_weights import PlainLayout, moves_layers
-from megatron_vp.mcore.settled import ChosenRows, GivenLayout, SettledJob, Words, run_settings
+from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.mcore.settled import ChosenRows, SettledJob, Words, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train, train_case
@@ -272,13 +272,14 @@ def test_a_run_that_loads_a_checkpoint_does_not_build_plain_megatrons_stage(tmp_
     assert run_ranks(2, counted, words) == [0, 0]
 
 
-def _settled(layout: str | None = None, pattern: Pattern | None = None, **arguments: object) -> SettledJob:
+def _settled(layout: str | None = None, pattern: str | None = None, **arguments: object) -> SettledJob:
     """A job whose user gave this layout or pattern, and whose arguments are these by now."""
     defaults = {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": None, "mtp_num_layers": None}
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
     ours = {"pipeline_schedule": "v-half", "vocab_parallel": True, "offload_chunks": "0"}
     args = argparse.Namespace(**defaults | sizes | ours | arguments)
-    return SettledJob(args, run_settings(args), GivenLayout(layout, pattern), ChosenRows(), None, {}, Words(), None)
+    asked = Prediction(argparse.Namespace(pipeline_model_parallel_layout=layout, hybrid_layer_pattern=pattern))
+    return SettledJob(args, run_settings(args), asked, ChosenRows(), None, {}, Words(), None)
 
 
 def _layers(**given: object) -> list[str]:
@@ -302,7 +303,7 @@ def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_wou
     chosen = {"pipeline_schedule": "1f1b", "virtual_pipeline_model_parallel_size": None}
     assert moves_layers(_settled(**chosen, pipeline_model_parallel_layout="Et|tttL"))
     assert not moves_layers(_settled(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
-    chosen |= {"pattern": Pattern("*-*-")}
+    chosen |= {"pattern": "*-*-"}
     assert moves_layers(_settled(**chosen, hybrid_layer_pattern="*-*|-"))
     assert PlainLayout.of(_settled(**chosen, hybrid_layer_pattern="*-*|-")) == PlainLayout(1, None, "*-|*-")
     assert not moves_layers(_settled(**chosen, hybrid_layer_pattern="*-|*-"))

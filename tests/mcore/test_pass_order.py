@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -19,9 +20,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.virtual_stages import SHIFTS, shifted_layers
 from megatron_vp.mcore.options import predicted_job
-from megatron_vp.mcore.options.pass_order import choose_order
-from megatron_vp.mcore.options.predicted_job import Prediction
-from megatron_vp.mcore.settled import Words, run_settings
+from megatron_vp.mcore.options.predicted_job import Prediction, choose_order
+from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.mcore.training.programs import programs
 from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, StageCosts, VocabMethod, generate
@@ -153,17 +153,15 @@ def test_options_that_are_not_counted_are_left_aside(job):
 
 @pytest.mark.parametrize(("hardware", "counted"), [("cpu", False), ("a100", False), ("h100", True)])
 def test_fp8_counts_as_16_bits_where_its_speed_is_not_known(hardware, counted):
-    args = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4).args
-    given = {"num_layers": 16, "vocab_parallel": True, "vocab_shards": "even", "bf16": True, "fp8_format": "hybrid"}
-    words = tuple(tiny_model(**given, pipeline_model_parallel_size=4))
+    job = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4)
+    args, found = job.args, Prediction(argparse.Namespace(**{**job.prediction.given, "fp8": "hybrid"}))
     with mock.patch.object(predicted_job, "_hardware", lambda _: HARDWARE[hardware]):
-        found = Prediction(args, Words(words, (), {}))
         assert (found.job().job.fp8 is not None) == counted
         assert choose_order(args, run_settings(args), found) is not None
 
 
 def test_sizes_that_the_cost_model_does_not_take_leave_the_costs_open():
-    with mock.patch("megatron_vp.mcore.options.pass_order.order_costs", side_effect=UserError("of another kind")):
+    with mock.patch("megatron_vp.mcore.options.predicted_job.order_costs", side_effect=UserError("of another kind")):
         assert check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True)], 4).order is None
 
 

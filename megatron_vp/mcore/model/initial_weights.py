@@ -38,6 +38,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from torch import nn
 
 from megatron_vp.jobs.layout_text import even_layers
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.model.chunk_layout import even_layout
 from megatron_vp.mcore.settled import SettledJob, placed_as_megatron
 from megatron_vp.runtime.groups import pipeline_device
@@ -65,7 +66,8 @@ class PlainLayout:
         args = job.args
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
-        layout, pattern, given = job.given.layout, args.hybrid_layer_pattern, job.given.pattern
+        asked, pattern = job.prediction.given, args.hybrid_layer_pattern
+        layout, given = asked["pipeline_model_parallel_layout"], pattern_in(asked)
         if pattern is None:
             stages = chunks * args.pipeline_model_parallel_size
             layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
@@ -200,7 +202,7 @@ def moves_layers(job: SettledJob) -> bool:
     places_chunks = job.settings.places_chunks
     if pattern is not None and "|" in pattern and not places_chunks:
         return pattern != PlainLayout.of(job).pattern
-    if places_chunks or layout is None or layout == job.given.layout:
+    if places_chunks or layout is None or layout == job.prediction.given["pipeline_model_parallel_layout"]:
         return places_chunks
     segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
     return tuple(segments) != PlainLayout.of(job).layout

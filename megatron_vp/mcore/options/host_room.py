@@ -15,7 +15,6 @@ from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.mcore.options.pass_order import predicted_plan
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -51,7 +50,7 @@ def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction:
     try:
         if prediction.uncounted and not replayed:
             return
-        job, plan, hardware = predicted_plan(args, settings, prediction)
+        job, plan, hardware = prediction.planned(args, settings)
         found = predict(sampled(job), plan, _on_this_node(hardware))
     except UserError:
         return

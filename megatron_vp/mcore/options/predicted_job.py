@@ -1,10 +1,11 @@
-"""Describes this job to the cost model, before Megatron has validated the arguments."""
+"""Describes this job to the cost model, and predicts the pass times by which its passes are ordered."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,16 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
+from megatron_vp.cost.prediction.limit import with_limit
+from megatron_vp.cost.prediction.stage_costs import order_costs
 from megatron_vp.cost.sizes.job_plan import plan_of, uncounted
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import SIZES, JobConfig, read_job_config
+from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
-from megatron_vp.mcore.settled import Words, replay, words
+from megatron_vp.mcore.reports.job_partition import layers_given
+from megatron_vp.mcore.settled import RunSettings, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
+from megatron_vp.schedule import Costs
+from megatron_vp.schedule.flex import shaped
 
 UNKNOWN_GPU = "h100"
 """The GPU that the cost model assumes if it does not know the actual GPU. The order of passes depends only on the
@@ -34,20 +40,24 @@ class PredictedJob(NamedTuple):
 
     job: Job
     plan: Plan
-    """The plan that the user's arguments describe. `predicted_plan` adds the plug-in's choice of layers and vocabulary
-    rows.
-    """
     hardware: Hardware
 
 
 class Prediction:
-    """Turns a job's arguments into the cost model's inputs. The arguments are parsed, but need not be validated yet.
+    """The cost model's inputs for the job that parsed arguments ask for.
 
-    `typed`: the command line from which the arguments were parsed; by default, the command line of this process.
+    They are read from a copy of the arguments: what is later written into them, by us or by Megatron, changes nothing.
+    A replay has the inputs of the whole job, so that the replayed rank gets the same rows and order of passes.
     """
 
-    def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
-        self._args, self._words = args, typed or words()
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = argparse.Namespace(**vars(args))
+        self._words = words().all
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The copy of the arguments."""
+        return vars(self._args)
 
     @cached_property
     def vocabulary(self) -> int | None:
@@ -56,41 +66,33 @@ class Prediction:
 
     @property
     def uncounted(self) -> list[str]:
-        """The job's options whose effect on time or memory the cost model ignores. Raises UserError as `job` does."""
-        return uncounted(self._config())
+        """The job's options whose effect on time or memory the cost model ignores."""
+        return uncounted(replay().job or read_job_config([], self._words))
 
     def job(self) -> PredictedJob:
-        """Return the job's sizes and plan, and this rank's hardware. Options in `uncounted` are ignored, and so is fp8
-        on hardware without it, where layers compute in 16 bits.
+        """Return the job's sizes, the plan that the arguments describe, and this rank's hardware. Options in
+        `uncounted` are ignored, and so is fp8 on hardware without it, where layers compute in 16 bits.
 
         Raises UserError for a job whose sizes are unknown or invalid.
         """
-        config = self._config()
-        job = replace(job_of(config.values, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
+        if self.vocabulary is None:
+            raise UserError("the vocabulary size is unknown until the tokenizer can be read")
+        whole = replay().job
+        asked = {**(whole.values if whole else self.given), "padded_vocab_size": self.vocabulary}
+        if asked.get("vocab_parallel") is not True:
+            asked["vocab_parallel_algorithm"] = None
+        job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
         hardware = _hardware(self._args)
         if hardware.rates is None or not hardware.rates.fp8_gemm:
             job = replace(job, fp8=None)
-        return PredictedJob(job, plan_of(config), hardware)
+        return PredictedJob(job, plan_of(JobConfig(asked, {})), hardware)
 
-    def _config(self) -> JobConfig:
-        """Read the job's configuration as the commands do, but take its sizes from Megatron's arguments, because a
-        checkpoint may have replaced the sizes given on the command line. Raises UserError.
-
-        A replay uses the configuration of the whole job, so that the replayed rank gets the same rows and order of
-        passes as in the job.
-        """
-        args = self._args
-        if self.vocabulary is None:
-            raise UserError("the vocabulary size is unknown until the tokenizer can be read")
-        sizes: dict[str, Any] = {"padded_vocab_size": self.vocabulary}
-        given = replay().job
-        if given is None:
-            given = read_job_config([], self._words.all)
-            sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None} | sizes
-            if args.step_batch_size_schedule is not None:
-                sizes.pop("global_batch_size", None)  # Megatron sets it to one microbatch per replica.
-            sizes["offload_chunks"] = args.offload_chunks  # This number may have replaced `auto`.
-        return JobConfig(given.values | sizes, given.origins | dict.fromkeys(sizes, "the job's"))
+    def planned(self, args: argparse.Namespace, settings: RunSettings) -> PredictedJob:
+        """As `job`, with the layers, vocabulary rows and schedule that the plug-in chose, which are in `args`."""
+        job, plan, hardware = self.job()
+        layers = layers_given(args) or plan.layers
+        plan = replace(plan, layers=layers, vocab_rows=args.vocab_rows, shape=settings.family.shape)
+        return PredictedJob(job, plan, hardware)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -104,3 +106,42 @@ def _hardware(args: argparse.Namespace) -> Hardware:
         return HARDWARE["cpu"]
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count()).lower())
     return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])
+
+
+def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
+    """Return the costs of passes for the layers and vocabulary rows in `args`, which need not be validated yet.
+
+    Options that the cost model does not cover are ignored, because approximate costs are enough to order passes.
+    Returns None if the job uses Megatron's own schedule or a schedule file, or if the cost model cannot predict the
+    job. In the last case, all ranks use the default costs, `PassCosts()`.
+    """
+    if not settings.replaces_schedule or settings.family.fixed is not None:
+        return None
+    try:
+        job, plan, hardware = prediction.planned(args, settings)
+        return order_costs(job, plan, hardware)
+    except UserError:  # If the error matters, `choose_rows` or one of Megatron's own checks reports it.
+        return None
+
+
+def fit_schedule(
+    args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
+) -> RunSettings:
+    """Search for a schedule within --activation-limit, store its building block (`Shape`) in `args`, and return the
+    settings with this block.
+
+    Only this function searches; all schedules that are generated later use the block that it found. Raises UserError
+    for a limit that no schedule meets, and for a job whose sizes are unknown.
+    """
+    if args.activation_limit is None:
+        return settings
+    if not settings.family.bases:
+        raise UserError(
+            f"--activation-limit {args.activation_limit} with --pipeline-schedule {args.pipeline_schedule} has no "
+            "effect, because the memory of that schedule is fixed: use --pipeline-schedule v-flex, or leave "
+            "--activation-limit out"
+        )
+    job, plan, hardware = prediction.planned(args, settings)
+    shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
+    args.schedule_shape = shape
+    return replace(settings, family=shaped(settings.family, shape))

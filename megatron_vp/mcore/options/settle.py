@@ -22,8 +22,7 @@ from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.ignored import warnings_of
-from megatron_vp.mcore.options.pass_order import choose_order, fit_schedule
-from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
 from megatron_vp.mcore.options.ranges import check_ranges
 from megatron_vp.mcore.options.refusals import refuse
 from megatron_vp.mcore.options.refused_sizes import refuse_sizes
@@ -31,7 +30,7 @@ from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import parts_of_job
 from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
-from megatron_vp.mcore.settled import ChosenRows, GivenLayout, RunSettings, SettledJob, run_settings, words
+from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, run_settings, words
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs, check_room_without_files
@@ -40,12 +39,13 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 
 def settled_job(
-    megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
+    megatron: Callable[..., Any] | None, args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
 ) -> SettledJob:
     """Validate parsed arguments with Megatron's own function and our own checks, and return the resulting job.
 
     Args:
-        megatron: Megatron's `validate_args`.
+        megatron: Megatron's `validate_args`; None if Megatron has validated the model's configuration and made the
+            process groups already.
         args: parsed arguments. The function writes our choices into them, such as the pipeline layout and the number
             of vocabulary rows per rank.
         defaults: the script's defaults for Megatron's arguments.
@@ -60,7 +60,7 @@ def settled_job(
     if args.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
         ours = args.vocab_parallel or args.offload_chunks != "0"
         args.pipeline_schedule = default_schedule(vars(args)).name if ours else DEFAULT_SCHEDULE
-    settings, given, prediction = run_settings(args), GivenLayout.of(args), Prediction(args)
+    settings, prediction = run_settings(args), Prediction(args)
     _refuse_numbers_of_chunks(args, settings)
 
     # 2. Make our choices.
@@ -75,7 +75,8 @@ def settled_job(
     validated = False
     with reasons.collected():
         refuse_sizes(args)
-        _validate(megatron, args, defaults)
+        if megatron is not None:
+            _validate(megatron, args, defaults)
         validated = True
     if not validated:  # The code below needs the arguments that Megatron derives.
         reasons.refuse()
@@ -97,7 +98,9 @@ def settled_job(
     reasons.refuse()
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
     warnings = warnings_of(args)
-    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings)
+    return SettledJob(
+        args, settings, prediction, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings
+    )
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:

@@ -16,8 +16,7 @@ from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
-from megatron_vp.mcore.options.pass_order import predicted_plan
-from megatron_vp.mcore.options.predicted_job import Prediction
+from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.parts import describe
@@ -89,7 +88,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
-        whole, plan, hardware = predicted_plan(job.args, job.settings, Prediction(job.args, job.words))
+        whole, plan, hardware = job.prediction.planned(job.args, job.settings)
         with gc_paused():
             simulator = make_simulator(sampled(whole), plan, hardware)
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
@@ -107,10 +106,9 @@ def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known. The
     last line may warn of ranks without layers.
     """
-    rows, layers, prediction, left_out = describe_rows(job), layers_given(job.args), Prediction(job.args, job.words), ""
+    rows, layers, left_out = describe_rows(job), layers_given(job.args), ", ".join(job.prediction.uncounted)
     with suppress(UserError):  # The cost model does not cover every job.
-        left_out = ", ".join(prediction.uncounted)
-        sizes, plan, _ = predicted_plan(job.args, job.settings, prediction)
+        sizes, plan, _ = job.prediction.planned(job.args, job.settings)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
@@ -127,9 +125,11 @@ def _warn_of_empty_ranks(job: SettledJob, layers: Sequence[int]) -> str | None:
     """Return a warning if some pipeline ranks have no layers because there are fewer layers than stages. Otherwise, or
     if the user gave the layout, return None.
     """
-    given, stages = job.given, job.placement.stage_of
+    given, stages = job.prediction.given, job.placement.stage_of
+    pattern = pattern_in(given)
+    laid_out = given["pipeline_model_parallel_layout"] if pattern is None else pattern.layers
     empty = sum(not any(layers[stage] for stage in own) for own in stages)
-    if not empty or sum(layers) >= len(layers) or given.layout or (given.pattern and given.pattern.layers):
+    if not empty or sum(layers) >= len(layers) or laid_out:
         return None
     return (
         f"warning: {empty} of {len(stages)} pipeline ranks have no transformer layer and are idle most of the time: "
