@@ -8,12 +8,12 @@ of Megatron's switches have no flag that turns them off.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import nearest_name
 from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 
 
@@ -37,8 +37,10 @@ def arguments_from_leaves(leaves: Iterable[Leaf], parser: argparse.ArgumentParse
     for leaf in leaves:
         action = options.get(leaf.key)
         if action is None or isinstance(action, argparse._HelpAction):
-            nearest = difflib.get_close_matches(leaf.key, options, n=1, cutoff=0.0)
-            raise UserError(f"{leaf} is not a known argument; the nearest known argument is '{nearest[0]}'")
+            hint = f"the nearest known argument is '{nearest_name(leaf.key, options)}'"
+            if leaf.section == "the top level" and not isinstance(leaf.value, str | int | float):
+                hint = "a section must contain 'argument_name: value' lines"
+            raise UserError(f"{leaf} is not a known argument; {hint}")
         if action in seen:
             raise UserError(f"{leaf} is also set in {seen[action]}; delete one of the two settings")
         seen[action] = leaf.section

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, flags_in, name_of, option_of
 from megatron_vp.jobs.config_words import arguments_from_leaves
-from megatron_vp.jobs.known_options import listed_parser, out_of_range, refuse_unknown, refuse_wrong_words
+from megatron_vp.jobs.known_options import listed_parser, out_of_range, refuse_wrong_words
 from megatron_vp.jobs.yaml_files import Leaf, read_leaves
 
 ALGORITHM_ALONE = (
@@ -84,11 +84,8 @@ def read_sizes(
     """
     leaves = read_leaves(files)
     config = _job_config(leaves, flags)
-    for name, origin in config.origins.items():
-        if origin != CPU:
-            refuse_unknown(name, origin, commands_own)
     arguments_from_leaves(leaves, listed_parser())
-    refuse_wrong_words([word for word in flags if word != CPU])
+    refuse_wrong_words([word for word in flags if word != CPU], commands_own)
     for name, value in config.values.items():
         if fault := out_of_range(name, value):
             raise UserError(f"{config.origins[name]} {fault}")

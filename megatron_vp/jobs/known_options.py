@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, grouped, name_of, option_of
-from megatron_vp.jobs.yaml_files import Leaf
 
 _FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
 
@@ -150,26 +149,17 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
 
 
-def refuse_unknown(name: str, origin: Leaf | str, commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for an unknown training option, and suggest the most similar known option.
+def refuse_wrong_words(words: Sequence[str], commands_own: Iterable[str] = ()) -> None:
+    """Raise UserError for flags that training would refuse: an unknown option, a wrong value or a wrong number of
+    values.
 
-    `commands_own` lists the calling command's own options, which may be suggested too.
+    `commands_own` lists the calling command's own options, which may be suggested for an unknown one too.
     """
-    known = known_options()
-    if name in known:
-        return
-    nearest = nearest_name(name, [*commands_own, *known])
-    if isinstance(origin, Leaf):
-        hint = f"the nearest known argument is '{nearest}'"
-        if origin.section == "the top level" and not isinstance(origin.value, str | int | float):
-            hint = "a section must contain 'argument_name: value' lines"
-        raise UserError(f"{origin} is not a known argument; {hint}")
-    raise UserError(f"{origin} is not a known option; the nearest known option is {option_of(nearest)}")
-
-
-def refuse_wrong_words(words: Sequence[str]) -> None:
-    """Raise UserError for flags that training would refuse: a wrong value, or a wrong number of values."""
     for option, *values in grouped(words):
+        name = name_of(option.partition("=")[0])
+        if name not in known_options():
+            nearest = option_of(nearest_name(name, [*commands_own, *known_options()]))
+            raise UserError(f"{option_of(name)} is not a known option; the nearest known option is {nearest}")
         extra = listed_parser().parse_known_args([option, *values])[1]
         if extra:
             raise UserError(f"{option} takes fewer values: leave out {' '.join(extra)}")

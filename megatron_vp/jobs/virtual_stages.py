@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.layout_text import stages_in
+from megatron_vp.jobs.layout_text import layers_in, stages_in
 from megatron_vp.jobs.pattern_text import pattern_in
 
 ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -76,3 +76,14 @@ def shifted_layers(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
             "--pipeline-model-parallel-layout instead"
         )
     return tuple(found)
+
+
+def layers_given(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The number of layers of each virtual stage, from the bars of the pattern, the layout or the options of SHIFTS.
+
+    None if none of these is given. Raises UserError for a layout that cannot be parsed.
+    """
+    pattern, layout = pattern_in(arguments), arguments.get("pipeline_model_parallel_layout")
+    if pattern is not None and pattern.layers is not None:
+        return pattern.layers
+    return shifted_layers(arguments) if layout is None else layers_in(str(layout))

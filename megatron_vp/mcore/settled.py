@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -27,9 +27,6 @@ from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
 from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
 from megatron_vp.schedule.request import chunks_to_offload
-
-if TYPE_CHECKING:
-    from megatron_vp.mcore.options.predicted_job import Prediction
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
 
@@ -135,8 +132,8 @@ class SettledJob:
     args: argparse.Namespace
     """Megatron's validated arguments: the same object that Megatron uses, in which training changes some values."""
     settings: RunSettings
-    prediction: Prediction
-    """The cost model's inputs, with a copy of the arguments as they were before the plug-in chose anything."""
+    given: argparse.Namespace
+    """A copy of the parsed arguments from before the plug-in chose anything."""
     shards: ChosenRows
     order: Costs | None
     """The pass costs that determine the order of passes; None means `PassCosts()`. All ranks use rank 0's costs."""

@@ -12,7 +12,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import name_of
 from megatron_vp.jobs.config_words import _argument
 from megatron_vp.jobs.job_config import read_sizes
-from megatron_vp.jobs.known_options import LARGEST, known_options, listed_parser, refuse_unknown, refuse_wrong_words
+from megatron_vp.jobs.known_options import LARGEST, known_options, listed_parser, refuse_wrong_words
 
 DRAWN = [
     *([], [""], ["1"], ["-1"], ["-.5"], ["1.5"], ["1e3"], ["-1e-4"], ["x"], ["-x"], ["true"], ["1_0"], ["0x10"]),
@@ -122,4 +122,4 @@ def test_what_a_later_release_adds_or_widens_is_known_too():
 
 def test_the_options_of_the_command_are_near_too():
     with pytest.raises(UserError, match="--trase is not a known option; the nearest known option is --trace"):
-        refuse_unknown("trase", "--trase", ["trace"])
+        refuse_wrong_words(["--trase"], ["trace"])

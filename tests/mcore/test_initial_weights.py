@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from megatron_vp.mcore.model.initial_weights import PlainLayout, moves_layers
-from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.settled import ChosenRows, SettledJob, Words, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
@@ -278,7 +277,7 @@ def _settled(layout: str | None = None, pattern: str | None = None, **arguments:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
     ours = {"pipeline_schedule": "v-half", "vocab_parallel": True, "offload_chunks": "0"}
     args = argparse.Namespace(**defaults | sizes | ours | arguments)
-    asked = Prediction(argparse.Namespace(pipeline_model_parallel_layout=layout, hybrid_layer_pattern=pattern))
+    asked = argparse.Namespace(pipeline_model_parallel_layout=layout, hybrid_layer_pattern=pattern)
     return SettledJob(args, run_settings(args), asked, ChosenRows(), None, {}, Words(), None)
 
 

@@ -154,7 +154,7 @@ def test_options_that_are_not_counted_are_left_aside(job):
 @pytest.mark.parametrize(("hardware", "counted"), [("cpu", False), ("a100", False), ("h100", True)])
 def test_fp8_counts_as_16_bits_where_its_speed_is_not_known(hardware, counted):
     job = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4)
-    args, found = job.args, Prediction(argparse.Namespace(**{**job.prediction.given, "fp8": "hybrid"}))
+    args, found = job.args, Prediction(argparse.Namespace(**{**vars(job.given), "fp8": "hybrid"}))
     with mock.patch.object(predicted_job, "_hardware", lambda _: HARDWARE[hardware]):
         assert (found.job().job.fp8 is not None) == counted
         assert choose_order(args, run_settings(args), found) is not None

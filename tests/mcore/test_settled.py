@@ -83,10 +83,7 @@ def test_a_job_is_settled_from_its_words():
     assert job.settings.family.name == "v-half" and job.settings.file is None
     assert job.settings.replaces_schedule and job.settings.places_chunks and job.settings.last_stage_elsewhere
     assert job.method is VocabMethod.VOCAB_2 and job.placement.stage_of == ((0, 3), (1, 2))
-    assert (
-        job.prediction.given["pipeline_model_parallel_layout"] is None
-        and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"
-    )
+    assert job.given.pipeline_model_parallel_layout is None and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"
     assert isinstance(job.order, PassCosts) and job.shards == settled.ChosenRows()
     assert job.parts["layers"] == "local" and "--transformer-impl" in job.words.platform_flags
     assert job.words.options["pipeline_schedule"] == "--pipeline-schedule" and job.nodes is None

@@ -11,10 +11,11 @@ from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
-from megatron_vp.cost.sizes.job_plan import layers_given, layout_option
+from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.virtual_stages import layers_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.schedule import VocabMethod
 from megatron_vp.trace.partition import Partition
@@ -49,7 +50,7 @@ def with_shards(
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
         return plan
-    layout_given = layers_given(config) is not None
+    layout_given = layers_given(config.values) is not None
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
@@ -66,7 +67,7 @@ def with_shards(
 
 def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
     """The properties that a measured run must have in common with this job."""
-    layers = None if layers_given(config) is None else plan.layers
+    layers = None if layers_given(config.values) is None else plan.layers
     sizes = job.pipeline, job.tensor, job.model.vocab
     method = plan.vocab.value
     return MeasuredJob(*sizes, plan.schedule, method, config.values, layers, layout_option(config.values))

@@ -14,7 +14,14 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.virtual_stages import ENDS, SHIFTED_V, chunks_asked, shifted_layers, shifts_given
+from megatron_vp.jobs.virtual_stages import (
+    ENDS,
+    SHIFTED_V,
+    chunks_asked,
+    layers_given,
+    shifted_layers,
+    shifts_given,
+)
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
@@ -91,6 +98,12 @@ def uncounted(config: JobConfig) -> list[str]:
 def plan_of(config: JobConfig) -> Plan:
     """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
     chosen = _chosen(config)
+    for name in () if pattern_in(config.values) is None else _LAYOUT_OPTIONS:
+        if config.values.get(name) not in (None, False):
+            raise UserError(
+                f"{option_of(name)} cannot be combined with --hybrid-layer-pattern: remove it, and divide the pattern "
+                "with bars (*-|*-) into one segment per stage"
+            )
     if not chosen.in_rounds and shifts_given(config.values):
         raise UserError(SHIFTED_V.format(pipeline_schedule=chosen.name))
     chunks = _chunks(config)
@@ -115,7 +128,7 @@ def plan_of(config: JobConfig) -> Plan:
         if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
             raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
         vocab = VocabMethod(algorithm)
-    layers = layers_given(config)
+    layers = layers_given(config.values)
     if layers is None:
         layers = _uneven_layers(config, chosen)
     offload_chunks = 0 if offload in ("0", AUTO) else chunks_to_offload(offload, chosen.chunks_of(chunks))
@@ -132,25 +145,6 @@ def default_schedule(arguments: Mapping[str, Any]) -> Family:
 def _chosen(config: JobConfig) -> Family:
     asked = config.values.get("pipeline_schedule")
     return default_schedule(config.values) if asked is None else family(str(asked))
-
-
-def layers_given(config: JobConfig) -> tuple[int, ...] | None:
-    """Number of layers of each virtual stage, from the layout, the bars of the pattern or the options of SHIFTS.
-
-    None if none of these is given.
-
-    Raises UserError for options that Megatron refuses together with a pattern.
-    """
-    pattern, layout = pattern_in(config.values), config.values.get("pipeline_model_parallel_layout")
-    if pattern is None:
-        return shifted_layers(config.values) if layout is None else layers_in(str(layout))
-    for name in _LAYOUT_OPTIONS:
-        if config.values.get(name) not in (None, False):
-            raise UserError(
-                f"{option_of(name)} cannot be combined with --hybrid-layer-pattern: remove it, and divide the pattern "
-                "with bars (*-|*-) into one segment per stage"
-            )
-    return pattern.layers or shifted_layers(config.values)
 
 
 def layout_option(values: Mapping[str, Any]) -> str:
@@ -262,7 +256,7 @@ def _chunks(config: JobConfig) -> int | None:
                 f"--num-layers-per-virtual-pipeline-stage {each} does not divide {layers} layers into equally many "
                 f"stages for each of {job.pipeline} pipeline ranks; choose a number that does"
             )
-    if layers_given(config) is not None and chosen.chunks not in (1, None):
+    if layers_given(config.values) is not None and chosen.chunks not in (1, None):
         return None  # A layout that does not match the schedule's own number of chunks is refused later.
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

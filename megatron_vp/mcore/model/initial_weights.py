@@ -66,8 +66,8 @@ class PlainLayout:
         args = job.args
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
-        asked, pattern = job.prediction.given, args.hybrid_layer_pattern
-        layout, given = asked["pipeline_model_parallel_layout"], pattern_in(asked)
+        layout, pattern = job.given.pipeline_model_parallel_layout, args.hybrid_layer_pattern
+        given = pattern_in(vars(job.given))
         if pattern is None:
             stages = chunks * args.pipeline_model_parallel_size
             layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
@@ -202,7 +202,7 @@ def moves_layers(job: SettledJob) -> bool:
     places_chunks = job.settings.places_chunks
     if pattern is not None and "|" in pattern and not places_chunks:
         return pattern != PlainLayout.of(job).pattern
-    if places_chunks or layout is None or layout == job.prediction.given["pipeline_model_parallel_layout"]:
+    if places_chunks or layout is None or layout == job.given.pipeline_model_parallel_layout:
         return places_chunks
     segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
     return tuple(segments) != PlainLayout.of(job).layout

@@ -80,19 +80,16 @@ class _Parser(Parser):
         return parsed, unknown
 
 
-def _schedule_name(text: str) -> str:
-    try:
-        family_of(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """The type of an option whose text `check` accepts; `check` raises UserError for other texts."""
 
+    def text(given: str) -> str:
+        try:
+            check(given)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("--vocab-shards ")) from None
+        return given
 
-def _shards(text: str) -> str:
-    try:
-        ShardChoice.parse(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--vocab-shards ")) from None
     return text
 
 
@@ -133,7 +130,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         )
         ours.add_argument(
             "--vocab-shards",
-            type=_shards,
+            type=_checked(ShardChoice.parse),
             metavar="balanced|even|measured:DIR|ROWS,...",
             default=ShardRule.BALANCED.value,
             help="Number of vocabulary rows on each pipeline rank, with --vocab-parallel. balanced: the numbers with "
@@ -159,7 +156,7 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         )
         ours.add_argument(
             "--pipeline-schedule",
-            type=_schedule_name,
+            type=_checked(family_of),
             metavar="NAME|FILE",
             help=f"Pipeline schedule: {', '.join(FAMILIES)}, or a schedule file (JSON or CSV from `megatron-vp "
             "schedule`, or PyTorch's CSV of compute actions). Default: 1f1b or, for a job with virtual stages, "

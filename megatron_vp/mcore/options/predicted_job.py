@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,18 +45,14 @@ class PredictedJob(NamedTuple):
 class Prediction:
     """The cost model's inputs for the job that parsed arguments ask for.
 
-    They are read from a copy of the arguments: what is later written into them, by us or by Megatron, changes nothing.
+    args: `SettledJob.given`, into which neither the plug-in nor Megatron writes.
+
     A replay has the inputs of the whole job, so that the replayed rank gets the same rows and order of passes.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = argparse.Namespace(**vars(args))
+        self._args = args
         self._words = words().all
-
-    @property
-    def given(self) -> Mapping[str, Any]:
-        """The copy of the arguments."""
-        return vars(self._args)
 
     @cached_property
     def vocabulary(self) -> int | None:
@@ -78,7 +73,7 @@ class Prediction:
         if self.vocabulary is None:
             raise UserError("the vocabulary size is unknown until the tokenizer can be read")
         whole = replay().job
-        asked = {**(whole.values if whole else self.given), "padded_vocab_size": self.vocabulary}
+        asked = {**(whole.values if whole else vars(self._args)), "padded_vocab_size": self.vocabulary}
         if asked.get("vocab_parallel") is not True:
             asked["vocab_parallel_algorithm"] = None
         job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")

@@ -60,7 +60,8 @@ def settled_job(
     if args.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
         ours = args.vocab_parallel or args.offload_chunks != "0"
         args.pipeline_schedule = default_schedule(vars(args)).name if ours else DEFAULT_SCHEDULE
-    settings, prediction = run_settings(args), Prediction(args)
+    settings, given = run_settings(args), argparse.Namespace(**vars(args))
+    prediction = Prediction(given)
     _refuse_numbers_of_chunks(args, settings)
 
     # 2. Make our choices.
@@ -98,9 +99,7 @@ def settled_job(
     reasons.refuse()
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
     warnings = warnings_of(args)
-    return SettledJob(
-        args, settings, prediction, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings
-    )
+    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings)
 
 
 def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:

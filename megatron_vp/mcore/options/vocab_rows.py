@@ -12,7 +12,6 @@ from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.virtual_stages import shifts_given
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
@@ -126,5 +125,4 @@ def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
 
 def is_laid_out(args: argparse.Namespace) -> bool:
     """Whether the arguments say which layers each stage holds."""
-    shifts = shifts_given(vars(args))
-    return bool(shifts) or args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
+    return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None

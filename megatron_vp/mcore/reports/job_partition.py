@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.layout_text import layers_in
-from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.virtual_stages import shifted_layers
+from megatron_vp.jobs import virtual_stages
 from megatron_vp.trace.partition import SIZES, Partition
 from megatron_vp.vocab.shards import VocabShards
 
@@ -25,13 +24,7 @@ def partition_of(args: argparse.Namespace) -> Partition:
 
 
 def layers_given(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the number of layers per virtual stage from a layout, a hybrid pattern or the options of SHIFTS; None if
-    none of these is given.
-    """
-    pattern, layout = pattern_in(vars(args)), args.pipeline_model_parallel_layout
-    if pattern is not None and pattern.layers is not None:
-        return pattern.layers
-    try:
-        return shifted_layers(vars(args)) if layout is None else layers_in(str(layout))
-    except UserError:  # `layers_in` does not parse every layout that Megatron accepts.
-        return None
+    """As `virtual_stages.layers_given`, but None for a layout that only Megatron can parse."""
+    with suppress(UserError):
+        return virtual_stages.layers_given(vars(args))
+    return None

@@ -17,6 +17,7 @@ from megatron_vp.cost.prediction.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.parts import describe
@@ -88,7 +89,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
     if job.args.pipeline_model_parallel_size < 2:
         return []
     try:
-        whole, plan, hardware = job.prediction.planned(job.args, job.settings)
+        whole, plan, hardware = Prediction(job.given).planned(job.args, job.settings)
         with gc_paused():
             simulator = make_simulator(sampled(whole), plan, hardware)
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
@@ -106,9 +107,9 @@ def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known. The
     last line may warn of ranks without layers.
     """
-    rows, layers, left_out = describe_rows(job), layers_given(job.args), ", ".join(job.prediction.uncounted)
+    rows, layers, left_out = describe_rows(job), layers_given(job.args), ", ".join(Prediction(job.given).uncounted)
     with suppress(UserError):  # The cost model does not cover every job.
-        sizes, plan, _ = job.prediction.planned(job.args, job.settings)
+        sizes, plan, _ = Prediction(job.given).planned(job.args, job.settings)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
@@ -125,7 +126,7 @@ def _warn_of_empty_ranks(job: SettledJob, layers: Sequence[int]) -> str | None:
     """Return a warning if some pipeline ranks have no layers because there are fewer layers than stages. Otherwise, or
     if the user gave the layout, return None.
     """
-    given, stages = job.prediction.given, job.placement.stage_of
+    given, stages = vars(job.given), job.placement.stage_of
     pattern = pattern_in(given)
     laid_out = given["pipeline_model_parallel_layout"] if pattern is None else pattern.layers
     empty = sum(not any(layers[stage] for stage in own) for own in stages)
