@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -190,7 +190,7 @@ class _Process:
 _process = _Process()
 
 
-def begin(schedule: str | None, text_of: Callable[[str], str] = text_of_file) -> None:
+def begin(schedule: str | None) -> None:
     """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
 
     Raises UserError if the file cannot be used.
@@ -198,7 +198,7 @@ def begin(schedule: str | None, text_of: Callable[[str], str] = text_of_file) ->
     clear()
     if schedule is not None and _names_file(schedule):
         with _named():
-            _read(schedule, text_of)
+            _read(schedule)
 
 
 def note_words(words: Words) -> None:
@@ -276,7 +276,7 @@ def schedule_file(name: str) -> ScheduleFile | None:
     """
     if not _names_file(name):
         return None
-    return _process.files.get(name) or _read(name, text_of_file)
+    return _process.files.get(name) or _read(name)
 
 
 def family_of(name: str) -> Family:
@@ -308,7 +308,7 @@ def _names_file(name: str) -> bool:
     return name not in FAMILIES and is_file(name)
 
 
-def _read(name: str, text_of: Callable[[str], str]) -> ScheduleFile:
-    text = text_of(name)
+def _read(name: str) -> ScheduleFile:
+    text = text_of_file(name)
     _process.files[name] = ScheduleFile(family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest())
     return _process.files[name]

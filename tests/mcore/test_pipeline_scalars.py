@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_vp.mcore.reports import pipeline_scalars
 from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
+from megatron_vp.runtime import launcher_store
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -107,7 +107,7 @@ class Device:
 def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monkeypatch):
     """Without clipping and checks, nothing else has made the host wait."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(PipelineScalars, "_store", lambda self: store)
+    monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
     recorder = Recorder(torch.device("cpu"), lean=True)
     recorder._clock = Device()
     with recorder.watch(Run(Pass(PassKind.F, 0, 0))):
@@ -116,21 +116,21 @@ def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monk
     found.begin(1)
     found.keep(recorder)
     found.share(at_last=False)
-    assert not recorder._clock.drained and not store.check(["1 0"])
+    assert not recorder._clock.drained and not pipeline_scalars._notes(1).read([0])
     found.share(at_last=True)
-    assert json.loads(store.get("1 0"))["busy"] == 1.0
+    assert json.loads(pipeline_scalars._notes(1).read([0])[0])["busy"] == 1.0
 
 
 def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys):
     store = torch.distributed.HashStore()
     args = SimpleNamespace(rank=0, world_size=1, train_iters=1, log_interval=1, log_pipeline_interval=1)
-    monkeypatch.setattr(PipelineScalars, "_store", lambda self: store)
-    monkeypatch.setattr(pipeline_scalars, "_PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
+    monkeypatch.setattr(pipeline_scalars, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(pipeline_scalars, "_of_process", lambda job: PipelineScalars(1, 0, 2))
     monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
     [patch] = pipeline_scalars.PATCHES
     assert patch.make(lambda *given, **named: True)({}, {}, 0.1, 1) is True
-    assert "> the pipeline metrics of the last iteration are missing" in capsys.readouterr().out
+    assert "> no pipeline metrics of iteration 1: no word from ranks 0 and 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import sys
+from datetime import timedelta
 from enum import Enum
 from unittest import mock
 
@@ -16,6 +17,7 @@ import pytest
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
+PATIENCE = timedelta(minutes=1)
 VP = {"pipeline_model_parallel_size": 2, "vocab_parallel": True, "vocab_shards": None}
 
 
@@ -96,14 +98,15 @@ def test_ranks_of_different_jobs_end_with_one_line():
 
 def state_a_default(rank, _world_size):
     """Compare a job of which only rank 1 states a default, and writes some values in another notation."""
-    from megatron_vp.mcore.start.meeting import PATIENCE
     from megatron_vp.mcore.start.same_job import facts, require_same_job
 
     notations = ["0.3", "/a"], {"a": 1, "b": 2}
     if rank == 1:
         notations = [".30", "/b"], {"b": 2, "a": 1}
     values = {"lr_wsd_decay_style": "exponential", **dict(zip(("data_path", "of_a_model"), notations, strict=True))}
-    require_same_job(facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), PATIENCE)
+    require_same_job(
+        facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), timedelta(minutes=1)
+    )
 
 
 def test_a_default_that_one_rank_states_is_the_same_job():
@@ -119,10 +122,6 @@ def parser():
         from megatron.training import arguments
 
         yield arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-PLACES_LACKING = {"0.19": {"ckpt_pg_tensors_cache_path", "rl_rollout_bank_dir"}}
-"""By release series of megatron-core, the places that it has no option for."""
 
 
 def options_of(parser):
@@ -161,7 +160,7 @@ def parsed(parser, words):
 
 
 def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):
-    from megatron_vp.mcore.start.same_job import OF_A_RANK, PLACES, difference
+    from megatron_vp.mcore.start.same_job import OF_A_RANK, difference, is_place
 
     without, always_given = parsed(parser, []), set()
     actions = options_of(parser)
@@ -172,29 +171,13 @@ def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):
         if action.dest in OF_A_RANK:
             assert own["alike"] == without["alike"]
             continue
-        if action.dest in PLACES and action.default is not None:
+        if action.default is not None and is_place(action.dest, action.default):
             always_given.add(action.dest)
             continue
         said = difference([without, own, without])
         named = {action.dest, words[0], f"{action.dest} ({words[0]})"}
         assert said.partition(" is ")[0] in named and said.endswith("on rank 1"), said
     assert always_given == {*("memory_snapshot_path", "config_logger_dir", "one_logger_project", "app_tag_run_version")}
-
-
-def test_every_option_that_names_a_place_is_a_known_one(parser):
-    from megatron_vp.mcore.patches import present_series
-    from megatron_vp.mcore.start.same_job import OF_A_RANK, PLACES
-
-    words = {"path", "dir", "folder", "file", "filename", "save", "load", "checkpoint", "cfg"}
-    named = {
-        action.dest
-        for action in options_of(parser)
-        if action.type in (str, None) and not action.choices and action.nargs != 0
-        if words & set(action.dest.split("_"))
-    }
-    assert named - {"moe_router_load_balancing_type", "logits_save_dtype"} <= PLACES.keys()
-    without_option = {*PLACES, *OF_A_RANK} - {action.dest for action in options_of(parser)} - {"rank", "node_rank"}
-    assert without_option == PLACES_LACKING.get(present_series(), set())
 
 
 def test_places_of_files_may_differ_and_versions_may_not():

@@ -31,7 +31,6 @@ RUNNING = {
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
     "reports/pipeline_trace.py": {"_current"},  # what has been recorded
     "storage/save_folder.py": {"_claimed"},  # a file that this process holds
-    "start/meeting.py": {"_met"},  # the store at which the ranks meet
     "storage/attempt.py": {"_told_to_stop"},  # a signal that came
 }
 """Globals that say what happens, not what was decided."""

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.training.utils import print_rank_last
-from torch.distributed import DistError, PrefixStore, Store, distributed_c10d
 
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.settled import SettledJob, current
+from megatron_vp.runtime.launcher_store import Notes, named
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Loss, Run
 from megatron_vp.schedule.transfers import Collective
 from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
 
-_PATIENCE = timedelta(seconds=10)
+_PATIENCE_SECONDS = 10.0
 """The longest time to wait for the figures of a run's last iteration."""
 
 
@@ -61,7 +59,7 @@ class PipelineScalars:
             del self._recorded[iteration]
             (recorder.finish if at_last else recorder.read)()
             own = asdict(own_figures(recorder.spans))
-            self._store().set(f"{iteration} {self._rank}", json.dumps(own))
+            _notes(iteration).leave(self._rank, json.dumps(own))
 
     def expect(self, iteration: int) -> None:
         """Make `write` expect figures from all ranks for an iteration that has ended, if the iteration was recorded."""
@@ -72,22 +70,20 @@ class PipelineScalars:
         """Write the figures of each iteration for which all ranks have published theirs. If `at_last` is true, wait for
         missing figures.
         """
-        store = self._store()
         for each in list(self._due):
-            keys = [f"{each} {rank}" for rank in range(self._ranks)]
-            if at_last:
-                store.wait(keys, _PATIENCE)
-            elif not store.check(keys):
+            notes, ranks = _notes(each), range(self._ranks)
+            found = notes.read(ranks, _PATIENCE_SECONDS if at_last else 0.0)
+            if silent := set(ranks) - found.keys():
+                if at_last:  # The run has trained to its end, and must still save its last checkpoint.
+                    print_rank_last(f"> no pipeline metrics of iteration {each}: no word from {named(sorted(silent))}")
                 return
             self._due.remove(each)
-            found = [IterationFigures(**json.loads(store.get(key))) for key in keys]
-            for key in keys:
-                store.delete_key(key)
-            _log(scalars(found), each)
+            notes.remove(ranks)
+            _log(scalars([IterationFigures(**json.loads(text)) for text in found.values()]), each)
 
-    def _store(self) -> Store:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"megatron_vp/scalars/{attempt}", distributed_c10d._get_default_store())
+
+def _notes(iteration: int) -> Notes:
+    return Notes(f"scalars/{iteration}")
 
 
 def own_figures(spans: Sequence[Span]) -> IterationFigures:
@@ -152,11 +148,8 @@ def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
         found.share(at_last)
         if writes:
             found.expect(iteration)
-        if writes and at_last:
-            try:
-                found.write(at_last=True)
-            except DistError:  # The run has trained to its end, and must still save its last checkpoint.
-                print_rank_last("> the pipeline metrics of the last iteration are missing: a rank did not send its own")
+            if at_last:
+                found.write(at_last)
         return report_memory
 
     return training_log

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, distributed_c10d
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.memory import around_tensors, meter
 from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
 
@@ -131,9 +130,10 @@ def in_first_pipeline(job: SettledJob) -> bool:
 
 def _run_name() -> str:
     """Return a name that is the same on all ranks of this run and different from the name of any other run."""
-    own, restarts = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"megatron_vp/report/{restarts}", distributed_c10d._get_default_store())
-    return store.compare_set("run", "", own).decode()
+    notes = Notes("report")
+    if parallel_state.get_pipeline_model_parallel_rank() == 0:
+        notes.leave(0, secrets.token_hex(8))
+    return notes.read([0], PATIENCE_SECONDS)[0]
 
 
 _current: RankReport | None = None

@@ -13,9 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 from megatron_vp.errors import at_last, printable, say
 
@@ -55,31 +53,27 @@ def _replays() -> bool:
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
     """Print the line, or wait until another rank has printed it; return whether this rank's reason was printed."""
-    from torch.distributed import PrefixStore
+    from megatron_vp.runtime.launcher_store import Notes, counted, launcher_store
 
-    from megatron_vp.mcore.start.meeting import meeting_point
-
-    limit = timedelta(seconds=seconds)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"megatron_vp/refused/{attempt}/{next(_refusals)}", meeting_point(limit))
-    store.set(f"reason {rank}", reason)
-    store.add("arrived", 1)
-    together = _until(lambda: store.add("arrived", 0) == ranks, seconds)
-    if (rank == 0 or not together) and store.add("speakers", 1) == 1:
-        known = [each for each in range(ranks) if store.check([f"reason {each}"])]
-        reasons: dict[str, list[int]] = {}
-        for each in known:
-            reasons.setdefault(store.get(f"reason {each}").decode(), []).append(each)
-        _print(reason if len(reasons) == 1 and together else {told: _ranks(who) for told, who in reasons.items()})
-        store.set("said", json.dumps(list(reasons)))
+    store, topic = launcher_store(seconds), f"refused/{next(_refusals)}"
+    reasons, said, heard = (Notes(f"{topic}/{what}", store) for what in ("reasons", "said", "heard"))
+    reasons.leave(rank, reason)
+    known = reasons.read(range(ranks), seconds)
+    together = len(known) == ranks
+    if (rank == 0 or not together) and said.first():
+        known = reasons.read(range(ranks))
+        who: dict[str, list[int]] = {}
+        for each, told in known.items():
+            who.setdefault(told, []).append(each)
+        _print(reason if len(who) == 1 and together else {told: counted(whose) for told, whose in who.items()})
+        said.leave(0, json.dumps(list(who)))
         # The other ranks must read the line before this rank exits: this rank may serve their store, and a launcher
         # stops all other ranks when one rank exits.
-        _until(lambda: store.add("heard", 0) >= len(known) - 1, seconds)
+        heard.read(known.keys() - {rank}, seconds)
         return True
-    store.wait(["said"], limit)
-    said = json.loads(store.get("said"))
-    store.add("heard", 1)
-    return reason in said
+    [spoken] = said.read([0], seconds).values()
+    heard.leave(rank)
+    return reason in json.loads(spoken)
 
 
 def _listen() -> None:
@@ -90,14 +84,6 @@ def _listen() -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, told)
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for at most `seconds` until a condition holds; return whether it does."""
-    deadline = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds
 
 
 def _print(reasons: str | dict[str, str]) -> None:
@@ -118,7 +104,3 @@ def _tell_torchrun(line: str) -> None:
     """Write the line to the file where torchrun looks for the error of the first failed process."""
     with suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": line, "timestamp": int(time.time())}, file)
-
-
-def _ranks(who: Sequence[int]) -> str:
-    return f"rank {who[0]}" if len(who) == 1 else f"{len(who)} ranks (the first is rank {who[0]})"

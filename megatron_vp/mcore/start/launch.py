@@ -232,7 +232,7 @@ def prepare() -> None:
     _end_quietly_when_interrupted()
     with one_line_errors():
         _require_launcher(sys.argv[0])
-        patch_megatron(sys.argv, together=True)
+        patch_megatron(sys.argv)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -287,12 +287,11 @@ def _whole(name: str, least: int, most: int) -> int:
     return int(text)
 
 
-def patch_megatron(argv: list[str], together: bool = False) -> None:
+def patch_megatron(argv: list[str]) -> None:
     """Check this run's patches against the installed Megatron, and apply the ones needed before arguments are parsed.
 
-    Also reads the schedule file that the run names. With `together`, all ranks must call this function, and all use the
-    text of rank 0's file. Removes `--cpu` from `argv`. Raises UserError, without patching anything, if an essential
-    patch does not fit or the schedule file cannot be used.
+    Also reads the schedule file that the run names. Removes `--cpu` from `argv`. Raises UserError, without patching
+    anything, if an essential patch does not fit or the schedule file cannot be used.
     """
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.
@@ -300,8 +299,6 @@ def patch_megatron(argv: list[str], together: bool = False) -> None:
     from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
     from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, uses_cpu
-    from megatron_vp.mcore.start.meeting import first_ranks_text
-    from megatron_vp.schedule.families import text_of_file
 
     cpu = uses_cpu(argv)
     if CPU in argv:
@@ -316,8 +313,7 @@ def patch_megatron(argv: list[str], together: bool = False) -> None:
             print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
     early = early_arguments(argv[1:])
-    text_of = first_ranks_text if together and not early.fake_process_group else text_of_file
-    settled.begin(early.pipeline_schedule, text_of)
+    settled.begin(early.pipeline_schedule)
     run = patch_table.run_here(early)
     patch_table.require_fit(run)
     patch_table.apply(patch_table.Stage.BEFORE_PARSING, run)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -19,14 +22,17 @@ from typing import Any
 import torch
 
 import megatron_vp
+from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import current, settle
-from megatron_vp.mcore.start.meeting import compare
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
+from megatron_vp.runtime.launcher_store import Notes, counted, named
+
+_LEAVE_WITHIN_SECONDS = 10.0
 
 OF_A_RANK = {
     "rank": "each process has its own rank",
@@ -36,38 +42,13 @@ OF_A_RANK = {
 }
 """Arguments that are not compared between ranks, and the reasons."""
 
-_PLACES = {
-    "data, which machines may keep in different folders": (
-        "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path "
-        "per_dataset_sequences_path data_cache_path object_storage_cache_path titles_data_path evidence_data_path "
-        "block_data_path embedding_path"
-    ),
-    "the tokenizer's files, whose vocabulary sizes are compared instead": (
-        "vocab_file merge_file tokenizer_model metadata_path"
-    ),
-    "checkpoints, whose paths may differ between machines": (
-        "save load pretrained_checkpoint ckpt_convert_save non_persistent_global_ckpt_dir "
-        "non_persistent_local_ckpt_dir ict_load bert_load logits_save_dir logits_load_dir ckpt_pg_tensors_cache_path "
-        "rl_rollout_bank_dir"
-    ),
-    "logs and dumps": (
-        "tensorboard_dir wandb_save_dir rank_report pipeline_trace config_logger_dir rl_profile_dir "
-        "memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename "
-        "dump_param_to_param_group_map moe_routing_trace_path"
-    ),
-    "log names, which only one rank uses and which may contain the time or the machine's name": (
-        "wandb_project wandb_exp_name wandb_entity one_logger_project one_logger_run_name app_tag_run_name "
-        "app_tag_run_version"
-    ),
-    "further configuration files": (
-        "nccl_communicator_config_path tp_comm_overlap_cfg te_precision_config_file langrl_env_config "
-        "heterogeneous_layers_config_path yaml_cfg"
-    ),
-}
-PLACES = {name: reason for reason, names in _PLACES.items() for name in names.split()}
-"""Arguments that name a file, a folder or another resource, each mapped to what the resource contains. Ranks compare
-only whether these arguments are given. If an argument is a list, ranks also compare its length and the numbers in it,
-such as the weights of datasets.
+_PLACE = re.compile(
+    "(^|_)(path|dir|file|filename|checkpoint|save|load|model|cfg|project|entity|name)$|^(rank_report|pipeline_trace)$|"
+    "^(app_tag_run_version|dump_param_to_param_group_map|langrl_env_config)$"
+)
+"""Matches arguments whose texts name a file, a folder or a log. Machines may keep files in different places, and only
+one rank uses a log's name, which may contain the time. Ranks compare only whether these arguments are given. If an
+argument is a list, ranks also compare its length and the numbers in it, such as the weights of datasets.
 """
 
 
@@ -86,7 +67,7 @@ def facts(
         given: the options that the run was given, by argument name.
     """
     alike = {
-        name: _place(value) if name in PLACES else _text(value)
+        name: _place(value) if is_place(name, value) else _text(value)
         for name, value in arguments.items()
         if name not in OF_A_RANK and not name.startswith("_")
     }
@@ -104,8 +85,14 @@ def facts(
     return {"alike": alike | parts | versions | ours, "given": dict(given or {})}
 
 
+def is_place(name: str, value: Any) -> bool:
+    """Whether an argument may have different values on different machines."""
+    texts = value if isinstance(value, list) else [value]
+    return _PLACE.search(name) is not None and all(isinstance(text, str | None) for text in texts)
+
+
 def _place(value: Any) -> str:
-    """Return the text that ranks compare instead of the value of an argument in PLACES."""
+    """Return the text that ranks compare instead of the value of a place."""
     if value is None:
         return "not given"
     return _text([_number(word) or "PATH" for word in value]) if isinstance(value, list) else "given"
@@ -164,11 +151,7 @@ def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
         values.setdefault(each.get(name), []).append(rank)
     option = given.get(name, name)
     called = option if option in (name, option_of(name)) else f"{name} ({option})"
-    return f"{called} is " + ", ".join(f"{value} on {_counted(found)}" for value, found in values.items())
-
-
-def _counted(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks (the first is rank {ranks[0]})"
+    return f"{called} is " + ", ".join(f"{value} on {counted(found)}" for value, found in values.items())
 
 
 def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
@@ -200,14 +183,39 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
-    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if arguments differ."""
+    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if arguments differ, and
+    PeerLost if a rank does not arrive.
 
-    def verdict(everyone: list[dict[str, dict[str, str]]]) -> str:
-        said = difference(everyone)
+    Ranks that were given different parallel sizes or backends would create different groups, and wait for each other.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return
+    first, others, verdict, heard = (Notes(f"start/{topic}") for topic in ("first", "others", "verdict", "heard"))
+    text = json.dumps(own)
+    if rank == 0:
+        first.leave(0, text)
+    seconds = patience.total_seconds()
+    known = _all_of(first, range(1), seconds)[0]
+    others.leave(rank, "" if text == known else text)
+    if rank == 0:
+        found = _all_of(others, range(ranks), seconds)
+        everyone = [json.loads(found[each] or known) for each in range(ranks)] if any(found.values()) else []
+        verdict.leave(0, difference(everyone))
+    if apart := _all_of(verdict, range(1), seconds)[0]:
+        heard.leave(rank)
+        heard.read(range(ranks) if rank == 0 else (), _LEAVE_WITHIN_SECONDS)  # Rank 0 may serve the store.
         way = "start every rank with the same configuration files, flags and package versions"
-        return said and f"the ranks did not get the same job: {said}; {way}"
+        raise UserError(f"the ranks did not get the same job: {apart}; {way}")
 
-    compare(own, verdict, patience)
+
+def _all_of(notes: Notes, ranks: range, seconds: float) -> dict[int, str]:
+    found = notes.read(ranks, seconds)
+    if silent := [rank for rank in ranks if rank not in found]:
+        raise PeerLost(
+            f"the start of a job needs all its ranks, but after {seconds:.0f} s no word from {named(silent)}"
+        )
+    return found
 
 
 PATCHES = (
