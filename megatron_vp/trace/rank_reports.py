@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,22 @@ from megatron_vp.trace.partition import Partition
 class RankReport:
     """The report of one pipeline rank, without the first (warm-up) iteration unless the run has only one.
 
+    microbatches: number of microbatches in each iteration.
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
     peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
     """
 
     parameters: int
-    microbatches: int
+    microbatches: tuple[int, ...]
     peak_in_flight: float
     iterations: tuple[float, ...]
     passes: tuple[Mapping[str, float], ...]
     peak_bytes: int | None
     run: str
     partition: Partition
+    schedule: str = ""
+    vocab: str = ""
     log_interval: int = 1
 
     @property
@@ -59,19 +63,25 @@ class RankReport:
             {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}
             for each in document["pass_milliseconds_by_iteration"]
         ]
-        if not iterations or len(iterations) != len(passes):
-            raise ValueError("iterations without times")
+        microbatches = [int(count) for count in document["microbatches_by_iteration"]]
+        times = [*iterations, *(took for each in passes for took in each.values())]
+        if not iterations or not len(iterations) == len(passes) == len(microbatches) or min(microbatches) < 1:
+            raise ValueError("iterations without times or microbatches")
+        if not all(0 <= took < math.inf for took in times):
+            raise ValueError("impossible times")
         warm = 1 if len(iterations) > 1 else 0
         peak = document["memory_bytes"].get("peak")
         return cls(
             parameters=int(document["parameters"]),
-            microbatches=int(document["microbatches"]),
+            microbatches=tuple(microbatches[warm:]),
             peak_in_flight=float(document["peak_microbatches_in_flight"]),
             iterations=tuple(iterations[warm:]),
             passes=tuple(passes[warm:]),
             peak_bytes=None if peak is None else int(peak),
             run=str(document["run"]),
             partition=Partition.of(document),
+            schedule=str(document["schedule"]),
+            vocab=str(document["vocab"]),
             log_interval=int(document.get("log_interval", 1)),
         )
 
@@ -99,18 +109,18 @@ def read_reports(folder: Path) -> tuple[RankReport, ...]:
                 f"{path} is not a rank report that this version of megatron_vp can read: give a folder that contains "
                 "only rank reports of this version"
             ) from None
-    if sorted(found) != list(range(len(paths))):
-        raise UserError(
-            f"{folder} contains {len(paths)} files, with reports of pipeline ranks {sorted(found)}: give a folder "
-            "with exactly one report for each pipeline rank of a run"
-        )
-    reports = tuple(found[rank] for rank in range(len(paths)))
-    rows = reports[0].partition.vocab_rows
-    if len({(report.run, report.partition) for report in reports}) > 1 or len(rows or reports) != len(reports):
+    first = found[min(found)]
+    expected = len(first.partition.vocab_rows or paths)
+    if len({(each.run, each.partition, each.schedule, each.vocab) for each in found.values()}) > 1:
         raise UserError(
             f"{folder} contains rank reports of different runs: give each run an empty --rank-report folder"
         )
-    return reports
+    if sorted(found) != list(range(expected)) or len(paths) != expected:
+        raise UserError(
+            f"{folder} contains {len(paths)} files, with reports of pipeline ranks {sorted(found)}, but the run has "
+            f"{expected} pipeline ranks: give a folder with exactly one report for each of them"
+        )
+    return tuple(found[rank] for rank in range(expected))
 
 
 def read_document(path: Path) -> Mapping[str, Any]:

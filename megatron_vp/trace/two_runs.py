@@ -69,7 +69,7 @@ class TwoRuns:
         sizes = dict(second.partition.sizes)
         for what, before, after in (
             ("pipeline ranks", len(self.plain.ranks), len(self.split.ranks)),
-            ("microbatches per iteration", first.microbatches, second.microbatches),
+            ("microbatches per iteration", first.microbatches[-1], second.microbatches[-1]),
             ("--log-interval", first.log_interval, second.log_interval),
             *((name, size, sizes.get(name, size)) for name, size in first.partition.sizes),
         ):

@@ -26,7 +26,10 @@ def write_reports(
             "schedule": "1f1b",
             "vocab": "vocab-2",
             "pipeline_rank": rank,
-            "microbatches": microbatches,
+            "parameters": 1000,
+            "memory_bytes": {},
+            "peak_microbatches_in_flight": 1.0,
+            "iteration_milliseconds": [1e4] * ITERATIONS,
             "microbatches_by_iteration": [microbatches] * ITERATIONS,
             "pass_milliseconds_by_iteration": [{kind: 9 * took for kind, took in each.items()}]
             + [each] * (ITERATIONS - 1),

@@ -29,7 +29,9 @@ def write_run(folder, busy, rows=None, losses=LOSSES, peak=None, **changes):
             "run": folder.name,
             "pipeline_rank": rank,
             "parameters": 1000 + rank,
-            "microbatches": 4,
+            "schedule": "1f1b",
+            "vocab": "none",
+            "microbatches_by_iteration": [4, 4, 4],
             "peak_microbatches_in_flight": 2.0 - rank,
             "iteration_milliseconds": [900.0, 90.0, 110.0],
             "pass_milliseconds_by_iteration": [{"F": 400.0, "B": 400.0}, each, each],
@@ -135,7 +137,7 @@ REFUSED = {
     "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
     "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
     "ranks of two runs": (change("vp", run="another"), "of different runs: give each run an empty"),
-    "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "of different runs"),
+    "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "has 2 pipeline ranks"),
     "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not valid JSON"),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
     "a loss that is no number": (
@@ -163,7 +165,7 @@ def test_runs_in_the_wrong_order_or_of_two_jobs_are_refused(runs, tmp_path, caps
     write_run(tmp_path / "three", (1, 2, 3), rows=[512, 512, 512])
     with pytest.raises(UserError, match="differ in pipeline ranks \\(2 and 3\\): give two runs"):
         read_two_runs(runs[0], tmp_path / "three")
-    write_run(tmp_path / "eight", (20, 80), rows=[512, 512], microbatches=8)
+    write_run(tmp_path / "eight", (20, 80), rows=[512, 512], microbatches_by_iteration=[8, 8, 8])
     with pytest.raises(UserError, match="differ in microbatches per iteration \\(4 and 8\\)"):
         read_two_runs(runs[0], tmp_path / "eight")
     write_run(tmp_path / "rare", (20, 80), rows=[512, 512], log_interval=2)

@@ -7,18 +7,17 @@ later check would detect the mistake.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassKind
 from megatron_vp.trace.figures import iteration_pass_times
 from megatron_vp.trace.partition import VOCABULARY, Partition
-from megatron_vp.trace.rank_files import RankTrace, read_traces
-from megatron_vp.trace.rank_reports import read_document
+from megatron_vp.trace.rank_files import RankTrace, path_of, read_traces
+from megatron_vp.trace.rank_reports import RankReport, read_document, read_reports
 
 ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Kinds of passes whose time grows with the number of vocabulary rows on the rank."""
@@ -58,18 +57,19 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's file: the run's properties, and for each iteration, the time of each kind of pass per microbatch, in
-    milliseconds.
-    """
+    """For each iteration of one rank, the number of microbatches, and each kind of pass's seconds per microbatch."""
 
     path: Path
-    rank: int
-    run: str
-    schedule: str
-    vocab: str
-    partition: Partition
     microbatches: tuple[int, ...]
-    times: tuple[Mapping[str, float], ...]
+    times: tuple[Seconds, ...]
+
+    @classmethod
+    def of(cls, folder: Path, rank: int, microbatches: Sequence[int], sums: Iterable[Seconds]) -> _Rank:
+        """Divide the sums of an iteration's passes by its number of microbatches."""
+        times = tuple(
+            {kind: took / count for kind, took in each.items()} for each, count in zip(sums, microbatches, strict=True)
+        )
+        return cls(path_of(folder, rank), tuple(microbatches), times)
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -86,7 +86,9 @@ def read_run(folder: Path) -> MeasuredRun:
         )
     if "traceEvents" in read_document(paths[0]):
         return traced_run(folder, read_traces(folder))
-    return _checked(folder, [_reported(path, read_document(path)) for path in paths])
+    reports = read_reports(folder)
+    ranks = [_Rank.of(folder, rank, each.microbatches, each.passes) for rank, each in enumerate(reports)]
+    return _checked(folder, ranks, reports[0])
 
 
 def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
@@ -95,7 +97,7 @@ def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
     for trace in traces:
         times = iteration_pass_times(trace)
         counts = tuple(count for _, count in sorted(trace.microbatches.items()))
-        path = folder / f"rank_{trace.rank}.json"
+        path = path_of(folder, trace.rank)
         rows = trace.partition.vocab_rows
         for each, count in zip(times, counts, strict=True):
             wanted = {PassKind.F: count * len(trace.placement[trace.rank])}
@@ -107,65 +109,28 @@ def traced_run(folder: Path, traces: Sequence[RankTrace]) -> MeasuredRun:
                         f"{path} has {len(each.get(kind, ()))} {kind} passes in an iteration that should have "
                         f"{passes}: the file is damaged or truncated; trace the run again"
                     )
-        sums = tuple(
-            {kind: sum(one) / count for kind, one in each.items()} for each, count in zip(times, counts, strict=True)
-        )
-        ranks.append(_Rank(path, trace.rank, trace.run, trace.schedule, trace.vocab, trace.partition, counts, sums))
-    return _checked(folder, ranks)
+        sums = ({kind: sum(one) / 1e3 for kind, one in each.items()} for each in times)
+        ranks.append(_Rank.of(folder, trace.rank, counts, sums))
+    return _checked(folder, ranks, traces[0])
 
 
-def _reported(path: Path, document: Mapping[str, Any]) -> _Rank:
-    """Read one rank's report, without its first iteration."""
-    try:
-        iterations, counts = document["pass_milliseconds_by_iteration"], document["microbatches_by_iteration"]
-        own = {name: document[name] for name in ("run", "schedule", "vocab")}
-        partition, rank = Partition.of(document), document["pipeline_rank"]
-        pairs = list(zip(iterations, counts, strict=True))[1:]
-        if not all(isinstance(each, str) for each in own.values()) or type(rank) is not int:
-            raise ValueError
-        if any(type(count) is not int for _, count in pairs):
-            raise ValueError
-        times = tuple({str(kind): took / count for kind, took in each.items()} for each, count in pairs)
-    except ZeroDivisionError:
-        raise UserError(f"{path} has an iteration without microbatches: the file is damaged; measure again") from None
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(
-            f"{path} is neither a rank report nor a trace that this version of megatron_vp can read: repeat the "
-            "measurement with an empty folder"
-        ) from None
-    return _Rank(path, rank, **own, partition=partition, microbatches=tuple(count for _, count in pairs), times=times)
-
-
-def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
-    ranks = sorted(ranks, key=lambda each: each.rank)
-    first = ranks[0]
-    for other in ranks[1:]:
-        for what in ("run", "schedule", "vocab", "partition"):
-            if getattr(first, what) != getattr(other, what):
-                raise UserError(
-                    f"the files of ranks {first.rank} and {other.rank} in {folder} are from different runs: repeat the "
-                    "measurement with an empty folder"
-                )
-    _check_partition(folder, first.partition)
-    rows = first.partition.vocab_rows or ()
-    if [each.rank for each in ranks] != list(range(len(rows))):
-        raise UserError(
-            f"{folder} has files from ranks {', '.join(str(each.rank) for each in ranks)}, but the run had ranks 0 "
-            f"to {len(rows) - 1}: put exactly one file per rank into the folder"
-        )
+def _checked(folder: Path, ranks: Sequence[_Rank], run: RankReport | RankTrace) -> MeasuredRun:
+    """Check the ranks' times; `run` has what all ranks of the run have in common."""
+    _check_partition(folder, run.partition, len(ranks))
+    rows = run.partition.vocab_rows or ()
     iterations = min(len(each.times) for each in ranks)
-    for each in ranks:
+    for number, each in enumerate(ranks):
         if len(each.times) > iterations + 1:
             raise UserError(
                 f"{each.path} has {len(each.times)} measured iterations, but another rank's file has {iterations}: the "
                 "run ended early, or a file is incomplete; measure again"
             )
-        if each.microbatches[:iterations] != first.microbatches[:iterations]:
+        if each.microbatches[:iterations] != ranks[0].microbatches[:iterations]:
             raise UserError(
-                f"{folder}: ranks {first.rank} and {each.rank} recorded different numbers of microbatches for the same "
-                "iteration; repeat the measurement with an empty folder"
+                f"{folder}: ranks 0 and {number} recorded different numbers of microbatches for the same iteration; "
+                "repeat the measurement with an empty folder"
             )
-        _check_times(each, rows[each.rank] > 0)
+        _check_times(each, rows[number] > 0)
     if iterations < ENOUGH:
         raise UserError(
             f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
@@ -174,15 +139,15 @@ def _checked(folder: Path, ranks: Sequence[_Rank]) -> MeasuredRun:
         )
     kinds = [sorted({kind for one in each.times for kind in one}) for each in ranks]
     seconds = tuple(
-        {kind: median(one.get(kind, 0.0) for one in each.times) / 1e3 for kind in own}
+        {kind: median(one.get(kind, 0.0) for one in each.times) for kind in own}
         for each, own in zip(ranks, kinds, strict=True)
     )
-    _check_speeds(ranks, seconds, first.partition)
+    _check_speeds(ranks, seconds, run.partition)
     uncertainty = max(_uncertainty([sum(one.values()) for one in each.times]) for each in ranks)
-    return MeasuredRun(seconds, first.partition, first.schedule, first.vocab, iterations, uncertainty)
+    return MeasuredRun(seconds, run.partition, run.schedule, run.vocab, iterations, uncertainty)
 
 
-def _check_partition(folder: Path, partition: Partition) -> None:
+def _check_partition(folder: Path, partition: Partition, ranks: int) -> None:
     rows, sizes = partition.vocab_rows, dict(partition.sizes)
     if rows is None:
         raise UserError(f"{folder} is from a run without vocabulary shards: measure a run with --vocab-parallel")
@@ -191,7 +156,7 @@ def _check_partition(folder: Path, partition: Partition) -> None:
         raise UserError(
             f"{folder} does not record valid model and batch sizes: measure again with this version of megatron_vp"
         )
-    if min(rows, default=-1) < 0 or sum(rows) != vocab:
+    if len(rows) != ranks or min(rows) < 0 or sum(rows) != vocab:
         raise UserError(
             f"{folder} records {','.join(map(str, rows))} vocabulary rows per rank, which do not add up to the "
             f"vocabulary size {vocab}: the files are damaged; measure again"
@@ -208,12 +173,6 @@ def _check_partition(folder: Path, partition: Partition) -> None:
 def _check_times(each: _Rank, has_rows: bool) -> None:
     needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *([(PassKind.S,), (PassKind.T,)] if has_rows else [])]
     for one in each.times:
-        for kind, took in one.items():
-            if type(took) not in (int, float) or not 0 <= took < math.inf:
-                raise UserError(
-                    f"{each.path} says that {kind} passes took {took} ms per microbatch: the file is damaged; measure "
-                    "again"
-                )
         for kinds in needed:
             if not sum(one.get(kind, 0.0) for kind in kinds):
                 raise UserError(
