@@ -124,7 +124,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
         if folder is not None:
             sizes = ((VOCABULARY_SIZE, sum(run.rows)),)
             partition = Partition(run.layers, run.rows, sizes=sizes)
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups, partition)
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline, rank, ranks, partition)
         for _ in range(options.iterations + 1):
             traced = trace is not None and trace.begin()
             recorder = Recorder(torch.device("cpu")) if traced else None

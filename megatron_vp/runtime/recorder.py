@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,50 +36,33 @@ class Span:
     issued: float
 
 
-class Clock(Protocol):
-    """Interface of a clock that takes marks immediately and reads them later.
+class HostClock:
+    """Takes marks immediately and reads them later. Compute time is a thread's CPU time, so it excludes waits for a
+    core.
 
     error: largest possible difference in nanoseconds between readings and the host's clock. The difference is the same
-    for all readings.
+        for all readings.
     """
 
-    error: int
+    error = 0
 
     def mark(self) -> Any:
         """Mark the current moment on the current stream or thread."""
+        return time.perf_counter_ns(), time.thread_time_ns()
 
     def passed(self, mark: Any) -> bool:
         """Return whether a mark can already be read. This method does not wait for it."""
+        return True
 
     def drain(self) -> None:
         """Block until all marks can be read."""
 
     def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
         """Return the span between two marks of one stream or thread."""
-
-
-class HostClock:
-    """Reads the host's clocks. Compute time is a thread's CPU time, so it excludes waits for a CPU core."""
-
-    error = 0
-
-    def mark(self) -> tuple[int, int]:
-        """Return the wall clock and this thread's CPU time, both in nanoseconds."""
-        return time.perf_counter_ns(), time.thread_time_ns()
-
-    def passed(self, mark: tuple[int, int]) -> bool:
-        """Always True: a host mark can be read immediately."""
-        return True
-
-    def drain(self) -> None:
-        """Do nothing: no host mark is ever outstanding."""
-
-    def span(self, work: Work, start: tuple[int, int], end: tuple[int, int], issued: float) -> Span:
-        """Return the wall time between two marks, with the thread's CPU time as compute time."""
         return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6, issued)
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Marks moments with CUDA events. The host waits for the first event, before the iteration, to relate the times of
     events to its own clock.
 
@@ -88,7 +71,7 @@ class DeviceClock:
 
     def __init__(self, lean: bool = False) -> None:
         if lean:
-            self._anchor, self._anchor_ns, self.error = self.mark(), 0, 0
+            self._anchor, self._anchor_ns = self.mark(), 0
             return
         torch.cuda.synchronize()
         before = time.perf_counter_ns()
@@ -98,21 +81,21 @@ class DeviceClock:
         self._anchor_ns = (before + after) // 2
         self.error = (after - before) // 2
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has passed the event."""
+    def passed(self, mark: Any) -> bool:
+        """Return whether the device has passed the event."""
         return mark.query()
 
     def drain(self) -> None:
         """Block until the device has passed every event."""
         torch.cuda.synchronize()
 
-    def span(self, work: Work, start: torch.cuda.Event, end: torch.cuda.Event, issued: float) -> Span:
+    def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
         """Return the device time between two events."""
         first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(event)) for event in (start, end))
         return Span(work, first, last, start.elapsed_time(end), issued)
@@ -128,12 +111,12 @@ class Recorder:
 
     spans: everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
-    clock_error: see `Clock.error`.
+    clock_error: see `HostClock.error`.
     """
 
     def __init__(self, device: torch.device, lean: bool = False) -> None:
         self._lean = lean
-        self._clock: Clock = DeviceClock(lean) if device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(lean) if device.type == "cuda" else HostClock()
         self.clock_error = self._clock.error
         self._marks: list[tuple[Work, Any, Any, float]] = []
         self._started = time.perf_counter_ns()

@@ -1,13 +1,26 @@
-"""Writes the trace of one rank: the spans of the traced iterations, on the pipeline's common time axis."""
+"""Writes the trace of one rank: the spans of the traced iterations, on one time axis for all ranks of the pipeline.
+
+No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
+rank 0's clock. Suppose that this rank enters and leaves an all-gather at times `enter` and `leave` on its own clock,
+and that rank 0 does so at `enter_0` and `leave_0` on its own clock. Then `enter_0 - leave <= o <= leave_0 - enter`. A
+few all-gathers narrow `o` down to an interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks
+on rank 0's host read the same clock as rank 0, so their offset is exactly 0.
+"""
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from megatron_vp.files import write_report
-from megatron_vp.runtime.clocks import Alignment, Pipeline, align
+from megatron_vp.runtime.communicator import Communicator
+from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
@@ -16,16 +29,46 @@ from megatron_vp.schedule.transfers import Copy
 from megatron_vp.trace.partition import UNKNOWN, Partition
 from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
+_ROUNDS = 8
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-@dataclass(frozen=True)
-class _Axis:
-    """Converts nanoseconds of this host's clock to milliseconds since the first traced iteration began."""
+
+class Alignment(NamedTuple):
+    """Relates this rank's clock to rank 0's; all fields are in nanoseconds.
+
+    offset: the number to add to this rank's `perf_counter_ns` to get rank 0's.
+    error: bound on the error of `offset`.
+    origin: a reference time on rank 0's clock; the same number on all ranks.
+    wall: rank 0's `time_ns` at about the time `origin`; the same number on all ranks.
+    """
 
     offset: int
+    error: int
     origin: int
+    wall: int
 
-    def __call__(self, nanoseconds: int) -> float:
-        return (nanoseconds + self.offset - self.origin) / 1e6
+
+def align(pipeline: Communicator, rank: int, ranks: int) -> Alignment:
+    """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running."""
+    token = torch.zeros(1, device=pipeline_device())
+    tokens = token.new_zeros(ranks, 1)
+    enter, leave = [], []
+    for _ in range(_ROUNDS):
+        enter.append(time.perf_counter_ns())
+        pipeline.all_gather(tokens, token)
+        tokens.tolist()  # On a GPU, `tolist` makes the host wait for the all-gather.
+        leave.append(time.perf_counter_ns())
+    host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else rank
+    own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=token.device)
+    gathered = own.new_zeros(ranks, len(own))
+    pipeline.all_gather(gathered, own)
+    *first, first_host, wall = gathered[0].tolist()
+    enter_0, leave_0 = first[:_ROUNDS], first[_ROUNDS:]
+    lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))
+    highest = min(a - b for a, b in zip(leave_0, enter, strict=True))
+    if host == first_host and lowest <= 0 <= highest:
+        lowest = highest = 0
+    return Alignment((lowest + highest) // 2, (highest - lowest) // 2, leave_0[-1], wall)
 
 
 class PipelineTrace:
@@ -34,18 +77,23 @@ class PipelineTrace:
     Args:
         folder: every rank writes `rank_<r>.json` there.
         iterations: the iterations to trace, counted from 1 at the start of the job; the same on all ranks.
-        groups: the groups of this rank's pipeline.
+        pipeline: connects the `ranks` ranks of the pipeline, of which this one is `rank`.
         partition: how the model is split over ranks; the trace file records it.
     """
 
-    def __init__(self, folder: Path, iterations: range, groups: Pipeline, partition: Partition | None = None) -> None:
-        self._folder = folder
-        self._iterations = iterations
-        self._groups = groups
-        self._partition = partition or UNKNOWN
+    def __init__(
+        self,
+        folder: Path,
+        iterations: range,
+        pipeline: Communicator,
+        rank: int,
+        ranks: int,
+        partition: Partition = UNKNOWN,
+    ) -> None:
+        self._folder, self._iterations, self._partition = folder, iterations, partition
+        self._pipeline, self._rank, self._ranks = pipeline, rank, ranks
         self._iteration = 0
-        self._first: Alignment | None = None
-        self._now: Alignment | None = None
+        self._alignments: list[Alignment] = []
         self._trace: RankTrace | None = None
 
     def begin(self) -> bool:
@@ -53,18 +101,15 @@ class PipelineTrace:
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False
-        self._now = align(self._groups)
-        self._first = self._first or self._now
+        self._alignments.append(align(self._pipeline, self._rank, self._ranks))
         return True
 
     def add(self, recorder: Recorder, schedule: Schedule) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
-        first, now = self._first, self._now
-        assert first is not None and now is not None
-        axis = _Axis(now.offset, first.origin)
+        first, now = self._alignments[0], self._alignments[-1]
         trace = self._trace or RankTrace(
             run=str(first.wall),
-            rank=self._groups.rank,
+            rank=self._rank,
             schedule=schedule.name,
             vocab=schedule.vocab.value,
             placement=schedule.placement.stage_of,
@@ -73,13 +118,15 @@ class PipelineTrace:
             spans=(),
             partition=self._partition,
         )
+        shift = now.offset - first.origin
+        spans = traced_spans(recorder.spans, self._iteration, lambda nanoseconds: (nanoseconds + shift) / 1e6)
         self._trace = replace(
             trace,
             microbatches={**trace.microbatches, self._iteration: schedule.microbatches},
             clock_error=max(trace.clock_error, (now.error + recorder.clock_error) / 1e6),
-            spans=trace.spans + tuple(traced_spans(recorder.spans, self._iteration, axis)),
+            spans=(*trace.spans, *spans),
         )
-        write_report(path_of(self._folder, self._groups.rank), self._trace.to_json(), "the pass trace")
+        write_report(path_of(self._folder, self._rank), self._trace.to_json(), "the pass trace")
 
 
 def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
@@ -90,20 +137,20 @@ def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]
     posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []
     for span in spans:
-        start, end = axis(span.start), axis(span.end)
+        lane, name, moment = Lane.COMPUTE, str(span.work), None
         match span.work:
-            case Run(action):
-                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(action), action.kind.value, start, end))
-            case Load():
-                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOAD, start, end))
-            case Loss():
-                traced.append(TracedSpan(iteration, Lane.COMPUTE, str(span.work), LOSS, start, end))
-            case Wait(operation):
-                traced.append(TracedSpan(iteration, Lane.WAITS, str(operation), WAIT, start, end))
             case Post():
-                pass
+                continue
+            case Run(action):
+                name, category = str(action), action.kind.value
+            case Load():
+                category = LOAD
+            case Loss():
+                category = LOSS
+            case Wait(operation):
+                lane, name, category = Lane.WAITS, str(operation), WAIT
             case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
-                name, moment = str(operation), posted[operation]
-                traced.append(TracedSpan(iteration, lane, name, operation.category, start, end, moment))
+                category, moment = operation.category, posted.get(operation)
+        traced.append(TracedSpan(iteration, lane, name, category, axis(span.start), axis(span.end), moment))
     return sorted(traced, key=lambda item: item.start)

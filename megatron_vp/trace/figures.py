@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
@@ -23,22 +22,11 @@ from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, Trac
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
 
 
-class Timed(Protocol):
-    """Interface of anything with a start and an end."""
-
-    @property
-    def start(self) -> float:
-        """Start time, in any unit."""
-
-    @property
-    def end(self) -> float:
-        """End time, in the same unit as `start`."""
-
-
 @dataclass(frozen=True)
 class RankFigures:
     """Means over the traced iterations, in milliseconds per iteration.
 
+    extent: time from the start of the rank's first pass to the end of its last pass, over all iterations.
     busy: time in passes and in the loss function.
     vocabulary: the part of `busy` spent in S and T passes.
     waiting: time for which the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
@@ -46,6 +34,7 @@ class RankFigures:
     hidden: the part of `communicating` during which the rank runs passes or the loss function.
     """
 
+    extent: float
     busy: float
     vocabulary: float
     waiting: float
@@ -83,7 +72,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         raise UserError(f"the traced passes do not form a valid schedule: {str(error).splitlines()[0]}") from None
     return Figures(
         iterations=iterations,
-        ranks=tuple(map(_rank_figures, traces)),
+        ranks=tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces),
         costs=costs,
         measured=fmean(end - start for start, end in (_extent(traces, iteration) for iteration in iterations)),
         predicted=predicted,
@@ -151,7 +140,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
     """For each traced iteration: durations of a rank's passes in milliseconds, by kind of pass."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
-    for span in _compute(trace):
+    for span in _compute(trace.spans):
         if span.category != LOSS:
             found[span.iteration][span.category].append(span.end - span.start)
     return list(found.values())
@@ -170,47 +159,34 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
 
 
 def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
-    return [span for span in _compute(trace) if span.iteration == iteration and span.category != LOSS]
+    return [span for span in _compute(trace.spans) if span.iteration == iteration and span.category != LOSS]
 
 
-def _compute(trace: RankTrace) -> list[TracedSpan]:
-    """The spans in which the rank computes: passes and losses, but not reading data."""
-    return [span for span in trace.spans if span.lane is Lane.COMPUTE and span.category != LOAD]
+def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
+    """The spans in which a rank computes: passes and losses, but not reading data."""
+    return [span for span in spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
 def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:
-    spans = [span for trace in traces for span in _compute(trace) if span.iteration == iteration]
+    spans = [span for trace in traces for span in _compute(trace.spans) if span.iteration == iteration]
     return min(span.start for span in spans), max(span.end for span in spans)
 
 
-def _rank_figures(trace: RankTrace) -> RankFigures:
-    computing, count = _compute(trace), len(trace.microbatches)
-    second_stream = [span for span in trace.spans if span.lane is Lane.SECOND_STREAM]
+def rank_figures(spans: Sequence[TracedSpan], count: int = 1) -> RankFigures:
+    """Compute a rank's figures from the spans of `count` iterations, in order of start."""
+    computing = _compute(spans)
+    second_stream = [span for span in spans if span.lane is Lane.SECOND_STREAM]
     return RankFigures(
-        busy=total(computing) / count,
-        vocabulary=total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
-        waiting=total(span for span in trace.spans if span.lane is Lane.WAITS) / count,
-        communicating=total(second_stream) / count,
-        hidden=overlap(computing, second_stream) / count,
+        extent=computing[-1].end - computing[0].start,
+        busy=_total(computing) / count,
+        vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
+        waiting=_total(span for span in spans if span.lane is Lane.WAITS) / count,
+        communicating=_total(second_stream) / count,
+        hidden=_overlap(computing, second_stream) / count,
     )
 
 
-@dataclass(frozen=True)
-class IterationFigures:
-    """Times of one rank in one iteration, in seconds.
-
-    extent: time from the start of the rank's first pass to the end of its last pass. The other fields have the same
-        meaning as in `RankFigures`.
-    """
-
-    extent: float
-    busy: float
-    vocabulary: float
-    communicating: float
-    hidden: float
-
-
-def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
+def scalars(ranks: Sequence[RankFigures]) -> dict[str, float]:
     """Combine all ranks' figures of one iteration for plotting: busy times in seconds, all other values as fractions.
 
     The bubble is the idle fraction of the longest `extent`, averaged over the ranks. In all schedules, the first rank
@@ -220,8 +196,8 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     communicating = sum(rank.communicating for rank in ranks)
     found = {
         "pipeline/bubble": 1 - fmean(busy) / max(rank.extent for rank in ranks),
-        "pipeline/busy-fastest-rank": min(busy),
-        "pipeline/busy-slowest-rank": max(busy),
+        "pipeline/busy-fastest-rank": min(busy) / 1e3,
+        "pipeline/busy-slowest-rank": max(busy) / 1e3,
     }
     if vocabulary:
         found["pipeline/vocabulary-share"] = vocabulary / sum(busy)
@@ -230,12 +206,12 @@ def scalars(ranks: Sequence[IterationFigures]) -> dict[str, float]:
     return found
 
 
-def total(spans: Iterable[Timed]) -> float:
+def _total(spans: Iterable[TracedSpan]) -> float:
     """Sum of the durations of `spans`."""
     return sum(span.end - span.start for span in spans)
 
 
-def overlap(some: Sequence[Timed], others: Sequence[Timed]) -> float:
+def _overlap(some: Sequence[TracedSpan], others: Sequence[TracedSpan]) -> float:
     """Total time during which spans of both sequences overlap. The spans of each sequence must be in order and
     disjoint.
     """

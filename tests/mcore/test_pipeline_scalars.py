@@ -16,7 +16,7 @@ from megatron_vp.runtime import launcher_store
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Pass, PassKind
-from megatron_vp.trace.figures import IterationFigures, scalars
+from megatron_vp.trace.figures import RankFigures, scalars
 from megatron_vp.trace.two_runs import read_losses
 from tests.harness.ranks import ROOT, run_ranks_to_their_end
 from tests.harness.training import tiny_model, train
@@ -72,7 +72,7 @@ def test_a_run_writes_how_busy_its_pipeline_was(tmp_path, ranks, changes, names,
 
 
 def test_the_curves_are_those_of_all_ranks():
-    ranks = [IterationFigures(0.1, 0.08, 0.02, 0.01, 0.009), IterationFigures(0.09, 0.06, 0.015, 0.01, 0.006)]
+    ranks = [RankFigures(100, 80, 20, 0, 10, 9), RankFigures(90, 60, 15, 0, 10, 6)]
     assert scalars(ranks) == pytest.approx(
         {
             "pipeline/bubble": 0.3,
@@ -82,7 +82,7 @@ def test_the_curves_are_those_of_all_ranks():
             "pipeline/second-stream-hidden": 0.75,
         }
     )
-    assert set(scalars([IterationFigures(1.0, 1.0, 0.0, 0.0, 0.0)])) == ALWAYS
+    assert set(scalars([RankFigures(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)])) == ALWAYS
 
 
 class Device:
@@ -118,7 +118,7 @@ def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monk
     found.share(at_last=False)
     assert not recorder._clock.drained and not pipeline_scalars._notes(1).read([0])
     found.share(at_last=True)
-    assert json.loads(pipeline_scalars._notes(1).read([0])[0])["busy"] == 1.0
+    assert json.loads(pipeline_scalars._notes(1).read([0])[0])["busy"] == 1e3
 
 
 def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys):

@@ -29,7 +29,7 @@ RUNNING = {
     "reports/rank_report.py": {"_current"},  # what has been measured
     "reports/pipeline_scalars.py": {"_current"},  # what has been measured and not written yet
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
-    "reports/pipeline_trace.py": {"_current"},  # what has been recorded
+    "reports/watch.py": {"_trace"},  # what has been recorded
     "storage/save_folder.py": {"_claimed"},  # a file that this process holds
     "storage/attempt.py": {"_told_to_stop"},  # a signal that came
 }

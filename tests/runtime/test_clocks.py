@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime import clocks
+from megatron_vp.runtime import trace_writer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
@@ -24,13 +24,13 @@ def compare(rank, world, same_host):
     shifted = SimpleNamespace(
         perf_counter_ns=lambda: time.perf_counter_ns() + (0 if same_host else rank * SKEW), time_ns=time.time_ns
     )
-    boot = clocks._BOOT if same_host else Path("no such file")
+    boot = trace_writer._BOOT if same_host else Path("no such file")
     with (
         process_group(rank, world),
-        mock.patch.object(clocks, "time", shifted),
-        mock.patch.object(clocks, "_BOOT", boot),
+        mock.patch.object(trace_writer, "time", shifted),
+        mock.patch.object(trace_writer, "_BOOT", boot),
     ):
-        alignment = clocks.align(PipelineGroups.create([range(world)], []))
+        alignment = trace_writer.align(PipelineGroups.create([range(world)], []).pipeline, rank, world)
         dist.barrier()
         return alignment
 

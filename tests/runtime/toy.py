@@ -175,7 +175,9 @@ def run_pipeline(
             PipelineGroups.create([range(world)], forward_edges | backward_edges, vocab_members=members)
         )
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, dtype, torch.device(device))
-        trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups)
+        trace = trace_folder and PipelineTrace(
+            trace_folder, range(2, len(steps) + 1), pipeline.groups.pipeline, rank, world
+        )
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
             schedule = schedule_of(microbatches, gradients=gradients)

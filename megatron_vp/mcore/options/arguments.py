@@ -28,6 +28,7 @@ from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.settle import settled_job
 from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
+from megatron_vp.mcore.reports.trace_option import make_trace_folder
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle, words
 from megatron_vp.mcore.storage.dataset import check_room_for_tokens
 from megatron_vp.schedule import FAMILIES
@@ -227,9 +228,6 @@ def our_parser() -> argparse.ArgumentParser:
 def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-        # Imported late, because `pipeline_trace` imports functions that must be patched first.
-        from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
-
         if not hasattr(args, "pipeline_schedule"):
             raise UserError(
                 "this script validates arguments that lack our options, because it parsed them before the plug-in was "

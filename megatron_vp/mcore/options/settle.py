@@ -29,7 +29,7 @@ from megatron_vp.mcore.options.refused_sizes import refuse_sizes
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import parts_of_job
-from megatron_vp.mcore.reports.trace_iterations import check_trace_iterations
+from megatron_vp.mcore.reports.trace_option import check_trace_iterations
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, run_settings, words
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable

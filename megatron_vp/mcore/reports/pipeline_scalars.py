@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,13 +17,11 @@ from megatron.core import parallel_state
 from megatron.training.utils import print_rank_last
 
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.reports.rank_report import in_first_pipeline
 from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.runtime.launcher_store import Notes, named
-from megatron_vp.runtime.recorder import Recorder, Span
-from megatron_vp.schedule.instructions import Loss, Run
-from megatron_vp.schedule.transfers import Collective
-from megatron_vp.trace.figures import VOCABULARY_KINDS, IterationFigures, overlap, scalars, total
+from megatron_vp.runtime.recorder import Recorder
+from megatron_vp.runtime.trace_writer import traced_spans
+from megatron_vp.trace.figures import RankFigures, rank_figures, scalars
 
 _PATIENCE_SECONDS = 10.0
 """The longest time to wait for the figures of a run's last iteration."""
@@ -58,8 +56,8 @@ class PipelineScalars:
                 return
             del self._recorded[iteration]
             (recorder.finish if at_last else recorder.read)()
-            own = asdict(own_figures(recorder.spans))
-            _notes(iteration).leave(self._rank, json.dumps(own))
+            spans = traced_spans(recorder.spans, iteration, lambda nanoseconds: nanoseconds / 1e6)
+            _notes(iteration).leave(self._rank, json.dumps(asdict(rank_figures(spans))))
 
     def expect(self, iteration: int) -> None:
         """Make `write` expect figures from all ranks for an iteration that has ended, if the iteration was recorded."""
@@ -79,25 +77,11 @@ class PipelineScalars:
                 return
             self._due.remove(each)
             notes.remove(ranks)
-            _log(scalars([IterationFigures(**json.loads(text)) for text in found.values()]), each)
+            _log(scalars([RankFigures(**json.loads(text)) for text in found.values()]), each)
 
 
 def _notes(iteration: int) -> Notes:
     return Notes(f"scalars/{iteration}")
-
-
-def own_figures(spans: Sequence[Span]) -> IterationFigures:
-    """Compute the figures of this rank from the spans that a recorder with `lean=True` has recorded."""
-    computing = [span for span in spans if isinstance(span.work, Run | Loss)]
-    second_stream = [span for span in spans if isinstance(span.work, Collective)]
-    runs = (span for span in computing if isinstance(span.work, Run) and span.work.action.kind in VOCABULARY_KINDS)
-    return IterationFigures(
-        extent=(computing[-1].end - computing[0].start) / 1e9,
-        busy=total(computing) / 1e9,
-        vocabulary=total(runs) / 1e9,
-        communicating=total(second_stream) / 1e9,
-        hidden=overlap(computing, second_stream) / 1e9,
-    )
 
 
 def _log(values: dict[str, float], iteration: int) -> None:
@@ -116,7 +100,7 @@ _current: PipelineScalars | None = None
 
 def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
     """Return this process's `PipelineScalars` if the next training iteration should be recorded; otherwise None."""
-    if not job.args.log_pipeline_interval or not in_first_pipeline(job):
+    if not job.args.log_pipeline_interval:
         return None
     found = _of_process(job)
     # curr_iteration is the number of iterations that Megatron has completed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
@@ -21,18 +20,8 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Pass, PassKind
 
 
-@dataclass(frozen=True)
-class _PlainPipeline:
-    """Implements `runtime.clocks.Pipeline` with the process group that Megatron made for this pipeline."""
-
-    members: tuple[int, ...]
-    rank: int
-    pipeline: Communicator
-
-
-def _pipeline() -> _PlainPipeline:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    return _PlainPipeline(tuple(range(group.size())), group.rank(), communicator(group))
+def _pipeline() -> Communicator:
+    return communicator(parallel_state.get_pipeline_model_parallel_group())
 
 
 class _Steps:

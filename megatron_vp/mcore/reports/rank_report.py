@@ -11,20 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_vp.files import write_report
 from megatron_vp.mcore.reports.job_partition import partition_of
-from megatron_vp.mcore.reports.memory import around_tensors, meter
-from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.mcore.settled import SettledJob, replay
+from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
+from megatron_vp.trace.rank_files import path_of
 
 KEPT = 200
 """The largest number of iterations whose times a report contains. This limit keeps reports of long runs small."""
@@ -38,70 +40,60 @@ class RankReport:
 
     def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
         self._args, self._run = args, run
-        self._microbatches: deque[int] = deque(maxlen=KEPT)
-        self._pass_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
-        self._host_milliseconds: deque[dict[str, float]] = deque(maxlen=KEPT)
-        self._iteration_milliseconds: deque[float] = deque(maxlen=KEPT)
+        self._iterations: deque[tuple[float, int, dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
+        """Of each iteration: milliseconds, microbatches, and the milliseconds of device and host by kind of pass."""
+        self._in_flight, self._logits = 0.0, 0
         self._allocated = self._peak_allocated = 0
-        self._peak_in_flight = 0.0
-        self._peak_logits_in_flight = 0
 
     def begin(self) -> None:
         """Begin an iteration: reset the memory peak."""
-        memory = meter()
-        if memory is not None:
+        if memory := meter():
             memory.restart()
             self._allocated = memory.allocated
 
-    def add(self, recorder: Recorder, model: torch.nn.Module | list[torch.nn.Module], microbatches: int) -> None:
-        """Add an iteration that `recorder` has finished recording, and write the report."""
-        self._iteration_milliseconds.append(recorder.milliseconds)
-        milliseconds: dict[str, float] = defaultdict(float)
-        host: dict[str, float] = defaultdict(float)
+    def add(
+        self, recorder: Recorder, model: Sequence[torch.nn.Module], microbatches: int, in_flight: float, logits: int
+    ) -> None:
+        """Add an iteration that `recorder` has finished recording, and write the report. At most `in_flight`
+        microbatches had activations in memory, and `logits` had logits.
+        """
+        device, host = dict[str, float](), dict[str, float]()
         for span in recorder.spans:
             if isinstance(span.work, Run):
-                milliseconds[span.work.action.kind] += span.computed
-                host[span.work.action.kind] += span.issued
-        self._microbatches.append(microbatches)
-        self._pass_milliseconds.append(milliseconds)
-        self._host_milliseconds.append(host)
-        memory = meter()
-        if memory is not None:
+                kind = span.work.action.kind
+                device[kind] = device.get(kind, 0.0) + span.computed
+                host[kind] = host.get(kind, 0.0) + span.issued
+        self._iterations.append((recorder.milliseconds, microbatches, device, host))
+        self._in_flight, self._logits = max(self._in_flight, in_flight), max(self._logits, logits)
+        if memory := meter():
             self._peak_allocated = max(self._peak_allocated, memory.peak)
-        chunks = model if isinstance(model, list) else [model]
-        self._write([parameter for chunk in chunks for parameter in chunk.parameters()], microbatches)
+        self._write([parameter for chunk in model for parameter in chunk.parameters()])
 
-    def held(self, in_flight: float, logits_in_flight: int = 0) -> None:
-        """Record an iteration's peaks: `in_flight` microbatches had activations in memory, and `logits_in_flight` had
-        logits.
-        """
-        self._peak_in_flight = max(self._peak_in_flight, in_flight)
-        self._peak_logits_in_flight = max(self._peak_logits_in_flight, logits_in_flight)
-
-    def _write(self, parameters: Sequence[torch.nn.Parameter], microbatches: int) -> None:
+    def _write(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        path = Path(self._args.rank_report) / f"rank_{rank}.json"
+        took, microbatches, passes, host = map(list, zip(*self._iterations, strict=True))
         content = {
             **self._run,
             "pipeline_rank": rank,
             "parameters": sum(parameter.numel() for parameter in parameters),
-            "microbatches": microbatches,
+            "microbatches": microbatches[-1],
             "log_interval": self._args.log_interval,
-            "peak_microbatches_in_flight": self._peak_in_flight,
-            "peak_microbatches_between_s_and_t": self._peak_logits_in_flight,
-            "iterations": len(self._iteration_milliseconds),
-            "iteration_milliseconds": list(self._iteration_milliseconds),
-            "microbatches_by_iteration": list(self._microbatches),
-            "pass_milliseconds": _sums(self._pass_milliseconds),
-            "pass_milliseconds_by_iteration": list(self._pass_milliseconds),
-            "host_milliseconds_by_iteration": list(self._host_milliseconds),
+            "peak_microbatches_in_flight": self._in_flight,
+            "peak_microbatches_between_s_and_t": self._logits,
+            "iterations": len(took),
+            "iteration_milliseconds": took,
+            "microbatches_by_iteration": microbatches,
+            "pass_milliseconds": {kind: sum(each.get(kind, 0.0) for each in passes) for kind in passes[0]},
+            "pass_milliseconds_by_iteration": passes,
+            "host_milliseconds_by_iteration": host,
             "memory_bytes": self._memory(parameters),
             **partition_of(self._args).document(),
         }
+        path = path_of(Path(self._args.rank_report), rank)
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
-        """Bytes by name: weights, main gradients, allocated and peak memory (if measured), and `around_tensors()`."""
+        """Bytes by name: weights, main gradients, and, if measured, allocated and peak memory."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
         memory = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
@@ -109,11 +101,35 @@ class RankReport:
         }
         if self._peak_allocated:
             memory |= {"allocated": self._allocated, "peak": self._peak_allocated}
-        return memory | around_tensors()
+        if replay().meter is None and pipeline_device().type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            # What PyTorch's allocator reserved at most, and what the CUDA context, kernels, library workspaces,
+            # communicators and other processes use now.
+            memory["reserved"] = torch.cuda.max_memory_reserved()
+            memory["outside"] = total - free - torch.cuda.memory_reserved()
+        return memory
 
 
-def _sums(of_iterations: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {kind: sum(each[kind] for each in of_iterations) for kind in of_iterations[0]}
+class _DeviceMemory:
+    """Reads the statistics of PyTorch's allocator for the CUDA device of this process."""
+
+    @property
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def meter() -> Any:
+    """Return the memory counter of this rank: the properties `allocated` and `peak` in bytes, and a method `restart`,
+    which resets the peak. None on a CPU, unless the run is a replay with --shapes-only.
+    """
+    return replay().meter or (_DeviceMemory() if pipeline_device().type == "cuda" else None)
 
 
 def in_first_pipeline(job: SettledJob) -> bool:
@@ -140,11 +156,9 @@ _current: RankReport | None = None
 
 
 def rank_report(job: SettledJob) -> RankReport | None:
-    """Return the report of this process; None without --rank-report, and in all pipelines except the first."""
+    """Return the report of this process; None without --rank-report."""
     global _current
-    if job.args.rank_report is None or not in_first_pipeline(job):
-        return None
-    if _current is None:
+    if job.args.rank_report is not None and _current is None:
         method = job.settings.family.method(job.method)
         run = "" if job.args.fake_process_group else _run_name()
         _current = RankReport(job.args, {"run": run, "schedule": job.settings.family.name, "vocab": method.value})

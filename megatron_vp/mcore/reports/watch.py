@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
+from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars, pipeline_scalars
-from megatron_vp.mcore.reports.pipeline_trace import pipeline_trace
-from megatron_vp.mcore.reports.rank_report import RankReport, rank_report
+from megatron_vp.mcore.reports.rank_report import RankReport, in_first_pipeline, rank_report
+from megatron_vp.mcore.reports.trace_option import iterations_in
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.runtime.clocks import Pipeline
+from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule.passes import Schedule
+
+_trace: PipelineTrace | None = None
 
 
 @dataclass(frozen=True)
@@ -36,21 +41,30 @@ class Watch:
         if self.report or self.trace:
             self.recorder.finish()
         if self.report:
-            self.report.held(in_flight, logits)
-            self.report.add(self.recorder, model, schedule.microbatches)
+            self.report.add(self.recorder, model, schedule.microbatches, in_flight, logits)
         if self.trace:
             self.trace.add(self.recorder, schedule)
         if self.scalars:
             self.scalars.keep(self.recorder)
 
 
-def watch(job: SettledJob, pipeline: Callable[[], Pipeline]) -> Watch | None:
+def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None:
     """Return the watch for the next training iteration; None if nothing is recorded. Call before each iteration.
 
-    All ranks of a pipeline must call this function together. `pipeline`, which returns an interface to these ranks, is
-    called only with --pipeline-trace.
+    All ranks of a pipeline must call this function together. `pipeline`, which connects these ranks, is called only
+    with --pipeline-trace.
     """
-    report, trace, scalars = rank_report(job), pipeline_trace(job, pipeline), pipeline_scalars(job)
+    global _trace
+    args = job.args
+    asked = args.rank_report is not None or args.pipeline_trace is not None or args.log_pipeline_interval
+    if not asked or not in_first_pipeline(job):
+        return None
+    if args.pipeline_trace is not None and _trace is None:
+        place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
+        iterations = iterations_in(args.pipeline_trace_iterations)
+        _trace = PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), *place, partition_of(args))
+    report, scalars = rank_report(job), pipeline_scalars(job)
+    trace = _trace if _trace is not None and _trace.begin() else None
     if report is None and trace is None and scalars is None:
         return None
     if report:

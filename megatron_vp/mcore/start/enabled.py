@@ -146,7 +146,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     from megatron.training import arguments
 
     from megatron_vp.mcore.options.settle import settled_job
-    from megatron_vp.mcore.reports.pipeline_trace import make_trace_folder
+    from megatron_vp.mcore.reports.trace_option import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
     from megatron_vp.mcore.start.same_job import facts, require_same_job
 

@@ -260,7 +260,7 @@ def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
     """Run the program. In training, also time passes and communication if options such as --rank-report need this."""
-    watched = watch(job.settled, lambda: job.pipeline.groups) if gradients else None
+    watched = watch(job.settled, lambda: job.pipeline.groups.pipeline) if gradients else None
     with saying_host_memory(job.pipeline.host_memory):
         counted = job.pipeline.run(
             schedule,

@@ -1,8 +1,9 @@
-"""Reads and checks `--pipeline-trace-iterations`. This module does not import Megatron."""
+"""Checks `--pipeline-trace` and `--pipeline-trace-iterations`. This module does not import Megatron."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megatron_vp.errors import UserError
 
@@ -29,3 +30,14 @@ def check_trace_iterations(args: argparse.Namespace) -> None:
             f"--pipeline-trace-iterations {args.pipeline_trace_iterations} begins after the last iteration "
             f"(--train-iters {args.train_iters}): choose earlier iterations"
         )
+
+
+def make_trace_folder(args: argparse.Namespace) -> None:
+    """Create the folder that `--pipeline-trace` names. Raises UserError if the folder cannot be created."""
+    try:
+        if args.pipeline_trace is not None:
+            Path(args.pipeline_trace).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot create the --pipeline-trace folder {args.pipeline_trace} ({error.strerror}): choose another folder"
+        ) from None
