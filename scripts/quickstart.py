@@ -45,7 +45,9 @@ def measured_costs(run: RecordedRun, vocab: VocabMethod) -> StageCosts:
     """The mean seconds of every kind of pass on every rank, for one microbatch."""
     names = ("F", "B", *(("S", "T", "IF", "IB") if vocab.is_sharded else ()))
     means = {
-        name: tuple(fmean(passes.get(name, 0.0) for passes in rank.passes) / rank.microbatches for rank in run.ranks)
+        name: tuple(
+            fmean(passes.get(name, 0.0) for passes in rank.passes) / rank.microbatches[-1] for rank in run.ranks
+        )
         for name in names
     }
     return StageCosts(**means, W=(0.0,) * RANKS)
@@ -58,7 +60,7 @@ def predicted_seconds(run: RecordedRun, vocab: VocabMethod, cores: int) -> float
     cores.
     """
     costs = measured_costs(run, vocab)
-    schedule = generate("1f1b", RANKS, run.ranks[0].microbatches, vocab=vocab, costs=costs.nominal(RANKS))
+    schedule = generate("1f1b", RANKS, run.ranks[0].microbatches[-1], vocab=vocab, costs=costs.nominal(RANKS))
     timeline = simulate(schedule, costs)
     return max(timeline.makespan, sum(timeline.busy) / cores)
 

@@ -210,16 +210,6 @@ GROUPS = (
         stage=EARLY,
     ),
     PatchGroup(
-        "curves",
-        "megatron_vp.mcore.reports.tensorboard_events:PATCHES",
-        Condition(
-            "only with --tensorboard-dir, on the rank that writes TensorBoard's files",
-            lambda run: run.args.tensorboard_dir and run.args.rank == run.args.world_size - 1,
-        ),
-        "training stops when the disk that holds --tensorboard-dir is full",
-        essential=False,
-    ),
-    PatchGroup(
         "parameter groups",
         "megatron_vp.mcore.storage.parameter_groups:PATCHES",
         _given("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),

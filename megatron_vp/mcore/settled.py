@@ -59,7 +59,7 @@ class Replay:
     job: JobConfig | None = None
     """The configuration of the replayed job, before the replay changes it."""
     meter: Any = None
-    """The memory counter (see `reports.rank_report.meter`) of a replay with --shapes-only; None in other runs."""
+    """The memory counter (`replay.shapes_only`) of a replay with --shapes-only; None in other runs."""
     counts_engine: bool = False
     """Whether local layers keep the activations that Transformer Engine's layers would keep."""
 

@@ -66,31 +66,31 @@ class NativeCommunicator:
         sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
         rank = self._group.rank()
         if rank in sends:
-            receives.pop(rank).copy_(sends.pop(rank))
-        parts = [(dist.irecv, receives), (dist.isend, sends)]
+            receives[rank].copy_(sends[rank])
+        self._transfer(sends, receives)
+
+    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Start all sends and receives, which are keyed by peer, and then wait for them; skip entries for this rank."""
         batch = [
-            dist.P2POp(start, rows, group=self._group, group_peer=peer)
-            for start, by_peer in parts
-            for peer, rows in by_peer.items()
+            dist.P2POp(start, tensor, group=self._group, group_peer=peer)
+            for start, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in tensors.items()
+            if peer != self._group.rank()
         ]
         # PyTorch rejects an empty batch.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
 
 
-class MessageCommunicator:
+class MessageCommunicator(NativeCommunicator):
     """Implements `Communicator` for gloo with point-to-point messages, because gloo's own collectives send more
     messages for small tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._rank, self._size = group.rank(), group.size()
-
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """See `Communicator`."""
-        if self._rank == root:
-            self._transfer(sends=dict.fromkeys(range(self._size), tensor), receives={})
+        if self._group.rank() == root:
+            self._transfer(sends=dict.fromkeys(range(self._group.size()), tensor), receives={})
         else:
             self._transfer(sends={}, receives={root: tensor})
 
@@ -101,38 +101,18 @@ class MessageCommunicator:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """See `Communicator`; the sum is computed in rank order."""
-        parts = tensor.new_empty((self._size if self._rank == root else 0, *tensor.shape))
+        is_root = self._group.rank() == root
+        parts = tensor.new_empty((self._group.size() if is_root else 0, *tensor.shape))
         self._gather(parts, tensor, root)
-        if self._rank == root:
+        if is_root:
             torch.sum(parts, 0, out=tensor)
 
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
-    ) -> None:
-        """See `Communicator`."""
-        sends, receives = _rows_by_rank(sent, outgoing), _rows_by_rank(received, incoming)
-        if self._rank in sends:
-            receives[self._rank].copy_(sends[self._rank])
-        self._transfer(sends, receives)
-
     def _gather(self, parts: torch.Tensor, own: torch.Tensor, root: int) -> None:
-        if self._rank == root:
+        if self._group.rank() == root:
             parts[root].copy_(own)
             self._transfer(sends={}, receives=dict(enumerate(parts)))
         else:
             self._transfer(sends={root: own}, receives={})
-
-    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Start all sends and receives, which are keyed by peer, and then wait for them; skip entries for this rank."""
-        works = [
-            start(tensor, group=self._group, **{peer: rank})
-            for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
-            for rank, tensor in tensors.items()
-            if rank != self._rank
-        ]
-        for work in works:
-            assert work is not None  # `work` is None only on ranks outside the group.
-            work.wait()
 
 
 def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -16,7 +16,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_vp.errors import at_last, printable, say
@@ -61,10 +60,11 @@ class Watchdog:
 
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
-        self._progress.others = self.others
-        answer, limit = self._roll_call.answer, min(self._first_limit, self._limit)
-        threading.Thread(target=answer, args=(limit,), name="roll call", daemon=True).start()
-        _Watching(self).start()
+        global _running
+        _running, self._progress.others = self, self.others
+        limit = min(self._first_limit, self._limit)
+        threading.Thread(target=self._roll_call.answer, args=(limit,), name="roll call", daemon=True).start()
+        threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         self._looking.acquire(timeout=1)
         self._roll_call.close()
         if self._signals is not None:
-            _forget(self._signals.ours)
+            _forget(self._signals[1])
 
     def watch(self) -> None:
         """Watch the rank, and end the process if watching itself fails.
@@ -104,7 +104,7 @@ class Watchdog:
             # Outside a schedule, Megatron's own time limits apply.
             if self._told is None and (stood < limit or there[1] is None):
                 continue
-            said, others = self._progress.sentence(), ""
+            said = self._progress.sentence()
             if self._told is None:
                 others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
                 if self._told is None:
@@ -122,39 +122,29 @@ class Watchdog:
 
     def others(self) -> str:
         """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
-
-        def sleep(seconds: float) -> float:
-            # This sleep need not end at a signal, because the watchdog's thread still checks for signals.
-            time.sleep(seconds)
-            return math.inf
-
-        return self._roll_call.ask(_SECONDS_TO_ANSWER, sleep)
+        # This sleep need not end at a signal, because the watchdog's thread still checks for signals.
+        return self._roll_call.ask(_SECONDS_TO_ANSWER, lambda seconds: time.sleep(seconds) or math.inf)
 
     def _sleep(self, seconds: float) -> float:
         """Sleep, but wake up at a termination signal; return how many more seconds the process may continue."""
         if self._signals is None:
             time.sleep(seconds)
             return math.inf
-        ready, _, _ = select.select([self._signals.reader], [], [], seconds)
-        told = self._signals.ours.intersection(os.read(self._signals.reader, 64)) if ready else ()
+        reader, ours = self._signals
+        ready, _, _ = select.select([reader], [], [], seconds)
+        told = ours.intersection(os.read(reader, 64)) if ready else ()
         self._told = self._told or next(iter(told), None)
         return math.inf if self._told is None else _TOLD_SECONDS
 
 
-class _Watching(threading.Thread):
-    """Thread that runs a watchdog; `others_of_a_lost_peer` finds the watchdog through this thread."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        super().__init__(target=watchdog.watch, name="watchdog", daemon=True)
-        self.watchdog = watchdog
+_running: Watchdog | None = None
 
 
 def others_of_a_lost_peer() -> str:
     """Name the ranks that hold up the pipeline; "" without a watchdog. Used if a connection breaks while no schedule
     runs.
     """
-    watching = (thread for thread in threading.enumerate() if isinstance(thread, _Watching))
-    return next((thread.watchdog.others() for thread in watching), "")
+    return "" if _running is None else _running.others()
 
 
 def end_process(status: int, line: str | None = None) -> NoReturn:
@@ -172,18 +162,13 @@ def end_process(status: int, line: str | None = None) -> NoReturn:
         os._exit(status)
 
 
-@dataclass(frozen=True)
-class _Signals:
-    reader: int
-    """File descriptor that becomes readable when a signal arrives, even while the main thread runs backend code."""
-    ours: frozenset[int]
-    """SIGTERM and SIGHUP, except those that the process ignores (as under `nohup`) or handles elsewhere."""
+def _signals() -> tuple[int, frozenset[int]] | None:
+    """Set up the signals to watch: SIGTERM and SIGHUP, except those that the process ignores (as under `nohup`) or
+    handles elsewhere.
 
-
-def _signals() -> _Signals | None:
-    """Set up the signals to watch; return None outside the main thread, or if SIGTERM has another handler.
-
-    Megatron's --exit-signal-handler, for example, handles SIGTERM.
+    Returns them, after a file descriptor that becomes readable when one arrives, even while the main thread runs
+    backend code. Returns None outside the main thread, or if SIGTERM has another handler. Megatron's
+    --exit-signal-handler, for example, handles SIGTERM.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
@@ -197,7 +182,7 @@ def _signals() -> _Signals | None:
         signal.signal(number, lambda number, _: _write(writer, number))
     # Without this call, a forked child would write into its parent's pipe.
     os.register_at_fork(after_in_child=lambda: _forget(ours))
-    return _Signals(reader, ours)
+    return reader, ours
 
 
 def _write(writer: int, number: int) -> None:

@@ -7,10 +7,11 @@ Perfetto does not show (the run, the schedule, the clock error) is stored under 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
@@ -93,12 +94,11 @@ class RankTrace:
         return events
 
     @classmethod
-    def from_json(cls, text: str) -> RankTrace:
-        """Read a trace that `to_json` wrote.
+    def of(cls, document: Mapping[str, Any]) -> RankTrace:
+        """Read a trace from the JSON object that `to_json` wrote.
 
-        Raises ValueError, KeyError, TypeError, AttributeError or RecursionError for any other text.
+        Raises ValueError, KeyError, TypeError or AttributeError for any other object.
         """
-        document = json.loads(text)
         about = document["otherData"]
         return cls(
             run=about["run"],
@@ -133,47 +133,72 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Read the traces of all ranks of the run in `folder`, in the order of ranks.
-
-    Raises UserError if the folder does not exist, if a file is missing or is not a trace, or if the files are from
-    different runs.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give the --pipeline-trace folder of a run")
-    paths = sorted(folder.glob("rank_*.json"))
-    if not paths:
-        raise UserError(
-            f"{folder} contains no traces (rank_*.json): wait until the run has finished a traced iteration"
-        )
-    traces = sorted(map(_read, paths), key=lambda trace: trace.rank)
+    """Read the traces of all ranks of the run in `folder`, in the order of ranks. Raises UserError."""
+    traces = read_ranks(folder, RankTrace.of, "--pipeline-trace")
     for one, other in pairwise(traces):
-        if one.run != other.run:
-            raise UserError(
-                f"{folder} contains traces of different runs (ranks {one.rank} and {other.rank}): give each run an "
-                "empty --pipeline-trace folder"
-            )
         if one.microbatches != other.microbatches:
             raise UserError(
                 f"{folder} contains different iterations for rank {one.rank} ({sorted(one.microbatches)}) and rank "
                 f"{other.rank} ({sorted(other.microbatches)}): wait until the run has finished its traced iterations"
             )
-    expected = len(traces[0].placement)
-    if [trace.rank for trace in traces] != list(range(expected)):
-        raise UserError(
-            f"{folder} contains traces of ranks {[trace.rank for trace in traces]}, but the run has ranks 0 to "
-            f"{expected - 1}: put the traces of all ranks into this folder"
-        )
     return traces
 
 
-def _read(path: Path) -> RankTrace:
-    text = read_text(path, "trace", 512 * MIB)
-    try:
-        return RankTrace.from_json(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+def read_ranks(folder: Path, of: Callable[[Mapping[str, Any]], Any], option: str) -> list[Any]:
+    """Read the files of all ranks that a run wrote to `folder` with `option`, in the order of ranks.
+
+    `of` reads a rank's JSON object, and raises KeyError, TypeError, ValueError or AttributeError for a malformed one.
+    Raises UserError if a file is missing or cannot be read, or if the files are from different runs.
+    """
+    found = {}
+    paths = rank_paths(folder, option)
+    for path in paths:
+        document = read_document(path)
+        try:
+            each = of(document)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(
+                f"{path} is not a file that {option} of this version of megatron_vp writes: give a folder that "
+                f"contains only such files"
+            ) from None
+        found[each.rank] = each
+    files = [found[rank] for rank in sorted(found)]
+    for one, other in pairwise(files):
+        if any(getattr(one, name) != getattr(other, name) for name in ("run", "schedule", "vocab", "partition")):
+            raise UserError(
+                f"{folder} contains files of different runs (ranks {one.rank} and {other.rank}): give each run an "
+                f"empty {option} folder"
+            )
+    expected = len(getattr(files[0], "placement", None) or files[0].partition.vocab_rows or paths)
+    if sorted(found) != list(range(expected)) or len(paths) != expected:
         raise UserError(
-            f"{path} is not a trace written by --pipeline-trace: give a folder that contains only traces"
-        ) from None
+            f"{folder} contains {len(paths)} files, of ranks {sorted(found)}, but the run has ranks 0 to "
+            f"{expected - 1}: give a folder with one file of each rank"
+        )
+    return files
+
+
+def rank_paths(folder: Path, option: str) -> list[Path]:
+    """The paths of the ranks' files in `folder`, at least one. Raises UserError."""
+    if paths := sorted(folder.glob("rank_*.json")):
+        return paths
+    raise UserError(
+        f"{folder} contains no rank_*.json: give the {option} folder of a run that has finished an iteration"
+    )
+
+
+def read_document(path: Path) -> Mapping[str, Any]:
+    """Read the JSON object in the file of a rank. Raises UserError if there is none."""
+    try:
+        document = json.loads(read_text(path, "rank report or trace", 512 * MIB))
+        if isinstance(document, dict):
+            return document
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+    raise UserError(
+        f"{path} is neither a rank report nor a trace, or is truncated: give a folder of rank reports or traces"
+    )
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:

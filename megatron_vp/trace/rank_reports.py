@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text
 from megatron_vp.trace.partition import Partition
+from megatron_vp.trace.rank_files import read_ranks
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class RankReport:
     peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
     """
 
+    rank: int
     parameters: int
     microbatches: tuple[int, ...]
     peak_in_flight: float
@@ -54,10 +53,7 @@ class RankReport:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RankReport:
-        """Read a report from a file's JSON object.
-
-        Raises KeyError, TypeError, ValueError or AttributeError for a malformed object.
-        """
+        """Read a report from a file's JSON object."""
         iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
         passes = [
             {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}
@@ -72,6 +68,7 @@ class RankReport:
         warm = 1 if len(iterations) > 1 else 0
         peak = document["memory_bytes"].get("peak")
         return cls(
+            rank=int(document["pipeline_rank"]),
             parameters=int(document["parameters"]),
             microbatches=tuple(microbatches[warm:]),
             peak_in_flight=float(document["peak_microbatches_in_flight"]),
@@ -86,52 +83,6 @@ class RankReport:
         )
 
 
-def read_reports(folder: Path) -> tuple[RankReport, ...]:
-    """Read the reports of all pipeline ranks of the run in `folder`, in the order of ranks.
-
-    Raises UserError if the folder has no reports, reports of only some ranks, or reports of different runs.
-    """
-    paths = sorted(folder.glob("rank_*.json"))
-    if not paths:
-        raise UserError(f"{folder} contains no rank_*.json: give the --rank-report folder of a run")
-    found: dict[int, RankReport] = {}
-    for path in paths:
-        document = read_document(path)
-        if "traceEvents" in document:
-            raise UserError(
-                f"{path} is a trace written by --pipeline-trace, not a rank report: give the --rank-report folder of a "
-                "run"
-            )
-        try:
-            found[int(document["pipeline_rank"])] = RankReport.of(document)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(
-                f"{path} is not a rank report that this version of megatron_vp can read: give a folder that contains "
-                "only rank reports of this version"
-            ) from None
-    first = found[min(found)]
-    expected = len(first.partition.vocab_rows or paths)
-    if len({(each.run, each.partition, each.schedule, each.vocab) for each in found.values()}) > 1:
-        raise UserError(
-            f"{folder} contains rank reports of different runs: give each run an empty --rank-report folder"
-        )
-    if sorted(found) != list(range(expected)) or len(paths) != expected:
-        raise UserError(
-            f"{folder} contains {len(paths)} files, with reports of pipeline ranks {sorted(found)}, but the run has "
-            f"{expected} pipeline ranks: give a folder with exactly one report for each of them"
-        )
-    return tuple(found[rank] for rank in range(expected))
-
-
-def read_document(path: Path) -> Mapping[str, Any]:
-    """Read the JSON object in the file of a rank report or trace. Raises UserError if there is none."""
-    text = read_text(path, "rank report", 512 * MIB)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(
-            f"{path} is not valid JSON, or is truncated: give the folder of a run's rank reports or traces"
-        ) from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is neither a rank report nor a trace: give a folder of rank reports or traces")
-    return document
+def read_reports(folder: Path) -> list[RankReport]:
+    """Read the reports of all pipeline ranks of the run in `folder`, in the order of ranks. Raises UserError."""
+    return read_ranks(folder, RankReport.of, "--rank-report")

@@ -144,7 +144,7 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
     paths = logs if logs is not None else (_log_in(plain), _log_in(split))
     return TwoRuns(
         *(
-            RecordedRun(ranks, read_losses(log, ranks[0].log_interval))
+            RecordedRun(tuple(ranks), read_losses(log, ranks[0].log_interval))
             for ranks, log in zip(reports, paths, strict=True)
         )
     )

@@ -140,22 +140,28 @@ def fewer(folder, rank, count):
 
 
 DAMAGED = {
-    "cut off": (lambda f: cut(f, 2), "rank_2.json is not valid JSON, or is truncated"),
+    "cut off": (lambda f: cut(f, 2), "rank_2.json is neither a rank report nor a trace, or is truncated"),
     "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is neither a rank report nor a trace"),
-    "empty": (lambda f: (f / "rank_1.json").write_text("{}"), "rank_1.json is not a rank report that this version"),
+    "empty": (
+        lambda f: (f / "rank_1.json").write_text("{}"),
+        "rank_1.json is not a file that --rank-report",
+    ),
     "not a number": (
         lambda f: times(f, 1, lambda t: t.update(F=math.nan)),
-        "rank_1.json is not a rank report that this version",
+        "rank_1.json is not a file that --rank-report",
     ),
     "infinite": (
         lambda f: times(f, 3, lambda t: t.update(S=math.inf)),
-        "rank_3.json is not a rank report that this version",
+        "rank_3.json is not a file that --rank-report",
     ),
     "negative": (
         lambda f: times(f, 0, lambda t: t.update(F=-4.0)),
-        "rank_0.json is not a rank report that this version",
+        "rank_0.json is not a file that --rank-report",
     ),
-    "text": (lambda f: times(f, 0, lambda t: t.update(B="8")), "rank_0.json is not a rank report that this version"),
+    "text": (
+        lambda f: times(f, 0, lambda t: t.update(B="8")),
+        "rank_0.json is not a file that --rank-report",
+    ),
     "no forwards": (
         lambda f: times(f, 0, lambda t: t.pop("F")),
         "rank_0.json has an iteration without times of F passes",
@@ -170,11 +176,11 @@ DAMAGED = {
     ),
     "no microbatches": (
         lambda f: change(f, 1, microbatches_by_iteration=[0] * 7),
-        "rank_1.json is not a rank report that this version",
+        "rank_1.json is not a file that --rank-report",
     ),
     "counts and times": (
         lambda f: change(f, 1, microbatches_by_iteration=[5] * 6),
-        "rank_1.json is not a rank report that this version",
+        "rank_1.json is not a file that --rank-report",
     ),
     "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "not add up to the vocabulary size 131"),
     "negative rows": (
@@ -193,18 +199,18 @@ DAMAGED = {
     ),
 }
 MIXED = {
-    "runs": (lambda f: change(f, 2, run="another"), "contains rank reports of different runs"),
-    "schedules": (lambda f: change(f, 1, schedule="v-half"), "contains rank reports of different runs"),
-    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "contains rank reports of different runs"),
-    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "contains rank reports of different runs"),
+    "runs": (lambda f: change(f, 2, run="another"), "contains files of different runs"),
+    "schedules": (lambda f: change(f, 1, schedule="v-half"), "contains files of different runs"),
+    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "contains files of different runs"),
+    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "contains files of different runs"),
     "microbatches": (
         lambda f: change(f, 2, microbatches_by_iteration=[4] * 7),
         "ranks 0 and 2 recorded different numbers of microb",
     ),
-    "one rank twice": (lambda f: change(f, 3, pipeline_rank=2), r"4 files, with reports of pipeline ranks \[0, 1, 2\]"),
+    "one rank twice": (lambda f: change(f, 3, pipeline_rank=2), r"4 files, of ranks \[0, 1, 2\]"),
     "a rank is missing": (
         lambda f: (f / "rank_3.json").unlink(),
-        r"ranks \[0, 1, 2\], but the run has 4 pipeline ranks",
+        r"3 files, of ranks \[0, 1, 2\], but the run has ranks 0 to 3",
     ),
     "another length": (
         lambda f: fewer(f, 1, 3),

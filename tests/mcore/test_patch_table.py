@@ -57,7 +57,6 @@ def one_of_two_ranks(monkeypatch):
         ("--log-pipeline-interval 2", {}, {"plain schedule"}),
         ("--log-pipeline-interval 2 --vocab-parallel", {}, SHARDS),
         ("--rank-report there --vocab-parallel", {}, SHARDS),
-        ("--tensorboard-dir there", {}, {"curves"}),
         ("--override-opt_param-scheduler", {}, {"parameter groups"}),
         ("--use-checkpoint-opt-param-scheduler", {}, {"parameter groups"}),
         ("--iterations-to-skip 3 4", {}, {"chunk data"}),

@@ -160,7 +160,7 @@ def parsed(parser, words):
 
 
 def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):
-    from megatron_vp.mcore.start.same_job import OF_A_RANK, difference, is_place
+    from megatron_vp.mcore.start.same_job import OF_A_RANK, difference
 
     without, always_given = parsed(parser, []), set()
     actions = options_of(parser)
@@ -171,10 +171,10 @@ def test_every_option_of_megatron_is_compared_or_has_a_reason(parser):
         if action.dest in OF_A_RANK:
             assert own["alike"] == without["alike"]
             continue
-        if action.default is not None and is_place(action.dest, action.default):
+        said = difference([without, own, without])
+        if not said:
             always_given.add(action.dest)
             continue
-        said = difference([without, own, without])
         named = {action.dest, words[0], f"{action.dest} ({words[0]})"}
         assert said.partition(" is ")[0] in named and said.endswith("on rank 1"), said
     assert always_given == {*("memory_snapshot_path", "config_logger_dir", "one_logger_project", "app_tag_run_version")}

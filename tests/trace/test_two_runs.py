@@ -132,13 +132,24 @@ def change(name, **changes):
 
 REFUSED = {
     "no such folder": (lambda plain, split: plain.rename(plain.with_name("x")), "contains no rank_"),
-    "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"pipeline ranks \[1\]"),
-    "a trace": (change("plain", traceEvents=[]), "is a trace written by --pipeline-trace, not a rank report"),
-    "another file": (change("vp", iteration_milliseconds=None), "rank_1.json is not a rank report"),
-    "a report without iterations": (change("vp", iteration_milliseconds=[]), "rank_1.json is not a rank report"),
-    "ranks of two runs": (change("vp", run="another"), "of different runs: give each run an empty"),
-    "fewer ranks than the run had": (lambda plain, split: (split / "rank_1.json").unlink(), "has 2 pipeline ranks"),
-    "no JSON": (lambda plain, split: (plain / "rank_1.json").write_text("{"), "is not valid JSON"),
+    "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"of ranks \[1\]"),
+    "another file": (
+        change("vp", iteration_milliseconds=None),
+        "rank_1.json is not a file that --rank-report",
+    ),
+    "a report without iterations": (
+        change("vp", iteration_milliseconds=[]),
+        "rank_1.json is not a file that --rank-report",
+    ),
+    "ranks of two runs": (change("vp", run="another"), "of different runs \\(ranks 0 and 1\\): give each run an empty"),
+    "fewer ranks than the run had": (
+        lambda plain, split: (split / "rank_1.json").unlink(),
+        "has ranks 0 to 1",
+    ),
+    "no JSON": (
+        lambda plain, split: (plain / "rank_1.json").write_text("{"),
+        "or is truncated",
+    ),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
     "a loss that is no number": (
         lambda plain, split: (split / "log.txt").write_text(log_of(LOSSES | {2: "nan"})),

@@ -16,8 +16,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassKind
 from megatron_vp.trace.figures import iteration_pass_times
 from megatron_vp.trace.partition import VOCABULARY, Partition
-from megatron_vp.trace.rank_files import RankTrace, path_of, read_traces
-from megatron_vp.trace.rank_reports import RankReport, read_document, read_reports
+from megatron_vp.trace.rank_files import RankTrace, path_of, rank_paths, read_document, read_traces
+from megatron_vp.trace.rank_reports import RankReport, read_reports
 
 ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
 """Kinds of passes whose time grows with the number of vocabulary rows on the rank."""
@@ -78,12 +78,7 @@ def read_run(folder: Path) -> MeasuredRun:
     Raises UserError if files are missing, come from several runs or from a run without vocabulary shards, cover too few
     iterations, or contain impossible values.
     """
-    paths = sorted(folder.glob("rank_*.json"))
-    if not paths:
-        raise UserError(
-            f"{folder} contains no rank_*.json files: give the folder to which a run with --vocab-parallel wrote its "
-            "--rank-report or --pipeline-trace"
-        )
+    paths = rank_paths(folder, "--rank-report or --pipeline-trace")
     if "traceEvents" in read_document(paths[0]):
         return traced_run(folder, read_traces(folder))
     reports = read_reports(folder)

@@ -14,7 +14,6 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -43,13 +42,11 @@ class RankReport:
         self._iterations: deque[tuple[float, int, dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
         """Of each iteration: milliseconds, microbatches, and the milliseconds of device and host by kind of pass."""
         self._in_flight, self._logits = 0.0, 0
-        self._allocated = self._peak_allocated = 0
+        self._now = self._most = 0
 
     def begin(self) -> None:
         """Begin an iteration: reset the memory peak."""
-        if memory := meter():
-            memory.restart()
-            self._allocated = memory.allocated
+        self._now = _allocated(restart=True)[0]
 
     def add(
         self, recorder: Recorder, model: Sequence[torch.nn.Module], microbatches: int, in_flight: float, logits: int
@@ -65,8 +62,7 @@ class RankReport:
                 host[kind] = host.get(kind, 0.0) + span.issued
         self._iterations.append((recorder.milliseconds, microbatches, device, host))
         self._in_flight, self._logits = max(self._in_flight, in_flight), max(self._logits, logits)
-        if memory := meter():
-            self._peak_allocated = max(self._peak_allocated, memory.peak)
+        self._most = max(self._most, _allocated()[1])
         self._write([parameter for chunk in model for parameter in chunk.parameters()])
 
     def _write(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -99,8 +95,8 @@ class RankReport:
             "parameters": sum(parameter.nbytes for parameter in parameters),
             "gradients": sum(gradient.nbytes for gradient in gradients if gradient is not None),
         }
-        if self._peak_allocated:
-            memory |= {"allocated": self._allocated, "peak": self._peak_allocated}
+        if self._most:
+            memory |= {"allocated": self._now, "peak": self._most}
         if replay().meter is None and pipeline_device().type == "cuda":
             free, total = torch.cuda.mem_get_info()
             # What PyTorch's allocator reserved at most, and what the CUDA context, kernels, library workspaces,
@@ -110,26 +106,18 @@ class RankReport:
         return memory
 
 
-class _DeviceMemory:
-    """Reads the statistics of PyTorch's allocator for the CUDA device of this process."""
-
-    @property
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    @property
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-    def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-
-def meter() -> Any:
-    """Return the memory counter of this rank: the properties `allocated` and `peak` in bytes, and a method `restart`,
-    which resets the peak. None on a CPU, unless the run is a replay with --shapes-only.
+def _allocated(restart: bool = False) -> tuple[int, int]:
+    """Bytes that are allocated now, and the most at one time since the last `restart`; zeros on a CPU, unless the run
+    is a replay with --shapes-only.
     """
-    return replay().meter or (_DeviceMemory() if pipeline_device().type == "cuda" else None)
+    counted = replay().meter
+    if counted is None and pipeline_device().type != "cuda":
+        return 0, 0
+    if restart:
+        torch.cuda.reset_peak_memory_stats() if counted is None else counted.restart()
+    if counted is None:
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return counted.allocated, counted.peak
 
 
 def in_first_pipeline(job: SettledJob) -> bool:

@@ -67,7 +67,7 @@ def facts(
         given: the options that the run was given, by argument name.
     """
     alike = {
-        name: _place(value) if is_place(name, value) else _text(value)
+        name: _place(value) if _PLACE.search(name) else _text(value)
         for name, value in arguments.items()
         if name not in OF_A_RANK and not name.startswith("_")
     }
@@ -85,17 +85,11 @@ def facts(
     return {"alike": alike | parts | versions | ours, "given": dict(given or {})}
 
 
-def is_place(name: str, value: Any) -> bool:
-    """Whether an argument may have different values on different machines."""
-    texts = value if isinstance(value, list) else [value]
-    return _PLACE.search(name) is not None and all(isinstance(text, str | None) for text in texts)
-
-
 def _place(value: Any) -> str:
     """Return the text that ranks compare instead of the value of a place."""
-    if value is None:
-        return "not given"
-    return _text([_number(word) or "PATH" for word in value]) if isinstance(value, list) else "given"
+    if isinstance(value, list):
+        return _text([_number(word) or "PATH" for word in value])
+    return "given" if isinstance(value, str) else "not given" if value is None else _text(value)
 
 
 def _number(word: Any) -> str | None:
