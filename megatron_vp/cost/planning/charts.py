@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_vp.cost.planning.offloading import frontier
 from megatron_vp.cost.sizes.shapes import Recompute
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.planning.search import Search
+    from megatron_vp.cost.planning.search import Found, Search
 
 GIB = 2**30
 LOSSES = {
@@ -104,34 +104,73 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     return _png(figure)
 
 
+class _Dot(NamedTuple):
+    """A run: seconds, bytes of the fullest rank, the name of its colour, its description, and whether it is filled."""
+
+    seconds: float
+    memory: float
+    group: str
+    words: str
+    filled: bool = True
+
+
 def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
     """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by schedule. Slow runs are
     left out.
     """
+
+    def dot(each: Evaluation) -> _Dot:
+        plan = each.candidate.plan
+        words = f"{plan.label}, {each.candidate.method}"
+        return _Dot(each.iteration_seconds, each.peak_memory, plan.schedule, words, plan.offload_chunks > 0)
+
+    note = "; filled: activations in host memory"
+    return _scatter([*map(dot, evaluations)], [*map(dot, frontier(evaluations))], limit, title, note)
+
+
+def search_chart(search: Search, limit: float, title: str) -> bytes:
+    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by pipeline size. Slow runs
+    are left out.
+    """
+
+    def dot(each: Found) -> _Dot:
+        job, candidate = search.variants[each.variant].job, each.evaluation.candidate
+        parallel = "".join(
+            f", {name}-parallel size {size}"
+            for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
+            if size > 1
+        )
+        again = ", with recomputation" if job.recompute is not Recompute.NONE else ""
+        group = f"{job.pipeline:3d} pipeline rank{'s' * (job.pipeline > 1)}"
+        return _Dot(each.seconds, each.memory, group, f"{candidate.plan.label}, {candidate.method}{parallel}{again}")
+
+    return _scatter(
+        sorted(map(dot, search.found), key=lambda each: each.group), [*map(dot, search.frontier(limit))], limit, title
+    )
+
+
+def _scatter(runs: Sequence[_Dot], best: Sequence[_Dot], limit: float, title: str, note: str = "") -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
     _entitle(figure, title)
-    best = frontier(evaluations)
-    longest = max(1.05 * best[-1].iteration_seconds, 1.1 * best[0].iteration_seconds)
-    shown = [each for each in evaluations if each.iteration_seconds <= longest]
-    names = list(dict.fromkeys(each.candidate.plan.schedule for each in shown))
-    for place, name in enumerate(names):
-        own = [each for each in shown if each.candidate.plan.schedule == name]
-        colour = PIPELINES[place % len(PIPELINES)]
+    longest = max(1.05 * best[-1].seconds, 1.1 * best[0].seconds)
+    shown = [each for each in runs if each.seconds <= longest]
+    for place, name in enumerate(dict.fromkeys(each.group for each in shown)):
+        own, colour = [each for each in shown if each.group == name], PIPELINES[place % len(PIPELINES)]
         axes.scatter(
-            [each.peak_memory / GIB for each in own],
-            [each.iteration_seconds for each in own],
+            [each.memory / GIB for each in own],
+            [each.seconds for each in own],
             s=22,
             marker="os^"[place // len(PIPELINES) % 3],
             edgecolors=colour,
-            facecolors=[colour if each.candidate.plan.offload_chunks else "none" for each in own],
-            label=name,
+            facecolors=[colour if each.filled else "none" for each in own],
+            label=name.strip(),
         )
     axes.plot(
-        [each.peak_memory / GIB for each in best],
-        [each.iteration_seconds for each in best],
+        [each.memory / GIB for each in best],
+        [each.seconds for each in best],
         drawstyle="steps-post",
         color="#555555",
         linewidth=1,
@@ -139,76 +178,17 @@ def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> b
         zorder=1,
     )
     for each in best:
-        axes.annotate(
-            f"{each.candidate.plan.label}, {each.candidate.method}",
-            (each.peak_memory / GIB, each.iteration_seconds),
-            xytext=(4, -7),
-            textcoords="offset points",
-            fontsize=5,
-        )
-    most = 1.1 * max(each.peak_memory for each in shown) / GIB
+        at = each.memory / GIB, each.seconds
+        axes.annotate(each.words, at, xytext=(4, -7), textcoords="offset points", fontsize=5)
+    most = 1.2 * max(each.memory for each in shown) / GIB
     line = _limit(axes, limit) if limit / GIB < most else ""
     axes.set_xlim(0, most)
-    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}; filled: activations in host memory")
+    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}{note}")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 
 
 PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "#EDC948", "#76B7B2")
-
-
-def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by pipeline size. Slow runs
-    are left out.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    axes = figure.subplots()
-    _entitle(figure, title)
-    frontier = search.frontier(limit)
-    longest = max(1.05 * frontier[-1].seconds, 1.1 * frontier[0].seconds)
-    shown = [each for each in search.found if each.seconds <= longest]
-    ranks = sorted({search.variants[each.variant].job.pipeline for each in shown})
-    for place, count in enumerate(ranks):
-        own = [each for each in shown if search.variants[each.variant].job.pipeline == count]
-        axes.scatter(
-            [each.memory / GIB for each in own],
-            [each.seconds for each in own],
-            s=12,
-            color=PIPELINES[place % len(PIPELINES)],
-            label=f"{count} pipeline rank{'s' * (count > 1)}",
-        )
-    axes.plot(
-        [each.memory / GIB for each in frontier],
-        [each.seconds for each in frontier],
-        drawstyle="steps-post",
-        color="#555555",
-        linewidth=1,
-        label="frontier",
-        zorder=1,
-    )
-    for each in frontier:
-        job, plan = search.variants[each.variant].job, each.evaluation.candidate.plan
-        parallel = "".join(
-            f", {name}-parallel size {size}"
-            for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
-            if size > 1
-        )
-        again = ", with recomputation" if job.recompute is not Recompute.NONE else ""
-        axes.annotate(
-            f"{plan.label}, {each.evaluation.candidate.method}{parallel}{again}",
-            (each.memory / GIB, each.seconds),
-            xytext=(4, -7),
-            textcoords="offset points",
-            fontsize=5,
-        )
-    most = 1.2 * max(each.memory for each in shown) / GIB
-    line = _limit(axes, limit) if limit / GIB < most else ""
-    axes.set_xlim(0, most)
-    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}")
-    axes.set_ylabel("seconds per iteration")
-    return _png(figure)
 
 
 def _figure(height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
