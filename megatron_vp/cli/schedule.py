@@ -131,14 +131,25 @@ def schedule(
 
     Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
-    from megatron_vp.schedule import PassCosts, ScheduleError, simulate, validate
+    from megatron_vp.schedule import PassCosts, ScheduleError, family, generate, simulate, validate
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule.flex import microbatches_of_limit
+    from megatron_vp.schedule.placed_copies import check_offloaded
+    from megatron_vp.schedule.request import chunks_to_offload
+    from megatron_vp.schedule.validate import check_memory
 
     output_format = format_for(asked_format, output, Format)
     if compare is not None and output_format is not Format.HTML:
         raise UserError(f"--compare {compare} needs a web page as output: add --format html, or -o FILE.html")
     costs = PassCosts.parse(cost)
+
+    def timed(found: Schedule, check: bool) -> Timeline:
+        """Simulate what is shown of a schedule; with `check`, prove it, too."""
+        if check:
+            validate(found, costs)
+        shown = forward_schedule(found, costs) if evaluation else found
+        return validate(shown, costs) if check and evaluation else simulate(shown, costs)
+
     try:
         if source is not None:
             given = {
@@ -154,39 +165,52 @@ def schedule(
             if clash:
                 raise UserError(f"--from {source} already sets the whole schedule; leave out {', '.join(clash)}")
             found = _read(source)
-            if evaluation:
-                validate(found, costs)
-            timeline = validate(forward_schedule(found, costs) if evaluation else found, costs)
+            shown = [timed(found, check=True)]
         else:
+            if name is None or pipeline_size is None or microbatches is None:
+                raise UserError(
+                    "NAME, -p or -m is missing: give -p RANKS, -m MICROBATCHES and NAME, which is one of "
+                    f"{', '.join(FAMILIES)}; or give --from FILE"
+                )
             with progress_bar() as bar:
                 bar.add_task("generating and simulating", total=None)
                 limit = None if activation_limit is None else microbatches_of_limit(activation_limit)
-                found = _generate(
-                    name, pipeline_size, microbatches, vocab, vocab_ranks, chunks, offload_chunks, limit, costs
+                holders = None if vocab_ranks is None else _ranks(vocab_ranks)
+                offloaded = chunks_to_offload(offload_chunks, family(name).chunks_of(chunks))
+                found = generate(
+                    name,
+                    pipeline_size,
+                    microbatches,
+                    vocab=vocab,
+                    chunks=chunks,
+                    costs=costs,
+                    vocab_ranks=holders,
+                    offload_chunks=offloaded,
+                    activation_limit=limit,
                 )
-                timeline = simulate(forward_schedule(found, costs) if evaluation else found, costs)
-        shown = [timeline] if compare is None else [timeline, _compared(compare, found, costs, evaluation)]
+                if offloaded:
+                    check_offloaded(found)
+                check_memory(found, family(name).promises(found) if limit is None else [limit] * pipeline_size)
+                shown = [timed(found, check=False)]
+        if compare is not None:
+            second = Path(compare).is_file()
+            shown.append(timed(_read(Path(compare)) if second else _compared(compare, found, costs), check=second))
     except ScheduleError as error:
         raise UserError(str(error).splitlines()[0]) from error
     window = _window(from_time, until, output_format, max(each.makespan for each in shown))
     write(_render(shown, output_format, costs, window), output)
 
 
-def _compared(words: str, first: Schedule, costs: PassCosts, evaluation: bool) -> Timeline:
-    """Simulate the schedule that `--compare` names: a file, or a schedule to generate with the sizes of `first`."""
-    from megatron_vp.schedule import evaluation as forward_schedule
-    from megatron_vp.schedule import family, generate, simulate, validate
+def _compared(words: str, first: Schedule, costs: PassCosts) -> Schedule:
+    """Generate the schedule that `--compare` names, with the sizes of `first`."""
+    from megatron_vp.schedule import family, generate
     from megatron_vp.schedule.passes import VocabMethod
 
-    if Path(words).is_file():
-        second = _read(Path(words))
-        validate(second, costs)
-    else:
-        name, _, vocab = words.partition(":")
-        alike = VocabMethod.VOCAB_2 if first.vocab is VocabMethod.INTERLACED else first.vocab
-        method = vocab or family(name).method(alike)
-        second = generate(name, first.pipeline_size, first.microbatches, vocab=method, costs=costs)
-    return simulate(forward_schedule(second, costs) if evaluation else second, costs)
+    name, _, vocab = words.partition(":")
+    alike = VocabMethod.VOCAB_2 if first.vocab is VocabMethod.INTERLACED else first.vocab
+    return generate(
+        name, first.pipeline_size, first.microbatches, vocab=vocab or family(name).method(alike), costs=costs
+    )
 
 
 def _window(
@@ -208,48 +232,6 @@ def _window(
     return start, min(end, makespan)
 
 
-def _generate(
-    name: str | None,
-    pipeline_size: int | None,
-    microbatches: int | None,
-    vocab: str,
-    vocab_ranks: str | None,
-    chunks: int | None,
-    offload_chunks: str,
-    limit: float | None,
-    costs: PassCosts,
-) -> Schedule:
-    from megatron_vp.schedule import family, generate
-    from megatron_vp.schedule.placed_copies import check_offloaded
-    from megatron_vp.schedule.request import chunks_to_offload
-    from megatron_vp.schedule.validate import check_memory
-
-    if name is None or pipeline_size is None or microbatches is None:
-        raise UserError(
-            "NAME, -p or -m is missing: give -p RANKS, -m MICROBATCHES and NAME, which is one of "
-            f"{', '.join(FAMILIES)}; or give --from FILE"
-        )
-    holders = None if vocab_ranks is None else _ranks(vocab_ranks)
-    offloaded = chunks_to_offload(offload_chunks, family(name).chunks_of(chunks))
-    found = generate(
-        name,
-        pipeline_size,
-        microbatches,
-        vocab=vocab,
-        chunks=chunks,
-        costs=costs,
-        vocab_ranks=holders,
-        offload_chunks=offloaded,
-        activation_limit=limit,
-    )
-    if offloaded:
-        check_offloaded(found)
-    sizes, promise = (found.chunks, found.microbatches, found.vocab), family(name).promised_peak
-    promised = [promise(pipeline_size, rank, *sizes) / found.chunks for rank in range(pipeline_size)]
-    check_memory(found, promised if limit is None else [limit] * pipeline_size)
-    return found
-
-
 def _ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -258,14 +240,9 @@ def _ranks(text: str) -> list[int]:
 
 
 def _read(source: Path) -> Schedule:
-    from megatron_vp.files import MIB, read_text
-    from megatron_vp.schedule import from_text
+    from megatron_vp.schedule.families import schedule_of_text, text_of_file
 
-    text = read_text(source, "schedule file", 512 * MIB)
-    try:
-        return from_text(text)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+    return schedule_of_text(str(source), text_of_file(str(source)))
 
 
 def _render(

@@ -201,12 +201,17 @@ def text_of_file(path: str) -> str:
     return read_text(Path(path), "schedule file", 512 * MIB)
 
 
-def family_of_text(path: str, text: str) -> Family:
-    """Return the `Family` of the schedule in `text`. Raises UserError if the schedule is malformed or cannot run."""
+def schedule_of_text(path: str, text: str) -> Schedule:
+    """Read a schedule from the text of the file `path`. Raises UserError that names the file."""
     try:
-        schedule = replace(from_text(text), name=path)
+        return from_text(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def family_of_text(path: str, text: str) -> Family:
+    """Return the `Family` of the schedule in `text`. Raises UserError if the schedule is malformed or cannot run."""
+    schedule = replace(schedule_of_text(path, text), name=path)
     try:
         check_reading(lower(schedule))
     except ScheduleError as error:

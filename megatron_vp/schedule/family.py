@@ -126,6 +126,12 @@ class Family:
             peak += method.barriers * chunks
         return min(peak, microbatches * chunks)
 
+    def promises(self, schedule: Schedule) -> list[float]:
+        """The largest memory of each rank of `schedule`, in units of one microbatch's activations on the rank."""
+        sizes = schedule.chunks, schedule.microbatches, schedule.vocab
+        ranks = range(schedule.pipeline_size)
+        return [self.promised_peak(len(ranks), rank, *sizes) / schedule.chunks for rank in ranks]
+
     def at_most(self, microbatches: int) -> int:
         """The smaller of `microbatches` and, for a schedule from a file, the number of microbatches in the file."""
         return microbatches if self.fixed is None else min(microbatches, self.fixed.microbatches)

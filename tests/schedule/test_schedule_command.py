@@ -234,7 +234,7 @@ def test_bad_input_is_one_line(arguments, words):
 
 
 def test_a_bad_destination_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr("megatron_vp.cli.schedule._generate", None)
+    monkeypatch.setattr("megatron_vp.schedule.generate", None)
     result = run(*FAMILY, "-o", "/no/such/folder/file")
     assert isinstance(result.exception, UserError)
 
