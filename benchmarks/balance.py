@@ -26,7 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from megatron_vp.cost.balance.balanced import balanced, least_passes
+from least_passes import least_passes
+
+from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers

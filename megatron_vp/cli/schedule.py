@@ -196,7 +196,7 @@ def schedule(
             second = Path(compare).is_file()
             shown.append(timed(_read(Path(compare)) if second else _compared(compare, found, costs), check=second))
     except ScheduleError as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(str(error)) from error
     window = _window(from_time, until, output_format, max(each.makespan for each in shown))
     write(_render(shown, output_format, costs, window), output)
 

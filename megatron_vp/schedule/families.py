@@ -215,7 +215,7 @@ def family_of_text(path: str, text: str) -> Family:
     try:
         check_reading(lower(schedule))
     except ScheduleError as error:
-        raise UserError(f"the schedule in {path} cannot run: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the schedule in {path} cannot run: {error}") from None
     placement = schedule.placement
     return Family(
         path,

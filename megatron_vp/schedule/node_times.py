@@ -78,28 +78,14 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
             if not waits[successor]:
                 heappush(ready, (start[successor], successor))
     if len(done) < len(waits):
-        raise ScheduleError(_deadlock_message(graph, orders, set(done)))
+        raise ScheduleError(f"deadlock: {_circle(graph, orders, set(done))}")
     return NodeTimes(start, end, done)
 
 
-def _deadlock_message(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
-    """Describe a deadlock: first a line with steps that wait for each other, then one line per stuck rank."""
-    heads = {}
-    around = []
-    for rank, order in enumerate(orders):
-        place = next((k for k, number in enumerate(order) if number not in done), None)
-        if place is None:
-            continue
-        heads[rank] = order[place]
-        missing = [str(graph.nodes[before]) for before in graph.predecessors[order[place]] if before not in done]
-        window = [str(graph.step(number).action) for number in order[max(0, place - 4) : place + 5]]
-        window[min(4, place)] = f">{window[min(4, place)]}<"
-        around.append(f"  rank {rank}: ... {' '.join(window)} ...   waits for {', '.join(missing) or 'nothing'}")
-    return "\n".join([f"deadlock: {_circle(graph, orders, done, heads)}", *around])
-
-
-def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads: dict[int, int]) -> str:
+def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
+    """Describe some steps that wait for each other in a circle."""
     listed = {number for order in orders for number in order}
+    heads = [next((number for number in order if number not in done), -1) for order in orders]
 
     def awaited(number: int) -> int:
         """A step that has not run and that this node waits for, directly or through operations."""
@@ -107,7 +93,7 @@ def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int], heads
         return number if number in listed else awaited(number)
 
     waits: dict[int, str] = {}
-    head = next(iter(heads.values()))
+    head = next(number for number in heads if number >= 0)
     while head not in waits:
         step = awaited(head)
         following = heads[graph.step(step).rank]

@@ -14,7 +14,7 @@ from megatron_vp.schedule.placement import Placement
 
 
 class ScheduleError(ValueError):
-    """Raised for a schedule or program that cannot run; the first line of its message states the error."""
+    """Raised for a schedule or program that cannot run."""
 
 
 class VocabMethod(StrEnum):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.instructions import Instruction, Post, Program, Wait
+from megatron_vp.schedule.instructions import Post, Program, Wait
 from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError
@@ -35,15 +36,8 @@ def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
                 step = schedule.ranks[rank][place]
                 raise ScheduleError(
                     f"rank {rank} holds activations of {level:g} microbatches at {step}, "
-                    f"more than its bound of {bound:g}\n" + around(rank, schedule.ranks[rank], place)
+                    f"more than its bound of {bound:g}"
                 )
-
-
-def around(rank: int, steps: Sequence[object], place: int) -> str:
-    """Format a rank's steps around `place` on one line, and mark the step at `place` as `>step<`."""
-    first = max(0, place - 6)
-    shown = [f">{step}<" if first + k == place else str(step) for k, step in enumerate(steps[first : place + 7])]
-    return f"  rank {rank}: {'... ' if first else ''}{' '.join(shown)}{' ...' if place + 7 < len(steps) else ''}"
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
@@ -75,8 +69,7 @@ def validate_programs(programs: Sequence[Program]) -> None:
     stuck = [rank for rank in range(ranks) if places[rank] < len(programs[rank].instructions)]
     if stuck:
         named = ", ".join(f"rank {rank} at {programs[rank].instructions[places[rank]]}" for rank in stuck)
-        lines = [around(rank, programs[rank].instructions, places[rank]) for rank in stuck]
-        raise ScheduleError("\n".join([f"deadlock: ranks wait for each other: {named}", *lines]))
+        raise ScheduleError(f"deadlock: ranks wait for each other: {named}")
 
 
 def _check_posts(programs: Sequence[Program]) -> None:
@@ -84,34 +77,28 @@ def _check_posts(programs: Sequence[Program]) -> None:
     they have posted.
     """
     vocab_members = programs[0].vocab_members
-    sequences: dict[str, dict[int, list[tuple[int, Operation]]]] = defaultdict(lambda: defaultdict(list))
+    sequences: dict[str, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for program in programs:
         mine: set[Operation] = set()
-        for place, instruction in enumerate(program.instructions):
+        for instruction in program.instructions:
             if isinstance(instruction, Post):
                 operation = instruction.operation
                 if program.rank not in operation.members(vocab_members):
-                    raise _error(program, place, f"posts {operation}, but is not one of its members")
+                    raise ScheduleError(f"rank {program.rank} posts {operation}, but is not one of its members")
                 if operation in mine:
-                    raise _error(program, place, f"posts {operation} twice")
+                    raise ScheduleError(f"rank {program.rank} posts {operation} twice")
                 mine.add(operation)
-                sequences[operation.lane][program.rank].append((place, operation))
+                sequences[operation.lane][program.rank].append(operation)
             elif isinstance(instruction, Wait) and instruction.operation not in mine:
-                raise _error(program, place, f"waits for {instruction.operation}, which it has not posted")
+                raise ScheduleError(f"rank {program.rank} waits for {instruction.operation}, which it has not posted")
     for by_rank in sequences.values():
-        some = next(iter(by_rank.values()))[0][1]
-        ranks = some.members(vocab_members)
+        ranks = next(iter(by_rank.values()))[0].members(vocab_members)
         longest = max(ranks, key=lambda rank: len(by_rank[rank]))
         for rank in ranks:
-            for position, (place, operation) in enumerate(by_rank[longest]):
-                posted = by_rank[rank][position : position + 1]
-                if not posted:
-                    raise _error(programs[longest], place, f"posts {operation}, which rank {rank} never posts")
-                if posted[0][1] != operation:
-                    message = f"posts {posted[0][1]}, but rank {longest} posts {operation} at the same place"
-                    raise _error(programs[rank], posted[0][0], message)
-
-
-def _error(program: Program, place: int, words: str) -> ScheduleError:
-    instructions: Sequence[Instruction] = program.instructions
-    return ScheduleError(f"rank {program.rank} {words}\n{around(program.rank, instructions, place)}")
+            for operation, other in zip_longest(by_rank[longest], by_rank[rank]):
+                if other is None:
+                    raise ScheduleError(f"rank {longest} posts {operation}, which rank {rank} never posts")
+                if other != operation:
+                    raise ScheduleError(
+                        f"rank {rank} posts {other}, but rank {longest} posts {operation} at the same place"
+                    )

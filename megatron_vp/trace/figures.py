@@ -69,7 +69,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
         costs = mean_costs(traces)
         predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
     except ValueError as error:
-        raise UserError(f"the traced passes do not form a valid schedule: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the traced passes do not form a valid schedule: {error}") from None
     return Figures(
         iterations=iterations,
         ranks=tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces),

@@ -1,7 +1,9 @@
 """Test the joint choice of rows and layers: water filling against brute force, and limits that the choice respects."""
 
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,6 @@ from megatron_vp.cost.balance.balanced import (
     _Search,
     _search,
     balanced,
-    least_passes,
     most_rows,
     unit_of_rows,
 )
@@ -26,6 +27,10 @@ from megatron_vp.cost.sizes.layouts import spread_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement, VocabMethod
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from least_passes import least_passes
 
 H100 = find_hardware("h100")
 ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)

@@ -1,14 +1,16 @@
 """Test hybrid models: letters add up to the layers of a GPT model, and finer cuts are never worse than whole layers."""
 
+import sys
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced, least_passes
-from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, loads_of, unit_length
+from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced
+from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning.candidates import candidates
@@ -24,6 +26,10 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Placement, VocabMethod
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from least_passes import least_passes, loads_of
 
 H100 = find_hardware("h100")
 ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)

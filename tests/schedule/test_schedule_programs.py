@@ -363,8 +363,8 @@ def swap(first, second):
         (lambda order: order.append(Pass.parse("B0")), "repeats B0"),
         (lambda order: order.append(Pass.parse("F9")), "must not list F9"),
         (lambda order: order.__setitem__(0, Pass.parse("F0.1")), r"lacks IF0 and must not list F0\.1"),
-        (swap("F1", "B1"), r"deadlock(.|\n)*>B1<"),
-        (swap("S0", "T0"), r"deadlock(.|\n)*>T0<"),
+        (swap("F1", "B1"), "deadlock: .*B1 on rank 1 waits"),
+        (swap("S0", "T0"), "deadlock: .*T0 on rank 1 waits"),
     ],
 )
 def test_a_broken_schedule_is_refused_where_it_breaks(edit, words):
@@ -378,20 +378,17 @@ def test_a_deadlock_across_ranks_names_what_each_rank_waits_for():
     schedule = edited(generate("1f1b", 2, 2), 0, swap("F1", "B1"))
     with pytest.raises(ScheduleError) as caught:
         simulate(schedule)
-    first, *around = str(caught.value).splitlines()
-    assert first == (
+    assert str(caught.value) == (
         "deadlock: B1 on rank 0 waits for B1 on rank 1, which comes after F1; "
         "F1 on rank 1 waits for F1 on rank 0, which comes after B1"
     )
-    assert around[0].endswith("waits for gradient:1[1>0]")
-    assert around[1].endswith("waits for activation:1[0>1]")
 
 
 def test_a_long_circle_is_cut_short():
     schedule = edited(generate("interleaved", 6, 6), 0, swap("F0", "F0.1"))
     with pytest.raises(ScheduleError) as caught:
         simulate(schedule)
-    circle = str(caught.value).splitlines()[0]
+    circle = str(caught.value)
     assert circle.startswith("deadlock: F0.1 on rank 0 waits for F0 on rank 5; F0 on rank 5 waits for F0 on rank 4; ")
     assert circle.count(" waits for ") == 4 and circle.endswith("; ...")
 
@@ -412,7 +409,7 @@ def test_a_rank_too_few_is_refused():
 
 def test_a_passed_memory_bound_is_refused_at_its_step():
     with pytest.raises(
-        ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2, more than its bound of 2(.|\n)*>F2<"
+        ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2, more than its bound of 2$"
     ):
         validate(generate("1f1b", 3, 5), memory_bound=[2, 2, 1])
 
@@ -470,7 +467,7 @@ def test_a_broken_program_is_refused_where_it_breaks(edit, words):
 def test_programs_that_wait_for_each_other_are_refused():
     programs = lower(generate("1f1b", 3, 1, vocab="vocab-2"))
     late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
-    with pytest.raises(ScheduleError, match=r"rank 2 at \+activation:0\[1>2\](.|\n)*>\+activation:0\[1>2\]<"):
+    with pytest.raises(ScheduleError, match=r"rank 2 at \+activation:0\[1>2\]"):
         validate_programs(late)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
-from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, loads_of, pattern_choices
+from megatron_vp.cost.balance.pattern_cuts import pattern_choices
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -28,7 +28,7 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Placement, Schedule, VocabMethod, family
+from megatron_vp.schedule import Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -303,29 +303,6 @@ class _Search:
 def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None) -> _Search:
     """Return a cached `_Search`, because `balanced` is often called after `choices` with the same plan."""
     return _Search(job, plan, hardware, constants, memory_limit)
-
-
-def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
-    """Lower bound in seconds on the time of 1F1B's passes, with the best split of layers and rows over equally fast
-    ranks.
-
-    The model has L layers on p pipeline ranks, and its vocabulary passes would take as long as k layers if one rank
-    held all rows. Per microbatch, the busiest rank needs at least the time of max(ceil(L / p), (L + k) / p) layers.
-    Filling and draining the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest
-    stage in the most even cut replaces ceil(L / p).
-    """
-    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
-    layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
-    layer = sum(times.layer()) + 2 * communication.layer_traffic()
-    largest, total = -(-layers // p) * layer, layers * layer
-    if job.model.pattern:
-        letters, placement = letter_seconds(times), Placement.linear(p)
-        cut, total = even_cut(letters, placement), sum(letters)
-        largest = 0.0 if cut is None else max(loads_of(letters, placement, cut))
-    vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
-    busiest = max(largest, (total + vocabulary) / p) + gaps
-    hops = 2 * communication.message(0, 1, communication.hidden_bytes)
-    return job.microbatches * busiest + (p - 1) * (total / p + gaps + hops)
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

@@ -68,14 +68,6 @@ def even_cut(
     return tuple(end - start for start, end in pairwise(found))
 
 
-def loads_of(work: Sequence[float], placement: Placement, cut: Sequence[int]) -> list[float]:
-    """Work of every rank if stage s gets `cut[s]` letters of the pattern."""
-    loads, sums = [0.0] * placement.ranks, [0.0, *accumulate(work)]
-    for stage, (start, end) in enumerate(pairwise(accumulate(cut, initial=0))):
-        loads[placement.rank_of(stage)] += sums[end] - sums[start]
-    return loads
-
-
 class _Cuts:
     """Finds cuts of one pattern. Here, a cut lists positions in the pattern: 0, followed by the end of each stage."""
 
