@@ -29,7 +29,7 @@ MEGATRON_ROOMS = {
     "training": {"model", "reports"},
     "options": {"platform", "storage", "model", "reports"},
     "start": {"platform", "storage", "reports", "options"},
-    "replay": {"platform", "reports", "options", "start"},
+    "replay": {"platform", "reports", "options", "start", "storage"},
 }
 COST_ROOMS = {
     "hardware": set(),

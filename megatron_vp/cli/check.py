@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -44,6 +45,12 @@ def check(
             "checked.",
         ),
     ] = None,
+    iteration: Annotated[
+        bool,
+        typer.Option(
+            "--iteration", help="Also run an iteration of both ranks on fake tensors, as `replay --shapes-only` does."
+        ),
+    ] = False,
     output: Annotated[
         Literal["text", "json"],
         typer.Option(
@@ -53,11 +60,12 @@ def check(
         ),
     ] = "text",
 ) -> None:
-    """Run the checks that a training job makes at startup, without starting the job.
+    """Rehearse the start of a training job in one process, without connecting to anything.
 
-    CONFIG and FLAGS are the job's training arguments. The command checks them, and reads the tokenizer, the dataset
-    indices and the metadata of the checkpoint to load. With --ranks-per-node it also checks this machine: its GPUs, its
-    network interface and the disk space for checkpoints.
+    CONFIG and FLAGS are the job's training arguments. The command runs what rank 0 and the last rank run until their
+    first iteration: it builds the tokenizer, the loggers, the model and the optimizer on fake tensors, opens the
+    datasets, and reads the metadata of the checkpoint to load. It leaves nothing behind. With --ranks-per-node it also
+    checks this machine: its GPUs, its network interface and the disk space for checkpoints.
 
     On a login node, describe the job's nodes with --nodes.
 
@@ -65,12 +73,16 @@ def check(
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel --nodes "te=2.17.1,apex=no"
     """
+    from megatron_vp.mcore.replay.rehearsed import rehearse
     from megatron_vp.mcore.start import preflight
 
-    here = ranks_per_node is not None
+    here, own_script = ranks_per_node is not None, script is not None
+    start = partial(rehearse, own_script=own_script, iteration=iteration)
     with preflight.without_compilers():
         words = arguments(*files_and_flags(job, overlays))
-        checked = preflight.check_job(words, ranks, here=here, nodes=nodes, files=True, own_script=script is not None)
+        checked = preflight.check_job(
+            words, ranks, here=here, nodes=nodes, files=True, own_script=own_script, rehearse=start
+        )
     if ranks_per_node is not None:
         preflight.check_node(checked.args, ranks_per_node)
         if output == "text":

@@ -59,15 +59,38 @@ def one_line_errors() -> Iterator[None]:
         if (refused and not _connected()) or (status == 2 and isinstance(error, Exception)):
             if not isinstance(error, _INPUT_ERRORS):
                 at_last(partial(sys.excepthook, type(error), error, error.__traceback__))
-            said = printable(str(error)) or traceback.extract_tb(error.__traceback__)[-1].line
-            paths = "; check the paths of this job" if refused else ""
-            refuse(f"{refused or f'{type(error).__name__}: {said}'} (in {_place(error)}){paths}", status)
+            refuse(line_of(error), status)
         if status == 1 and not _connected():
             raise
         try:
             _report(error)
         finally:
             _exit(status)
+
+
+@contextmanager
+def as_one_line() -> Iterator[None]:
+    """Raise UserError in place of any error of a job's start, with the line that the start would print."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UserError(line_of(error)) from error
+
+
+def line_of(error: BaseException) -> str:
+    """Describe an error of a start in one line, with the function that raised it."""
+    refused = storage_failure(error)
+    said = printable(str(error)) or traceback.extract_tb(error.__traceback__)[-1].line
+    paths = "; check the paths of this job" if refused else ""
+    return f"{refused or f'{type(error).__name__}: {said}'} (in {_place(error)}){paths}"
+
+
+def is_raised_on_purpose(error: BaseException) -> bool:
+    """Whether a library raised an error to reject its input, rather than by accident."""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return isinstance(error, _INPUT_ERRORS) or line.startswith("raise ")
 
 
 def _before_training(error: BaseException) -> bool:
@@ -305,6 +328,8 @@ def patch_megatron(argv: list[str]) -> None:
         argv[:] = [word for word in argv if word != CPU]
         os.environ["MEGATRON_VP_CPU"] = "1"
     prepare_environment(cpu)
+    # Without a network, each rank would try for a minute to look up a tokenizer's name on the Hugging Face Hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     quiet_fallback_warnings()
     if cpu:
         installed.hide_what_needs_a_gpu()

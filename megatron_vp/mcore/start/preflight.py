@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ def check_job(
     nodes: str | None = None,
     files: bool = False,
     own_script: bool = False,
+    rehearse: Callable[[SettledJob], Sequence[str]] | None = None,
 ) -> SettledJob:
     """Parse and validate a job's arguments as its `ranks` processes would, and return the job. Nothing is started.
 
@@ -44,9 +46,9 @@ def check_job(
     "te=2.17.1,apex=no", describes the GPU nodes for which arguments are checked. Without it, they are checked for this
     machine's GPUs. On a machine without GPUs, the check assumes typical GPU nodes if Transformer Engine is installed,
     or if the job asks for Transformer Engine's layers or for NCCL. Otherwise, it assumes CPUs. `here` or --cpu forces a
-    check for this machine. With `files`, the files that the job reads and writes are checked as well. With
-    `own_script`, unknown options are accepted, because they may belong to the user's script. Raises UserError for
-    anything that the job would refuse at startup.
+    check for this machine. With `files`, the files that the job reads and writes are checked as well. `rehearse` starts
+    the settled job, and returns warnings. With `own_script`, unknown options are accepted, because they may belong to
+    the user's script. Raises UserError for anything that the job would refuse at startup.
     """
     with (
         one_line_for_paths(),
@@ -70,6 +72,8 @@ def check_job(
             refuse_no_data(args)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
+        if rehearse is not None:
+            job = replace(job, warnings=(*job.warnings, *rehearse(job)))
         return job
 
 

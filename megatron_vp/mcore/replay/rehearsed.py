@@ -1,0 +1,292 @@
+"""Rehearses the start of a job in one process: `megatron-vp check` runs what a rank runs until its first iteration.
+
+The script's own `main` runs with PyTorch's fake process group, and with fake tensors instead of the model's weights. It
+builds the tokenizer, the loggers, the model, the optimizer and the datasets with Megatron's own constructors, so a job
+that dies in one of them is refused with the same words here. Three things differ from a start. Outputs go to a
+temporary folder. Datasets are opened, but their sample indices, which can take minutes and are written to a cache, are
+not built. No checkpoint is loaded: `storage.checkpoint_check` checks it instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+
+from megatron_vp.errors import UserError
+from megatron_vp.jobs.shipped import TRAINING_SCRIPT
+from megatron_vp.mcore import patch_table, patches
+from megatron_vp.mcore.platform import installed
+from megatron_vp.mcore.platform.flags import switch_off_what_needs_a_gpu, uses_cpu
+from megatron_vp.mcore.platform.installed import Installed
+from megatron_vp.mcore.replay import one_rank, shapes_only
+from megatron_vp.mcore.settled import SettledJob, current, settle
+from megatron_vp.mcore.start.launch import as_one_line, is_raised_on_purpose, line_of
+from megatron_vp.mcore.storage.checkpoint_files import check_writable
+
+_OUTPUTS = (
+    *("save", "tensorboard_dir", "wandb_save_dir", "rank_report", "pipeline_trace", "config_logger_dir"),
+    *("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "logits_save_dir"),
+    *("moe_routing_trace_path", "rl_profile_dir", "result_rejected_tracker_filename"),
+)
+"""Arguments that name a file or folder which a start may write."""
+
+_CHANGES = {
+    "fake_process_group": True,
+    "use_gloo_process_groups": False,
+    "check_for_nan_in_loss_and_grad": False,
+    **dict.fromkeys(("load", "pretrained_checkpoint", "ckpt_convert_format", "dump_param_to_param_group_map"), None),
+    **dict.fromkeys(("async_save", "moe_use_upcycling", "log_progress"), False),
+    **dict.fromkeys(("exit_signal_handler", "exit_signal_handler_for_training"), False),
+    "num_workers": 0,
+}
+"""Arguments that a rehearsal changes: it has no peers, loads no checkpoint, and starts no process."""
+
+
+_Replaces = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _Started(Exception):
+    """Raised where the first iteration would begin."""
+
+
+def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False) -> list[str]:
+    """Start rank 0 and the last rank of a job without their peers, until their first iteration would begin or, with
+    `iteration`, until it ends. Returns a line if this machine cannot rehearse a part of the start.
+
+    The job must be settled, with its patches in force. Of a job with its own script, only the tokenizer and the loggers
+    are built, because Megatron builds them when it parses the arguments. Raises UserError with the first error of the
+    start.
+    """
+    from megatron.training import arguments
+
+    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, patch_table.run_here(job.args))
+    patches.apply((*shapes_only.PATCHES, *one_rank.PATCHES))
+    if uses_cpu([]):
+        switch_off_what_needs_a_gpu(job.args)
+    else:
+        patches.apply(patch_table.patches_of("cpu platform"))
+    script, unbuilt = None if own_script else _script(), _Unbuilt(job.nodes)
+    first = _play(unbuilt.said) if iteration else _stop
+    with _quiet(), tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
+        for rank in dict.fromkeys((0, job.args.world_size - 1)):
+            args = _arguments_of(job.args, rank, Path(folder))
+            if iteration and args.step_batch_size_schedule is None and job.settings.file is None:
+                # With more microbatches, the passes repeat.
+                each = args.micro_batch_size * args.data_parallel_size
+                most = one_rank.ROUNDS * args.pipeline_model_parallel_size
+                args.global_batch_size = min(args.global_batch_size, each * most)
+            settle(replace(job, args=args))
+            with as_one_line(), _alone(args, unbuilt, first):
+                arguments.set_global_variables(args)
+                if script is not None:
+                    with mock.patch.object(script, "parse_and_validate_args", lambda args=args: args):
+                        _until_started(script.main)
+    return unbuilt.said
+
+
+class _Unbuilt:
+    """Replaces Megatron's function that builds the model and the optimizer where this machine cannot stand for a node.
+
+    Transformer Engine's layers need a GPU to be built. An error in a job for GPUs, or one that no line raises on
+    purpose, may be due to the rehearsal itself, so it is reported but does not refuse the job.
+    """
+
+    def __init__(self, nodes: Installed | None) -> None:
+        self.said: list[str] = []
+        self._differs = nodes is not None and nodes.engine != installed.here().engine
+
+    def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            if not self._differs:
+                try:
+                    return original(*args, **kwargs)
+                except Exception as error:
+                    if isinstance(error, UserError) or (uses_cpu([]) and is_raised_on_purpose(error)):
+                        raise
+                    reason = f": {line_of(error)}"
+            else:
+                reason = ", because Transformer Engine is not the same here"
+            self.said = [f"whether the model and its optimizer can be built was not checked{reason}"]
+            current().args.iteration = 0
+            return [SimpleNamespace(config=SimpleNamespace())], None, None
+
+        return setup_model_and_optimizer
+
+
+def _script() -> ModuleType:
+    """Import the training script, which is not part of the package."""
+    spec = importlib.util.spec_from_file_location(TRAINING_SCRIPT.stem, TRAINING_SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments_of(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
+    args = copy.deepcopy(args)
+    args.rank, args.local_rank, args.do_train = rank, 0, True
+    vars(args).update({name: value for name, value in _CHANGES.items() if hasattr(args, name)})
+    for name in _OUTPUTS:
+        if getattr(args, name, None):
+            setattr(args, name, str(folder / name))
+    return args
+
+
+def _until_started(main: Callable[[], None]) -> None:
+    with contextlib.suppress(_Started):
+        main()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what libraries print, and do not ask any server."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+        warnings.catch_warnings(),
+        mock.patch.dict(os.environ, WANDB_MODE="disabled"),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _alone(args: argparse.Namespace, unbuilt: _Unbuilt, first: _Replaces) -> Iterator[None]:
+    """Inside this context, this process is a rank of the job without peers. Megatron's state is removed afterwards."""
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from megatron.training import ft_integration, training
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.dict(os.environ, RANK=str(args.rank), LOCAL_RANK="0"))
+        for owner, name, replaced in (
+            (training, "train", first),
+            (training, "training_log", _stop),
+            (training, "evaluate_and_print_results", _stop),
+            (training, "setup_model_and_optimizer", unbuilt),
+            (ft_integration, "setup", lambda _: lambda: None),
+            (GPTDataset, "__getitem__", _made_up_sample),
+            (BlendedDataset, "__getitem__", _made_up_sample),
+            (GPTDataset, "_build_document_sample_shuffle_indices", _unbuilt_samples),
+            (BlendedDataset, "_build_indices", _unbuilt_blend),
+        ):
+            undo.enter_context(mock.patch.object(owner, name, replaced(getattr(owner, name))))
+        try:
+            yield
+        finally:
+            if torch.distributed.is_initialized():
+                training.destroy_global_state()
+                torch.distributed.destroy_process_group()
+            else:
+                sys.modules["megatron.training.global_vars"].unset_global_variables()
+
+
+def _stop(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stop(*_: Any, **__: Any) -> None:
+        raise _Started
+
+    return stop
+
+
+def _play(said: list[str]) -> _Replaces:
+    """Replace Megatron's loop by its first iteration. If that cannot run on fake tensors, a line in `said` says so."""
+
+    def play(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(*args: Any, **kwargs: Any) -> None:
+            job = current().args
+            if not said and (job.num_experts or job.sft or job.dataloader_inter_document_masking):
+                said.append("no iteration was run, because its shapes depend on routing or on the data")
+            if not said:
+                job.save = None
+                try:
+                    original(*args, **kwargs)
+                except Exception as error:
+                    if isinstance(error, _Started) or is_raised_on_purpose(error):
+                        raise
+                    said.append(f"an iteration could not be run on fake tensors: {line_of(error)}")
+            raise _Started
+
+        return train
+
+    return play
+
+
+def _made_up_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sample(self: Any, _index: int | None) -> dict[str, torch.Tensor]:
+        length = self.config.sequence_length
+        made_up = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+        mask = {"attention_mask": torch.zeros(1, length, length, dtype=torch.bool)}
+        made_up |= mask if self.config.create_attention_mask else {}
+        return made_up | {"loss_mask": torch.ones(length)}
+
+    return sample
+
+
+def _unbuilt_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Instead of the indices of samples, return arrays of the right length. Indices that must exist are loaded."""
+
+    @functools.wraps(original)
+    def indices(self: Any) -> Any:
+        if (found := _existing(self, original, "document_index", "sample_index", "shuffle_index")) is not None:
+            return found
+        tokens = self._get_num_tokens_per_epoch()
+        samples = max(self.num_samples or tokens // self.config.sequence_length, 1)
+        if not self.config.mock:
+            kind = f"{type(self).__name__}_indices"
+            _check_cache(self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
+        return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), samples + 1) for _ in range(3))
+
+    return indices
+
+
+def _unbuilt_blend(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def indices(self: Any) -> Any:
+        if (found := _existing(self, original, "dataset_index", "dataset_sample_index")) is not None:
+            return found
+        if self.config.path_to_cache:
+            _check_cache(self.config.path_to_cache)
+        size = sum(self.weights) if self.size is None else self.size
+        return (numpy.broadcast_to(numpy.zeros(1, numpy.int64), size),) * 2
+
+    return indices
+
+
+def _existing(dataset: Any, original: Callable[..., Any], *names: str) -> Any:
+    """Load indices that a job expects in its cache; None if the job would build those that are missing."""
+    if not (dataset.config.defer_npy_index_mmap or dataset.config.fast_cache_load):
+        return None
+    found = original(dataset)
+    for path in (getattr(dataset, f"path_to_{name}", None) for name in names):
+        if path is not None:
+            Path(path).stat()
+    return found
+
+
+def _check_cache(folder: str) -> None:
+    check_writable("--data-cache-path", folder)
