@@ -242,13 +242,6 @@ GROUPS = (
         "would fail",
     ),
     PatchGroup(
-        "memory estimate",
-        "megatron_vp.mcore.training.vocab_patches:ESTIMATE_PATCHES",
-        _given("vocab_parallel"),
-        "Megatron would log a memory estimate that is wrong for split vocabulary layers",
-        essential=False,
-    ),
-    PatchGroup(
         "pipeline schedule",
         "megatron_vp.mcore.training.vocab_patches:SCHEDULE_PATCHES",
         Condition(

@@ -213,6 +213,17 @@ def counted_products() -> Iterator[Products]:
         yield found
 
 
+def bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather fp8 weights as bytes, synchronously: over gloo, coalescing them with 16-bit weights can corrupt both."""
+
+    def gather(whole: torch.Tensor, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if whole.dtype != torch.uint8:
+            return original(whole, part, group=group, async_op=async_op)
+        return torch.distributed.all_gather(list(whole.chunk(group.size())), part, group=group)
+
+    return gather
+
+
 @contextmanager
 def on_cpu(version: str, fused: bool, apex: bool = True, capability: int = 9) -> Iterator[None]:
     """As `imported`, with a plug-in that leaves the choice of layers, and of fused accumulation, to the flags."""
@@ -221,7 +232,9 @@ def on_cpu(version: str, fused: bool, apex: bool = True, capability: int = 9) ->
         from megatron_vp.mcore.platform import flags, installed
 
         choices = flags._choices
+        buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
         with (
+            mock.patch.object(buffers, "dist_all_gather_func", bytes_apart(buffers.dist_all_gather_func)),
             mock.patch.object(flags, "_choices", lambda *of: [c for c in choices(*of) if c[0] not in chosen_here]),
             mock.patch.object(installed, "hide_what_needs_a_gpu", lambda: None),
             mock.patch.dict(os.environ, NVTE_UNFUSED_FP8_UPDATE="1"),  # of scales, in Python

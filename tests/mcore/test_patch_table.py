@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 
 ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
 WITHOUT_PACKAGES = {"no transformer engine", "warm-up", "no fused accumulation"}
-SHARDS = {"vocabulary parallelism", "memory estimate", "pipeline schedule"}
+SHARDS = {"vocabulary parallelism", "pipeline schedule"}
 ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS} | {"training log"}
 
 

@@ -171,19 +171,9 @@ def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Megatron-Bridge so that it finds the model's vocabulary layers unsharded."""
-    model_in = _model_in(original)
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with whole_vocabulary(model_in(*args, **kwargs)):
-            return original(*args, **kwargs)
-
-    return call
-
-
-def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Like `_viewing`, for a method that yields weights: the layers stay unsharded until the method has finished."""
+    """Wrap a method of Megatron-Bridge so that it finds the model's vocabulary layers unsharded. If the method yields
+    weights, the layers stay unsharded until it has finished.
+    """
     model_in = _model_in(original)
 
     @wraps(original)
@@ -191,7 +181,12 @@ def _viewing_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
         with whole_vocabulary(model_in(*args, **kwargs)):
             yield from original(*args, **kwargs)
 
-    return stream
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with whole_vocabulary(model_in(*args, **kwargs)):
+            return original(*args, **kwargs)
+
+    return stream if inspect.isgeneratorfunction(original) else call
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,14 +225,14 @@ BRIDGE_PATCHES = (
     *(
         Patch(
             f"{_BRIDGE}.{method}",
-            make,
+            _viewing,
             "let exporters find unsharded vocabulary layers on the same ranks as in plain runs",
         )
-        for method, make in (
-            ("stream_weights_megatron_to_hf", _viewing_stream),
-            ("stream_weights_megatron_to_hf_quant", _viewing_stream),
-            ("build_conversion_tasks", _viewing),
-            ("build_export_fp8_tasks", _viewing),
+        for method in (
+            "stream_weights_megatron_to_hf",
+            "stream_weights_megatron_to_hf_quant",
+            "build_conversion_tasks",
+            "build_export_fp8_tasks",
         )
     ),
     Patch(

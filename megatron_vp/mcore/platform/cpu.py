@@ -149,18 +149,6 @@ def _sizes_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool =
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _bytes_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather fp8 weights as bytes, synchronously."""
-
-    @functools.wraps(original)
-    def gather(whole: torch.Tensor, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if whole.dtype != torch.uint8:
-            return original(whole, part, group=group, async_op=async_op)
-        return dist.all_gather(list(whole.chunk(group.size())), part, group=group)
-
-    return gather
-
-
 def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gather parts of different sizes, synchronously: each rank in turn broadcasts its part."""
 
@@ -259,12 +247,6 @@ PATCHES = (
         "torch's fp32 norm on CPU has a relative error of up to 1e-3 for a million elements, so clipping would depend "
         "on how weights are split",
         "builtin",
-    ),
-    Patch(
-        "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
-        _bytes_apart,
-        "torch coalesces all-gathers of several buffers, but over gloo, coalescing fp8 and 16-bit weights can corrupt "
-        "both",
     ),
     Patch(
         "torch.distributed:all_gather",

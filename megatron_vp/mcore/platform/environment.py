@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -93,12 +92,6 @@ def _unless(fault: str | None, found: str | None) -> str | None:
     return found
 
 
-def _index_builder() -> str | None:
-    core = importlib.util.find_spec("megatron.core")  # Importing the package would take seconds.
-    folders = core.submodule_search_locations if core else ()
-    return "compiled" if any(any(Path(each, "datasets").glob("helpers_cpp*")) for each in folders) else None
-
-
 def _one_queue() -> str | None:
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     return None if value == "1" else value or "unset"
@@ -159,11 +152,6 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
         _one_queue,
         "with CUDA_DEVICE_MAX_CONNECTIONS=1, a vocabulary collective that waits for its peers blocks the passes issued "
         "after it; only tensor and context parallelism need this setting",
-    ),
-    (
-        "dataset index",
-        _index_builder,
-        "when Megatron first starts, it compiles its index helpers with make, a C++ compiler and pybind11",
     ),
     ("psutil", lambda: importlib.metadata.version("psutil"), "torch_dist checkpoints cannot be written"),
     (

@@ -21,23 +21,8 @@ from megatron_vp.mcore.platform.installed import Installed
 CAPABILITY = (9, 0)
 ENGINE = "2.20.2"
 
-# If one of these functions of Transformer Engine is missing, Megatron refuses the fusion that uses it.
-_FUSED = {
-    "megatron.core.models.common.embeddings.rope_utils": (
-        "fused_apply_rotary_pos_emb",
-        "fused_apply_rotary_pos_emb_thd",
-    ),
-    "megatron.core.transformer.moe.moe_utils": (
-        "fused_permute",
-        "fused_permute_with_probs",
-        "fused_sort_chunks_by_index",
-        "fused_sort_chunks_by_index_with_probs",
-        "fused_unpermute",
-        "fused_compute_score_for_moe_aux_loss",
-        "fused_moe_aux_loss",
-        "fused_topk_with_score_function",
-    ),
-}
+_FUSED = ("megatron.core.models.common.embeddings.rope_utils", "megatron.core.transformer.moe.moe_utils")
+"""Modules with functions of Transformer Engine, `fused_...`. Megatron refuses a fusion if its function is None."""
 
 
 @contextmanager
@@ -85,9 +70,8 @@ def pretend_engine() -> Iterator[None]:
         put_back.enter_context(
             mock.patch.object(utilities, "_te_version", utilities.PkgVersion(nodes.engine or "0.0.0"))
         )
-        for module, names in _FUSED.items():
-            for name in names:
+        for module in map(importlib.import_module, _FUSED):
+            for name in [name for name in vars(module) if name.startswith("fused_")]:
                 stand_in = object() if nodes.engine else None
-                replaced = mock.patch.object(importlib.import_module(module), name, stand_in)
-                put_back.enter_context(replaced)
+                put_back.enter_context(mock.patch.object(module, name, stand_in))
         yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.training.packed_sequences import check_packed
-from megatron_vp.mcore.training.rotary_positions import own_positions
 from megatron_vp.runtime.model import Shapes
 
 
@@ -127,7 +126,7 @@ class MegatronModel:
         taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
         part.core.set_input_tensor(taken)
         given = captured if labels_bs is None else captured.given(labels=labels_bs)
-        with own_positions(part.core) if self._keeps_outputs else nullcontext():
+        with _own_positions(part.core) if self._keeps_outputs else nullcontext():
             output = part.model(*given.args, **given.kwargs, **self._output_options)
         part.core.set_input_tensor(None)
         if part.core.post_process:
@@ -138,7 +137,7 @@ class MegatronModel:
             output = taken.clone()
         elif self._keeps_outputs:
             # The output is a buffer of Megatron's CUDA graph, which `release_output` must not free.
-            output = _copied(output)
+            output = output.clone()
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function, which runs later, needs these arguments, but the attention mask can be freed.
@@ -287,8 +286,25 @@ class _KeptGradient(torch.autograd.Function):
         return gradient_sbh.clone()
 
 
-def _copied(output_sbh: torch.Tensor) -> torch.Tensor:
-    return output_sbh.clone()
+@contextmanager
+def _own_positions(core: torch.nn.Module) -> Iterator[None]:
+    """Inside this context, the model copies its rotary positions for every forward, for `--cuda-graph-impl local`.
+
+    Without the copies, all microbatches share one tensor of positions. Megatron can then capture the CUDA graph of a
+    backward only after the graphs of all forwards, but a pipeline runs its first backward earlier.
+    """
+    rotary = getattr(core, "rotary_pos_emb", None)
+    hook = rotary and rotary.register_forward_hook(lambda module, inputs, positions: _copies(positions))
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
+
+
+def _copies(positions: Any) -> Any:
+    """Return a copy of a tensor, or a tuple whose first tensor is copied."""
+    return (_copies(positions[0]), *positions[1:]) if isinstance(positions, tuple) else positions.clone()
 
 
 class _Chunk:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron_vp.mcore.patches import Patch
+
+
+def _lazy(module: str, name: str) -> Callable[[Any], Any]:
+    """Make a replacement with a function of `megatron_vp.mcore`, imported only when the patch is applied."""
+    return lambda original: getattr(importlib.import_module(f"megatron_vp.mcore.{module}"), name)(original)
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,42 +21,6 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         return forward_backward(**arguments)
 
     return run_schedule
-
-
-def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model.surgery import patched_get_model
-
-    return patched_get_model(original)
-
-
-def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.training.deferred_checks import deferring
-
-    return deferring(original)
-
-
-def _counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.model.multi_token import counting_argmax
-
-    return counting_argmax(original)
-
-
-def _graph_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_vp.mcore.training.graph_order import in_our_order
-
-    return in_our_order(original)
-
-
-def _theoretical_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    def report_theoretical_memory(args: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
-        from megatron.training import print_rank_0
-
-        print_rank_0(
-            "theoretical memory footprints are not printed, because Megatron's formula assumes that the first and the "
-            "last pipeline rank hold whole vocabulary layers"
-        )
-
-    return report_theoretical_memory
 
 
 SCHEDULE_PATCHES: tuple[Patch, ...] = (
@@ -76,18 +46,18 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.training:get_model",
-        _get_model,
+        _lazy("model.surgery", "patched_get_model"),
         "place or shard the vocabulary layers of models that a script's model_provider makes",
     ),
     Patch(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
-        _deferring,
+        _lazy("training.deferred_checks", "deferring"),
         "check losses and gradients only at the end of an iteration, because each check makes the host wait for the "
         "device",
     ),
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
-        _graph_inputs,
+        _lazy("training.graph_order", "in_our_order"),
         "capture the CUDA graphs of layers in the order of the schedule's passes, because these graphs share buffers",
     ),
 )
@@ -101,16 +71,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
-        _counting_argmax,
+        _lazy("model.multi_token", "counting_argmax"),
         "count the accepted predictions of MTP heads from softmax statistics, because no rank has all logits",
     ),
 )
 """Patches that are applied with --vocab-parallel."""
-
-ESTIMATE_PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "megatron.training.training:report_theoretical_memory",
-        _theoretical_memory,
-        "skip Megatron's memory estimate, which assumes that single ranks hold whole vocabulary layers",
-    ),
-)
