@@ -50,7 +50,7 @@ class _Done:
 def _view(module: ModuleType, **own: Any) -> ModuleType:
     """A module that has the attributes `own`, and otherwise those of `module`."""
     view = ModuleType(module.__name__)
-    vars(view).update(own, __getattr__=functools.partial(getattr, module))
+    vars(view).update({"__getattr__": lambda name: getattr(module, name), **own})
     return view
 
 
@@ -72,8 +72,8 @@ def _cuda(original: ModuleType) -> ModuleType:
 
 
 def _torch_with_a_device(original: ModuleType) -> ModuleType:
-    there_is_one = {"is_available": lambda: True, "device_count": lambda: 1}
-    return _view(original, cuda=_view(_cuda(original.cuda), **there_is_one))
+    current = {"__getattr__": lambda name: getattr(original.cuda, name)}  # `_cuda`, which is applied with this patch
+    return _view(original, cuda=_view(original.cuda, is_available=lambda: True, device_count=lambda: 1, **current))
 
 
 def _factory_on_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
