@@ -10,15 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_vp.mcore.options.ignored import IGNORED, UNREAD  # noqa: E402
-from megatron_vp.mcore.options.refusals import OUR_SCHEDULE, REFUSALS  # noqa: E402
-from megatron_vp.mcore.options.refused_files import FILE_REFUSALS  # noqa: E402
-from megatron_vp.mcore.options.refused_lengths import LENGTH_REFUSALS  # noqa: E402
-from megatron_vp.mcore.options.refused_offload import OFFLOAD_REFUSALS  # noqa: E402
-from megatron_vp.mcore.options.refused_options import REFUSED_OPTIONS  # noqa: E402
-from megatron_vp.mcore.options.refused_packing import PACKING_REFUSALS, REFUSED_PACKING  # noqa: E402
-from megatron_vp.mcore.options.refused_precision import REFUSED_PRECISION  # noqa: E402
-from megatron_vp.mcore.options.refused_sizes import SIZE_REFUSALS  # noqa: E402
+from megatron_vp.jobs.options import OPTIONS, RUNS, UNCOUNTED, UNREAD, Option, Term  # noqa: E402
+from megatron_vp.mcore.options.refusals import REFUSALS  # noqa: E402
 from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
 from tests.mcore.cases import CASES  # noqa: E402
 from tests.mcore.moves import MOVES  # noqa: E402
@@ -100,47 +93,55 @@ def moved() -> str:
     return "\n".join(lines)
 
 
+OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
+
+
+SIGNS = {"": "", "not": "", "=": " ", "!=": " other than ", ">": " above "}
+
+
+def _given(option: Option) -> str:
+    """The conditions of a record in words."""
+    ways = [[group.split("/") for group in way.split(" and ")] for way in option.given.split(" or ")]
+    return ", or ".join(" and ".join(" or ".join(map(_term, group)) for group in way) for way in ways)
+
+
+def _term(text: str) -> str:
+    term = Term.of(text)
+    flag = f"{'not ' * (term.sign == 'not')}--{term.name.replace('_', '-')}"
+    return f"{flag}{SIGNS[term.sign]}{term.wanted.replace('|', ' or ').replace('None', 'unset')}"
+
+
 def refused() -> str:
-    """The messages of all refusals, by topic. Values that are filled in from the arguments appear in capitals."""
-    groups: dict[str, list[str]] = {title: [] for title in ("Combinations", *REFUSED_BY)}
-    refusals = (*SIZE_REFUSALS, *REFUSALS)
-    for refusal in refusals:
-        message = refusal.message.replace("{our_schedule}", OUR_SCHEDULE)
-        named = (title for title, names in REFUSED_BY.items() if any(name in refusal.message for name in names))
-        title = next((title for title, table in TABLES.items() if refusal in table), next(named, "Combinations"))
-        groups[title].append("- " + re.sub(r"{(\w+)}", lambda name: name[1].upper(), message))
-    assert sum(map(len, groups.values())) == len(refusals) and all(groups.values()), groups
-    return typed("\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in groups.items()))
+    """The messages of all refusals. Values that are filled in from the arguments appear in capitals."""
+    options = [option.message(_given(option), "") for option in OPTIONS if option.run in RUNS and not option.does]
+    combinations = [refusal.message for refusal in REFUSALS]
+    return typed(
+        "\n\n".join(
+            f"### {title}\n\n" + "\n".join(map(_listed, messages))
+            for title, messages in (("Options of Megatron", options), ("Our own options", combinations))
+        )
+    )
 
 
-REFUSED_BY = {
-    "Options with our schedules": [f"with {option.name} is" for option in REFUSED_OPTIONS],
-    "Precision": [f"with {option.name} is" for option in REFUSED_PRECISION],
-    "Packed sequences": [f"with {option.name} is" for option in REFUSED_PACKING],
-    "Sizes": [],
-    "Length of a run": [],
-    "Files": [],
-    "Activations in the host's memory": [],
-}
-"""Headings, and the words that place a refusal's message under each."""
-TABLES = {
-    "Packed sequences": PACKING_REFUSALS,
-    "Sizes": SIZE_REFUSALS,
-    "Length of a run": LENGTH_REFUSALS,
-    "Files": FILE_REFUSALS,
-    "Activations in the host's memory": OFFLOAD_REFUSALS,
-}
+def _listed(message: str) -> str:
+    text = message.replace("{our_schedule}", OUR_SCHEDULE)
+    return "- " + re.sub(r"{(\w+)}", lambda name: name[1].upper(), text)
 
 
 def ignored() -> str:
     """A list of all options that a run accepts but that do not have their intended effect."""
-    lines = []
-    for each in IGNORED:
-        does = "" if each.does == "has no effect" else f" {each.does}"
-        beside = f" with {each.because_of}" if each.because_of else ""
-        lines.append(f"- {each.option}{does}{beside}: {each.why}")
-    lines += [f"- {option}, which no code of Megatron reads: {advice}" for option, advice in UNREAD.items()]
-    return typed("\n".join(lines))
+    found = [option for option in OPTIONS if option.run == UNREAD or option.does]
+    return typed("\n".join(_listed(option.message(_given(option), "our schedules")) for option in found))
+
+
+def uncounted() -> str:
+    """A list of the options that the cost model does not count, with the values that have no effect."""
+    return typed(
+        "\n".join(
+            f"- --{name.replace('_', '-')}" + (f" (except {', '.join(map(str, harmless))})" if harmless else "")
+            for name, harmless in UNCOUNTED.items()
+        )
+    )
 
 
 def not_yet() -> str:

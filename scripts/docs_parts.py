@@ -302,7 +302,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in (memory_by_layer, memory_of_the_papers_models)},
     **{
         name: _compatibility(name)
-        for name in ("tested", "surveyed", "moved", "refused", "ignored", "not_yet", "patched")
+        for name in ("tested", "surveyed", "moved", "refused", "ignored", "uncounted", "not_yet", "patched")
     },
 }
 FILES: dict[str, Callable[[], str]] = {"schedule.html": schedule_page}

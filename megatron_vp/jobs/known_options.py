@@ -92,7 +92,7 @@ def listed_parser() -> Parser:
     return parser
 
 
-LEAST = {"mtp_num_layers": 0}
+LEAST = {"mtp_num_layers": 0, "num_experts": 0}
 """Smallest accepted values of sizes; all other sizes must be at least 1."""
 LARGEST = {
     **dict.fromkeys(("num_layers", "num_query_groups", "moe_router_topk", "make_vocab_size_divisible_by"), 10**9),

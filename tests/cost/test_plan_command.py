@@ -19,13 +19,14 @@ from megatron_vp.cost.planning import charts, planner
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.limit import with_given_limit
-from megatron_vp.cost.sizes.job_plan import UNCOUNTED, plan_of, settings_of
+from megatron_vp.cost.sizes.job_plan import plan_of, settings_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
+from megatron_vp.jobs.options import UNCOUNTED
 from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod

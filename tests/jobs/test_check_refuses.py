@@ -75,7 +75,7 @@ def check(flags, **settings):
         (
             "--pipeline-schedule zb-v --offload-chunks all --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
-            "--offload-chunks with --recompute-granularity full is not supported: recomputed layers keep only",
+            "--offload-chunks all with --recompute-granularity full is not supported: recomputed layers keep only",
         ),
         ("--tp 2", "unrecognized arguments: --tp 2; the nearest known option is --tensor-model-parallel-size"),
     ],

@@ -206,7 +206,7 @@ CASES = (
     ),
     Case("latent attention", LATENT, EVERY_SHAPE + WHOLE_LAYERS, slow=True),
     # In both runs, the gradient of the rotary key is wrong: Megatron's local layers do not sum it over the tensor ranks
-    # (`FAULTS` in options/ignored.py). The case proves equality with plain Megatron, and nothing about this gradient.
+    # (options.toml). The case proves equality with plain Megatron, and nothing about this gradient.
     Case(
         "latent attention, tensor and sequence parallelism, the up-projections and their norms recomputed",
         {**LATENT, **SEQUENCE, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},

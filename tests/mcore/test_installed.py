@@ -347,7 +347,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
     [
         ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
         ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
-        ("te=no,apex=no", ["--fp8-format", "hybrid"], "with --transformer-impl local has no effect"),
+        ("te=no,apex=no", ["--fp8-format", "hybrid"], "--fp8-format and --transformer-impl local cannot work"),
         ("te=new", [], "te=new cannot be parsed: use te=2.17.1 or te=no"),
         ("apex=maybe", [], "apex=maybe cannot be parsed: use apex=yes or apex=no"),
         ("te", [], "--nodes: te cannot be parsed"),
@@ -376,7 +376,7 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
         (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),
         (THERE, [*OURS, "--fp4-format", "e2m1", "--fp4-recipe", "custom"], "--fp4-recipe custom is not supported"),
         (THERE, [*OURS, "--te-precision-config-file", "x"], "--te-precision-config-file is not supported"),
-        ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "different numbers of layers per chunk is not supported"),
+        ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "chunks have different numbers of layers"),
     ],
 )
 def test_what_could_not_start_there_is_refused_in_a_line(answered, nodes, given, line):

@@ -231,7 +231,7 @@ def test_a_login_node_says_that_it_assumes_local_layers_and_can_be_told_what_nod
     assert status == 0 and job.startswith("1 node x 8 ranks")
     assert assumed.startswith("this machine has no GPU, so the job was checked with Megatron's local layers: describe")
     status, _, errors = said(*words, "--fp8-format", "hybrid")
-    assert status == 2 and "with --transformer-impl local has no effect" in errors and f"; {assumed}" in errors
+    assert status == 2 and "--fp8-format and --transformer-impl local cannot" in errors and f"; {assumed}" in errors
     status, printed, errors = said(
         *words, "--fp8-format=hybrid", "--fp8-recipe=tensorwise", "--node-software", "te=2.20.0,apex=no"
     )

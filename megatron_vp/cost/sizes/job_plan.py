@@ -13,6 +13,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
+from megatron_vp.jobs.options import UNCOUNTED
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.virtual_stages import (
     ENDS,
@@ -24,42 +25,6 @@ from megatron_vp.jobs.virtual_stages import (
 )
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
-
-UNCOUNTED: dict[str, tuple[Any, ...]] = {
-    # Options for layers whose shapes are not modelled.
-    **dict.fromkeys(("mtp_hybrid_override_pattern",), (0,)),
-    **dict.fromkeys(("is_hybrid_model",), ()),
-    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), ()),
-    **dict.fromkeys(("mla_down_proj_fusion",), ()),
-    **dict.fromkeys(("experimental_attention_variant", "attention_output_gate", "linear_attention_freq"), ()),
-    **dict.fromkeys(("use_kitchen_attention",), ()),
-    # Options with which each token of a packed sequence attends only to its own document.
-    **dict.fromkeys(("sft", "dataloader_inter_document_masking"), ()),
-    # Options for experts.
-    **dict.fromkeys(("moe_shared_expert_gate", "moe_latent_size"), ()),
-    **dict.fromkeys(("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_paged_stash"), ()),
-    **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_layer_recompute"), ()),
-    **dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), (1,)),
-    # Options for precision.
-    **dict.fromkeys(("fp4_format", "fp8_output_proj", "te_precision_config_file"), ()),
-    **dict.fromkeys(("no_fp8_wgrad", "disable_fp8_wgrad", "keep_fp8_transpose_cache"), ()),
-    **dict.fromkeys(("fp32_residual_connection", "fp16_lm_cross_entropy"), ()),
-    # Options for the optimizer, recomputation, offloading, sharding and overlap.
-    **dict.fromkeys(("optimizer",), ("adam",)),
-    **dict.fromkeys(("recompute_activations", "distribute_saved_activations"), ()),
-    **dict.fromkeys(("recompute_method",), ("uniform",)),
-    **dict.fromkeys(("recompute_num_layers",), (1,)),
-    **dict.fromkeys(("cpu_offloading_num_layers",), (0,)),
-    **dict.fromkeys(("fine_grained_activation_offloading", "optimizer_cpu_offload"), ()),
-    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2"), ()),
-    **dict.fromkeys(("num_distributed_optimizer_instances",), (1,)),
-    **dict.fromkeys(("hybrid_context_parallel", "hierarchical_context_parallel_sizes"), ()),
-    **dict.fromkeys(("cuda_graph_impl",), ("none",)),
-    **dict.fromkeys(("delay_wgrad_compute",), ()),
-    **dict.fromkeys(("no_overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"), ()),
-    **dict.fromkeys(("freeze_all_layers",), ()),
-}
-"""Options that affect time or memory but are ignored by the cost model, each with the values that have no effect."""
 
 COUNTED_MODULES = ("mlp", "moe", "moe_act")
 """The values of `--recompute-modules` whose effect on memory and time is counted; see `mlp_recompute`."""

@@ -21,11 +21,8 @@ from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
-from megatron_vp.mcore.options.ignored import warnings_of
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
-from megatron_vp.mcore.options.ranges import check_ranges
-from megatron_vp.mcore.options.refusals import refuse
-from megatron_vp.mcore.options.refused_sizes import refuse_sizes
+from megatron_vp.mcore.options.refusals import check_numbers, check_sizes, refuse, warnings_of
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import parts_of_job
@@ -55,7 +52,7 @@ def settled_job(
         UserError: for arguments that cannot work; the message lists every reason found.
     """
     # 1. Check the user's own arguments, before anything is derived from them.
-    check_ranges(args)
+    check_numbers(args)
     args.offload_chunks = chosen_offload(args)
     if args.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
         ours = args.vocab_parallel or args.offload_chunks != "0"
@@ -75,7 +72,7 @@ def settled_job(
     # 3. Check the sizes that Megatron would refuse without naming the options, then let Megatron validate.
     validated = False
     with reasons.collected():
-        refuse_sizes(args)
+        check_sizes(args)
         if megatron is not None:
             _validate(megatron, args, defaults)
         validated = True
@@ -162,7 +159,7 @@ def refused_by_megatron() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (AssertionError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         # Some of Megatron's assertions have no message: show the condition instead.
         said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error

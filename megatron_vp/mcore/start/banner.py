@@ -17,8 +17,8 @@ from megatron_vp.cost.prediction.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.pattern_text import pattern_in
+from megatron_vp.mcore.options.precision import describe_precision
 from megatron_vp.mcore.options.predicted_job import Prediction
-from megatron_vp.mcore.options.refused_precision import describe_precision
 from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.reports.job_partition import layers_given

@@ -1,0 +1,141 @@
+"""The options that a run refuses or warns about, and those that the cost model does not count: `options.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megatron_vp.jobs.command_line import option_of
+
+_FAMILY = "--pipeline-schedule {pipeline_schedule} with "
+RUNS = {
+    "any run": "",
+    "Megatron's schedule": "",
+    "our schedules": "{our_schedule} with ",
+    "vocabulary shards": "--vocab-parallel with ",
+    "W": _FAMILY,
+    "W of Transformer Engine": _FAMILY,
+    "V": _FAMILY,
+    "uneven chunks": _FAMILY,
+    "moved weights": "{our_schedule} with ",
+    "offload": "--offload-chunks {offload_chunks} with ",
+    "sdpa": "--core-attention sdpa with ",
+}
+"""Properties of a run that exclude options or take their effect, each with the beginning of a refusal. W: the schedule
+has W passes. V: the last stage is on the first rank. Moved weights: on other ranks than in Megatron.
+"""
+UNREAD = "unread"
+"""Stands for a property of RUNS if no code of Megatron reads an option."""
+OTHER_NAMES = {
+    "expert_tensor_parallel_num_weight_shards": "expert_gtp_weight_remat_size",
+    "fp4_format": "fp4",
+    "fp8_format": "fp8",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "output_logit_dtype": "logit_dtype",
+    "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
+    "tensor_parallel_num_weight_shards": "gtp_weight_remat_size",
+}
+"""Options whose value Megatron stores or derives under another name."""
+
+Values = Callable[[str], Any]
+"""Gives the value of an argument by its long name; None if it is not set."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A condition on one argument: `name` (set), `not name`, `name=VALUE|VALUE`, `name!=VALUE|VALUE` or `name>NUMBER`.
+
+    A VALUE may also be the name of another argument.
+    """
+
+    name: str
+    sign: str
+    wanted: str
+
+    @classmethod
+    def of(cls, text: str) -> Term:
+        """Parse a condition."""
+        name, sign, wanted = re.split(r"(!=|=|>|$)", text, maxsplit=1)
+        return cls(name.removeprefix("not "), "not" if name.startswith("not ") else sign, wanted)
+
+    def holds(self, values: Values) -> bool:
+        """Whether the arguments fulfil the condition."""
+        value = values(self.name)
+        listed = (value or [None]) if isinstance(value, list | tuple) else [value]
+        each = [getattr(one, "name", one) for one in listed]
+        if self.sign == ">":
+            return (value or 0) > int(self.wanted)
+        if self.sign in ("=", "!="):
+            wanted = {str(one) for word in self.wanted.split("|") for one in (word, values(word) or word)}
+            return any(str(one) in wanted for one in each) == (self.sign == "=")
+        return any(each) != (self.sign == "not")
+
+    def said(self, values: Values) -> str:
+        """The option in a message, with its value if the condition is about values."""
+        if self.sign in ("", "not"):
+            return option_of(self.name)
+        value = values(self.name)
+        return f"{option_of(self.name)} {self.wanted if isinstance(value, list) else value}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is special about some options, or about combinations of options."""
+
+    given: str
+    """Alternatives, separated by ` or `. Each is a list of Terms, separated by ` and `; `a/b` stands for either."""
+    run: str = ""
+    """A key of RUNS, or UNREAD. Empty if the options are only not counted."""
+    why: str = ""
+    instead: str = "leave it out"
+    does: str = ""
+    """What the options do instead of the intended effect, for a warning. Without it, the run is refused."""
+    harmless: tuple[Any, ...] | None = None
+    """The values that change neither time nor memory, if the cost model does not count the options."""
+
+    @cached_property
+    def ways(self) -> list[list[Term]]:
+        """The alternatives."""
+        choices = [product(*(each.split("/") for each in way.split(" and "))) for way in self.given.split(" or ")]
+        return [[Term.of(text) for text in choice] for each in choices for choice in each]
+
+    def found(self, values: Values) -> str | None:
+        """Name the options among a run's arguments, as the beginning of a message; None if they are not given."""
+        ways = [way for way in self.ways if all(term.holds(values) for term in way)]
+        if not ways:
+            return None
+        terms = [way[0] for way in ways] if all(len(way) == 1 for way in ways) else ways[0]
+        without = " or ".join(term.said(values) for term in terms if term.sign == "not")
+        given = " and ".join(term.said(values) for term in terms if term.sign != "not") or "a job"
+        return f"{given}{f' without {without}' * bool(without)}"
+
+    def message(self, called: str, ours: str) -> str:
+        """The refusal or the warning, with placeholders for arguments. `ours`: the flags of one of our schedules."""
+        if self.run == UNREAD:
+            return f"{called} has no effect, because no code of Megatron reads it: {self.instead}"
+        if self.does:
+            return f"{called} {self.does}{f' with {ours}' * bool(RUNS[self.run])}: {self.why}"
+        verb = "is not supported" if RUNS[self.run] else "cannot work"
+        return f"{RUNS[self.run]}{called} {verb}: {self.why}; {self.instead}"
+
+
+def _option(harmless: list[Any] | None = None, **record: Any) -> Option:
+    return Option(harmless=None if harmless is None else tuple(harmless), **record)
+
+
+OPTIONS = tuple(_option(**each) for each in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["option"])
+UNCOUNTED = {
+    term.name: option.harmless
+    for option in OPTIONS
+    if option.harmless is not None
+    for way in option.ways
+    for term in way
+}
+"""The options whose effect on time or memory the cost model ignores, each with the values that have none."""
