@@ -42,17 +42,17 @@ def register(app: typer.Typer) -> None:
         except UserError as error:
             typer.echo(str(error))
             supported = False
-        problems: list[tuple[patches.Problem, bool]] = []
+        problems: list[str] = []
         left_out = []
         for group in patch_table.GROUPS:
             declared, found = patch_table.examine(group)
-            problems += [(problem, group.essential) for problem in found]
+            problems += [megatron_lock.told(problem, group.essential) for problem in found]
+            unfit = {problem.target for problem in found}
             if found and not group.essential:
                 left_out.append(group.name)
             if supported and not found and not dry_run:
                 with patches.patched(declared):
                     pass
-            unfit = {problem.target for problem in found}
             need = "essential" if group.essential else "optional (left out if it does not fit)"
             typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
             typer.echo(f"  {need}; without it, {group.without}")
@@ -64,12 +64,10 @@ def register(app: typer.Typer) -> None:
             ("symbols that the plug-in uses", patches.locked("used"), megatron_lock.changed_symbols()),
             ("options that the plug-in reads", patches.locked("option"), megatron_lock.missing_options()),
         ):
-            problems += [(problem, patch_table.needs(megatron_lock.places_of(problem.target))) for problem in found]
+            problems += [megatron_lock.told(problem, patch_table.needs) for problem in found]
             typer.echo(f"Megatron {subject}: {len(names) - len(found)} of {len(names)} fit")
-        for problem, essential in problems:
-            places = megatron_lock.places_of(problem.target)
-            need = "essential" if essential else "optional"
-            typer.echo(f"{problem}; {need}, used in {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}")
+        for problem in problems:
+            typer.echo(problem)
         if supported and left_out:
             typer.echo(f"training leaves out these groups of patches: {', '.join(left_out)}")
         subject = "item does" if len(problems) == 1 else "items do"

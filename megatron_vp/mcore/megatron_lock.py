@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,22 @@ def check_arguments(args: argparse.Namespace, kind: str) -> None:
             )
 
 
-def places_of(name: str) -> list[str]:
-    """Return where our sources name a symbol or an argument, such as `megatron_vp/mcore/x.py:7`."""
+def told(problem: Problem, essential: bool | Callable[[list[str]], bool]) -> str:
+    """Return a line that says where our sources patch a symbol that does not fit, and whether that is essential.
+
+    If we do not patch the symbol, `essential` decides from the places that name it.
+    """
+    places = places_of(problem.target, before="" if callable(essential) else '"')
+    need = "essential" if (essential(places) if callable(essential) else essential) else "optional"
+    used = f", used in {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}" if places else ""
+    return f"{problem}; {need}{used}"
+
+
+def places_of(name: str, before: str = "") -> list[str]:
+    """Return where our sources name a symbol or an argument (`before` a mark), such as `megatron_vp/mcore/x.py:7`."""
     package = Path(megatron_vp.__file__).parent
     files = (*sorted((package / "mcore").rglob("*.py")), package.with_name("pretrain_gpt_vp.py"))
-    word = re.compile(rf"\b{re.findall(r'\w+', name)[-1]}\b")
+    word = re.compile(rf"\b{re.findall(r'\w+', name)[-1]}\b{before}")
     return [
         f"{file.relative_to(package.parent)}:{number}"
         for file in files

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
@@ -382,7 +381,7 @@ def needs(places: Iterable[str]) -> bool:
     """Whether one of these places in our sources (`megatron_vp/mcore/x.py:7`) belongs to more than optional groups."""
     modules = {place.partition(".py:")[0].replace("/", ".") for place in places}
     essential = {group.patches.partition(":")[0] for group in GROUPS if group.essential}
-    return bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
+    return not modules or bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
 
 
 def require_fit(run: Run) -> None:
@@ -417,7 +416,8 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
     does not fit.
     """
     fitting: list[Patch] = []
-    left_out, problems = [], []
+    left_out: list[str] = []
+    problems: list[Problem] = []
     for group in groups:
         declared, found = examine(group)
         if not found:
@@ -426,9 +426,5 @@ def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
             problems += found
         else:
             left_out.append(f"patch group '{group.name}' is left out: {found[0]}; without it, {group.without}")
-    if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(
-            f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists everything that does not fit"
-        )
+    patches.refuse(problems)
     return fitting, left_out

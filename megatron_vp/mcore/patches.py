@@ -108,23 +108,24 @@ def present_version() -> str:
     """Return the version of megatron-core that Python imports, supported or not. Raises UserError if megatron-core is
     not installed.
     """
-    _distribution()
+    _version_on_disk()
     # megatron-core appends "+<commit>" to its version if its files lie inside a git repository.
     return importlib.import_module("megatron.core").__version__.partition("+")[0]
 
 
 def installed_version() -> str:
     """Return the version of megatron-core that Python imports. Raises UserError if it is missing or not supported."""
-    require_supported(_distribution().version)
+    on_disk = _version_on_disk()
+    require_supported(on_disk)
     # Python may import a copy of megatron-core that the metadata does not describe, such as a checkout on PYTHONPATH.
-    module = present_version()
-    if _series(module) not in SUPPORTED_SERIES:
-        folder = importlib.import_module("megatron.core").__path__[0]
-        raise UserError(
-            f"{_refusal(module)}; Python imports this version from {folder} instead of the installed megatron-core "
-            f"{_distribution().version}: remove the path to this copy from PYTHONPATH"
-        )
-    return module
+    version = present_version()
+    folder = importlib.import_module("megatron.core").__path__[0]
+    require_supported(
+        version,
+        f"Python imports this version from {folder} instead of the installed megatron-core {on_disk}: remove the path "
+        "to this copy from PYTHONPATH",
+    )
+    return version
 
 
 def present_series() -> str:
@@ -160,6 +161,15 @@ def check(patches: Iterable[Patch]) -> list[Problem]:
     return [problem for problem in map(_problem, patches) if problem is not None]
 
 
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise UserError if there are problems."""
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise UserError(
+            f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists everything that does not fit"
+        )
+
+
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
     """Apply all patches, and return those that had not been applied before. If a patch does not fit the installed
     packages, apply none and raise UserError.
@@ -167,10 +177,7 @@ def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
     installed_version()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets), f"these targets are not all different: {sorted(targets)}"
-    problems = check(patches)
-    if problems:
-        more = f"; and {len(problems) - 1} more, see `megatron-vp patches`" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; nothing was patched")
+    refuse(check(patches))
     new = [_prepare(patch) for patch in patches if patch.target not in _applied]
     for entry in new:
         setattr(entry.owner, entry.name, entry.replacement)
@@ -205,25 +212,21 @@ def in_force() -> tuple[Patch, ...]:
     return tuple(entry.patch for entry in _applied.values())
 
 
-def require_supported(version: str) -> None:
+def require_supported(
+    version: str, remedy: str = f"to install a supported release without changing other packages, run `{INSTALL}`"
+) -> None:
     """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
     if _series(version) not in SUPPORTED_SERIES:
         raise UserError(
-            f"{_refusal(version)}; to install a supported release without changing other packages, run `{INSTALL}`"
+            f"megatron-core {version} is not supported: the patches are made for "
+            f"{' and '.join(f'{series}.x' for series in SUPPORTED_SERIES)} (tested with {', '.join(TESTED_VERSIONS)}); "
+            f"{remedy}"
         )
 
 
-def _refusal(version: str) -> str:
-    series = " and ".join(f"{series}.x" for series in SUPPORTED_SERIES)
-    return (
-        f"megatron-core {version} is not supported: the patches are made for {series} "
-        f"(tested with {', '.join(TESTED_VERSIONS)})"
-    )
-
-
-def _distribution() -> importlib.metadata.Distribution:
+def _version_on_disk() -> str:
     try:
-        return importlib.metadata.distribution("megatron-core")
+        return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
             f"megatron-core is not installed: run `pip install megatron-core[training]=={RELEASE}`"
