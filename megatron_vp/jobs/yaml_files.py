@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
-from megatron_vp.jobs.secret_variables import environment_without_secrets
 from megatron_vp.jobs.shipped import FOLDER, configuration, names
 
 _BASE = "base"
+_VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
+# Most of these words match only at the end of a name, and PWD only after a prefix such as DB_. TOKENIZER, TRAIN_TOKENS,
+# KEY_FILE and PWD therefore do not count as secrets.
+_SECRET = re.compile(
+    r"(?!.*_(FILE|PATH|DIR)$).*"
+    r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",
+    re.IGNORECASE,
+)
 
 _Trail = tuple[str, ...]
 """The names of the sections that contain a key, and the key."""
@@ -55,12 +63,11 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     _refuse_mixed_sections(layers)
     moved = _copy_to_earlier_sections(layers)
     try:
-        with environment_without_secrets() as refused:
-            merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
+        merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
     except OmegaConfBaseException as error:
         # Only the first line of OmegaConf's message is meant for users. The lines after it describe internal state
         # (full_key, object_type).
-        what = refused[0] if refused else str(error).partition("\n")[0]
+        what = str(error).partition("\n")[0]
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
     raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
@@ -141,6 +148,12 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(f"{path} is not valid YAML: {what}; quote the value if it is text") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections")
+    for name in _VARIABLE.findall(str(OmegaConf.to_container(config))):
+        if _SECRET.match(name):
+            raise UserError(
+                f"{path}: ${{oc.env:{name}}} looks like a secret, and arguments are written to files and logs: leave "
+                f"it out; programs that need {name} can read it from the environment"
+            )
     base = config.pop(_BASE, None)
     if base is None:
         return [(path, config)]
