@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import shlex
 import sys
 from enum import StrEnum
@@ -62,18 +61,17 @@ def tables(
     mean and largest absolute value of these errors.
     """
     from megatron_vp.cost.paper.published import jobs, read_cells
-    from megatron_vp.cost.paper.runs import CellPrediction, predict_cells
+    from megatron_vp.cost.paper.runs import predict_cell
     from megatron_vp.cost.paper.tables import make_rows, picture, to_csv, to_text
 
     output_format = format_for(asked_format, output, Format)
     known = {} if published is None else read_cells(published)
-    cells = list(jobs())
-    predicted: list[CellPrediction] = []
+    predicted = []
     with progress_bar() as progress:
-        task = progress.add_task("predicting cells", total=len(cells))
-        for group in predict_cells(cells, len(os.sched_getaffinity(0))):
-            predicted += group
-            progress.update(task, advance=len(group))
+        task = progress.add_task("predicting cells", total=len(jobs()))
+        for cell in jobs():
+            predicted.append(predict_cell(cell))
+            progress.update(task, advance=1)
     formatted = {Format.CSV: to_csv, Format.TABLE: to_text, Format.PNG: picture}[output_format]
     write(formatted(make_rows(predicted, known)), output)
 

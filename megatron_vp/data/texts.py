@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,28 +97,17 @@ class TextFiles:
         return text
 
 
-@dataclass(frozen=True)
-class SourceTexts:
-    """Python sources below `root` as (relative path, text) pairs in path order; can be iterated over repeatedly.
-
-    Tests, installed packages and the few files that are not UTF-8 are left out.
+def standard_library_texts() -> list[tuple[str, str]]:
+    """Return the running Python's standard library as (relative path, text) pairs: about 11 million characters that
+    need no download. Tests, installed packages and the few files that are not UTF-8 are left out.
     """
-
-    root: Path
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        for path in sorted(self.root.rglob("*.py")):
-            name = path.relative_to(self.root)
-            if _NO_SOURCES.isdisjoint(name.parts):
-                try:
-                    yield name.as_posix(), path.read_text(encoding="utf-8")
-                except (UnicodeDecodeError, OSError):
-                    continue
-
-
-def standard_library_texts() -> SourceTexts:
-    """Return sources of the running Python's standard library: about 11 million characters that need no download."""
-    return SourceTexts(Path(sysconfig.get_paths()["stdlib"]))
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _NO_SOURCES.isdisjoint(name.parts):
+            with suppress(UnicodeDecodeError, OSError):
+                found.append((name.as_posix(), path.read_text(encoding="utf-8")))
+    return found
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -9,7 +9,7 @@ from evidence.calibration import known_cells, other_layout_rows
 from megatron_vp.cli.app import main
 from megatron_vp.cost.paper import runs
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
-from megatron_vp.cost.paper.runs import CellPrediction, plan_of, predict_cell, predict_cells
+from megatron_vp.cost.paper.runs import CellPrediction, plan_of, predict_cell
 from megatron_vp.cost.paper.tables import errors, make_rows, picture, to_csv, to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
@@ -70,11 +70,7 @@ def test_a_cell_that_fits_against_its_publication_is_named():
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
-    def made_up(cells, processes):
-        for cell in cells:
-            yield [CellPrediction(cell, 40.0, 20.0, True)]
-
-    monkeypatch.setattr(runs, "predict_cells", made_up)
+    monkeypatch.setattr(runs, "predict_cell", lambda cell: CellPrediction(cell, 40.0, 20.0, True))
     published = tmp_path / "cells.csv"
     published.write_text(HEADER + "5,8,2048,baseline,32,50,10\n")
     written = tmp_path / "tables.csv"
@@ -153,7 +149,7 @@ def test_another_layout_is_listed_apart():
 
 @pytest.mark.slow
 def test_every_cell_is_predicted_within_the_bounds():
-    rows = make_rows([cell for group in predict_cells(list(jobs()), 2) for cell in group], known_cells())
+    rows = make_rows(map(predict_cell, jobs()), known_cells())
     assert len(rows) == len(jobs())
     apart = {row.cell for row in other_layout_rows(rows)}
     (mean, largest), memory = errors([row for row in rows if row.cell not in apart], "mfu"), errors(rows, "memory")

@@ -34,8 +34,8 @@ def test_groups_that_only_their_rates_tell_apart_are_paired_in_the_order_of_the_
     ours, loaded = [group(4e-3), group(2e-3)], [group(1e-3), group(2e-3)]
     with_the_same_rates(ours, loaded, False)
     assert rates(loaded) == [(2e-3, 0.0), (4e-3, 0.0)]
-    with pytest.raises(UserError, match="--use-mup"):
-        with_the_same_rates([group(4e-3), group(2e-3)], [group(1e-3), group(2e-3)], True)
+    with_the_same_rates(ours, [group(1e-3), group(2e-3)], True)
+    assert rates(ours) == [(2e-3, 0.0), (1e-3, 0.0)]
 
 
 def test_groups_that_the_checkpoint_does_not_have_are_an_error():

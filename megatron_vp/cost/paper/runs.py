@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,7 +9,6 @@ from megatron_vp.cost.hardware.constants import FITTED, Constants
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.cost.sizes.layouts import redistributed_layers
@@ -95,22 +92,3 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:
     """MFU in percent of `peak_flops`. As in the paper, the causal mask does not halve attention's FLOPs."""
     return 100 * paper_flops(found.job) / found.job.gpus / found.iteration_seconds / peak_flops
-
-
-def predict_cells(cells: Sequence[Cell], processes: int) -> Iterator[list[CellPrediction]]:
-    """Yield the predictions for `cells`, in one list per combination of number of GPUs, table, schedule and vocabulary
-    method.
-    """
-    groups: dict[tuple, list[Cell]] = {}
-    for cell in cells:
-        plan = plan_of(cell)
-        groups.setdefault((cell.gpus, cell.table, plan.schedule, plan.vocab), []).append(cell)
-    # Groups with the most GPUs take longest. They start first, so that none of them is left running alone at the end.
-    ordered = [groups[key] for key in sorted(groups, reverse=True)]
-    with worker_pool(processes) as pool:
-        for done in as_completed(pool.submit(_predict_group, group) for group in ordered):
-            yield done.result()
-
-
-def _predict_group(cells: list[Cell]) -> list[CellPrediction]:
-    return [predict_cell(cell) for cell in cells]

@@ -29,33 +29,20 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
     differ only in their rates, as with MuP, are paired in the order of their rates. Raises UserError if groups cannot
     be paired.
     """
-    for kind in {_kind(group) for group in groups}:
-        ours, theirs = ([group for group in each if _kind(group) == kind] for each in (groups, loaded))
-        here, there = (sorted({_rates(group) for group in each}) for each in (ours, theirs))
-        if here == there:
-            continue
-        if len(here) != len(there) or (keeps_loaded and len(here) > 1):
-            raise UserError(
-                "the checkpoint's parameter groups cannot be matched with this run's, because their learning rates "
-                "differ: use the same --decoupled-lr, --use-mup and learning rates as the run that wrote the "
-                "checkpoint, or add --no-load-optim to start with a fresh optimizer"
-            )
-        for group in () if keeps_loaded else theirs:
-            group.update(_named(here[there.index(_rates(group))], group))
-        for group in ours if keeps_loaded else ():
-            group.update(_named(there[0], group))
+    ours, theirs = sorted(groups, key=_kind_and_rates), sorted(loaded, key=_kind_and_rates)
+    if [_kind_and_rates(group)[0] for group in ours] != [_kind_and_rates(group)[0] for group in theirs]:
+        raise UserError(
+            "the checkpoint's parameter groups cannot be matched with this run's: use the same --decoupled-lr, "
+            "--use-mup and weight decay as the run that wrote the checkpoint, or add --no-load-optim to start with a "
+            "fresh optimizer"
+        )
+    for here, there in zip(ours, theirs, strict=True):
+        source, target = (there, here) if keeps_loaded else (here, there)
+        target.update({name: source[name] for name in RATES if name in source})
 
 
-def _kind(group: Group) -> tuple[Any, ...]:
-    return tuple(group.get(name) for name in _LASTING)
-
-
-def _rates(group: Group) -> tuple[float, ...]:
-    return tuple(group.get(name) or 0.0 for name in RATES)
-
-
-def _named(rates: tuple[float, ...], group: Group) -> Group:
-    return {name: rate for name, rate in zip(RATES, rates, strict=True) if name in group}
+def _kind_and_rates(group: Group) -> tuple[str, list[float]]:
+    return repr([group.get(name) for name in _LASTING]), [group.get(name) or 0.0 for name in RATES]
 
 
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:

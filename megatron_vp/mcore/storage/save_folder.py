@@ -130,9 +130,6 @@ def claim(option: str, folder: str) -> None:
     Object storage (`SCHEME://`) has no locks. Raises UserError on every rank if another run uses the folder.
     """
     global _claimed
-    if _claimed is not None:
-        _claimed.release()
-        _claimed = None
     if "://" not in folder:
         _claimed = SaveFolder(Path(folder), option)
         agreed(_claimed.take)
