@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from unittest import mock
@@ -20,9 +19,7 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.surgery import ShardedOutputLayer, ShardedWordEmbedding
 from megatron_vp.mcore.model.trained_layers import Trained, agreed
-from megatron_vp.mcore.training.programs import without_frozen
-from megatron_vp.schedule import PassCosts, Placement, StageCosts, VocabMethod
-from megatron_vp.schedule.request import ScheduleRequest
+from megatron_vp.schedule import Placement
 from megatron_vp.vocab.shards import VocabShards
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import WORD_EMBEDDING, Run, comparable_model, tiny_model, train, train_case
@@ -129,10 +126,9 @@ def test_frozen_layers_of_transformer_engine_leave_nothing_to_w(what, schedule, 
 
 
 def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list] | None) -> dict[str, float]:
-    """Elements of gradient buffers and optimizer state of a rank, launches in its passes T and IB, and their costs."""
+    """Elements of gradient buffers and optimizer state of a rank, and launches in its passes T and IB."""
     from megatron.training import training
 
-    from megatron_vp.mcore.training import forward_backward
     from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 
     found = {"launches of T": 0, "launches of IB": 0}
@@ -152,16 +148,10 @@ def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], 
         kept.append(built[1])
         return built
 
-    def programs(request: ScheduleRequest, mtp_stage: int | None) -> tuple:
-        costs = request.costs.nominal(ranks)
-        found["cost of T"], found["cost of IB"] = costs.T, costs.IB
-        return make_programs(request, mtp_stage)
-
-    build, make_programs, kept = training.setup_model_and_optimizer, forward_backward.programs, []
+    build, kept = training.setup_model_and_optimizer, []
     t_pass, ib_pass = ShardedVocabLayers._output_t, ShardedVocabLayers._embed_backward
     with (
         mock.patch.object(training, "setup_model_and_optimizer", setup),
-        mock.patch.object(forward_backward, "programs", programs),
         mock.patch.object(ShardedVocabLayers, "_output_t", launching("launches of T", t_pass)),
         mock.patch.object(ShardedVocabLayers, "_embed_backward", launching("launches of IB", ib_pass)),
     ):
@@ -178,21 +168,7 @@ def test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time():
     for before, after in zip(trained, kept, strict=True):
         assert before["parameters"] == after["parameters"]
         assert before["gradients"] - after["gradients"] == rows and before["state"] - after["state"] == 2 * rows
-        assert before["launches of T"] > 0 and before["cost of T"] > 0 and before["cost of IB"] > 0
-        assert not any(after[f"{what} of {step}"] for what in ("launches", "cost") for step in ("T", "IB"))
-
-
-def test_of_vocab_1_a_frozen_output_layer_leaves_one_of_two_products():
-    trained = Trained(embedding=True, output=False, weights=(1.0, 0.25))
-    costs = StageCosts(
-        F=(4.0, 4.0), B=(4.0, 4.0), W=(4.0, 4.0), S=(1.0, 2.0), T=(4.0, 6.0), IF=(1.0, 1.0), IB=(1.0, 1.0)
-    )
-    assert without_frozen(costs, VocabMethod.VOCAB_1, trained) == replace(costs, W=(4.0, 1.0), T=(2.0, 3.0))
-    assert without_frozen(costs, VocabMethod.VOCAB_2, trained) == replace(costs, W=(4.0, 1.0), T=(0.0, 0.0))
-    mean = PassCosts(W=8.0, T=2.0)
-    assert without_frozen(mean, VocabMethod.VOCAB_1, trained) == replace(mean, W=5.0, T=1.0)
-    everything = replace(trained, output=True, weights=(1.0, 1.0))
-    assert without_frozen(None, VocabMethod.VOCAB_2, everything) is None
+        assert before["launches of T"] > 0 and not after["launches of T"] and not after["launches of IB"]
 
 
 def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_refused():
@@ -205,12 +181,11 @@ def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_r
     chunk.output_layer = ShardedOutputLayer(weights[1], shards, 0, tied=False)
     ask = partial(agreed, job, chunks=[chunk], alone=True)
     first = nn.Module()
-    assert ask(first) == Trained(True, True, (1.0,)) and ask(first).everything
+    assert ask(first) == Trained(True, True)
     weights[1].requires_grad_(False)
     with pytest.raises(UserError, match="froze or unfroze a vocabulary layer after the first training iteration"):
         ask(first)
-    chunk.layer.weight.requires_grad_(False)
-    assert ask(nn.Module()) == Trained(True, False, (0.0,))
+    assert ask(nn.Module()) == Trained(True, False)
 
 
 @pytest.mark.slow

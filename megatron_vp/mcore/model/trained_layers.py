@@ -1,4 +1,4 @@
-"""Lets all ranks of a model agree on what is trained: which vocabulary layers, and what fraction of the other weights.
+"""Lets all ranks of a model agree on which vocabulary layers are trained.
 
 As in Megatron, a weight is trained if its `requires_grad` is True, which may change until the model is wrapped. A
 vocabulary layer that is frozen before it is split has frozen shards on all ranks (see `surgery`). If a vocabulary layer
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from megatron.training.utils import print_rank_0
 from torch import nn
 
 from megatron_vp.errors import UserError
@@ -35,21 +34,10 @@ _AGREED = "vocabulary_parallel_training"
 
 @dataclass(frozen=True)
 class Trained:
-    """Which part of a model is trained.
-
-    embedding, output: for each of these layers, whether it is trained; always True if it is not split into shards.
-    weights: the trained fraction of each virtual stage's weight matrices, not counting embeddings and vocabulary
-    shards.
-    """
+    """For each vocabulary layer, whether it is trained; always True if it is not split into shards."""
 
     embedding: bool
     output: bool
-    weights: tuple[float, ...]
-
-    @property
-    def everything(self) -> bool:
-        """Whether nothing is frozen."""
-        return self.embedding and self.output and min(self.weights) == 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class _Shards:
 
 
 def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, alone: bool) -> Trained:
-    """Agree with all ranks of a model on what is trained (see `Trained`).
+    """Agree with all ranks of a model on which vocabulary layers are trained.
 
     Args:
         wrapped: the first chunk as the script passes it to Megatron's forward-backward function. The agreement is
@@ -78,7 +66,7 @@ def agreed(job: SettledJob, wrapped: nn.Module, chunks: Sequence[nn.Module], *, 
     own = _shards(job, chunks)
     before: tuple[_Shards, Trained] | None = getattr(wrapped, _AGREED, None)
     if before is None:
-        before = own, _ask(job, chunks, own, alone)
+        before = own, _ask(chunks, own, alone)
         setattr(wrapped, _AGREED, before)
     if own != before[0]:
         raise UserError(
@@ -123,44 +111,13 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
     return _Shards(trained)
 
 
-def _ask(job: SettledJob, chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
-    parts = tuple(map(_trained_part, chunks))
-    if alone:
-        return Trained(own.trained.get(EMBEDDING, True), own.trained.get(OUTPUT, True), parts)
-    group = getattr(chunks[0], GROUP_ATTRIBUTE)
-    ranks: list[tuple[_Shards, tuple[float, ...]]] = [(own, parts)] * group.size()
-    dist.all_gather_object(ranks, (own, parts), group=group)
-    shards = [said for said, _ in ranks]
-    # The group is ordered by pipeline rank, then by tensor rank. Tensor ranks of a stage hold parts of the same
-    # matrices, so the report of one of them is enough.
-    by_stage = {}
-    for stages, (_, rank_parts) in zip(
-        job.placement.stage_of, ranks[:: job.args.tensor_model_parallel_size], strict=True
-    ):
-        by_stage |= dict(zip(stages, rank_parts, strict=True))
-    trained = Trained(
-        _trains(EMBEDDING, shards), _trains(OUTPUT, shards), tuple(by_stage[each] for each in sorted(by_stage))
-    )
-    if not trained.everything:
-        frozen = [name for name, trains in ((EMBEDDING, trained.embedding), (OUTPUT, trained.output)) if not trains]
-        if min(trained.weights) < 1:
-            share = 1 - sum(trained.weights) / len(trained.weights)
-            frozen.append(f"{100 * share:.0f} % of the weights between the vocabulary layers")
-        print_rank_0(f"> frozen: {', '.join(frozen)}; the schedule takes this into account")
-    return trained
-
-
-def _trained_part(chunk: nn.Module) -> float:
-    """The trained fraction of the elements in a chunk's weight matrices; 1 if the chunk has no matrices."""
-    whole = trained = 0
-    for name, parameter in chunk.named_parameters():
-        looked_up = name.startswith("embedding.")
-        # Without `post_process`, the output layer is a shard, and pass T computes its weight gradient.
-        elsewhere = name.startswith("output_layer.") and not chunk.post_process
-        if parameter.dim() > 1 and not looked_up and not elsewhere:
-            whole += parameter.numel()
-            trained += parameter.numel() * parameter.requires_grad
-    return trained / whole if whole else 1.0
+def _ask(chunks: Sequence[nn.Module], own: _Shards, alone: bool) -> Trained:
+    ranks = [own]
+    if not alone:
+        group = getattr(chunks[0], GROUP_ATTRIBUTE)
+        ranks *= group.size()
+        dist.all_gather_object(ranks, own, group=group)
+    return Trained(_trains(EMBEDDING, ranks), _trains(OUTPUT, ranks))
 
 
 def _trains(name: str, ranks: Sequence[_Shards]) -> bool:

@@ -27,7 +27,7 @@ from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
-from megatron_vp.mcore.training.programs import late_weights, programs, without_frozen
+from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
@@ -248,7 +248,7 @@ def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> 
         microbatches,
         method=family.method(method),
         chunks=len(job.chunks),
-        costs=without_frozen(settled.order, family.method(method), job.trained),
+        costs=settled.order,
         vocab_ranks=shards.holders if shards else None,
         forward_only=not gradients,
         offload_chunks=settled.settings.offload_chunks(len(job.chunks)),
