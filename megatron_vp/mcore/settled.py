@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -161,17 +161,25 @@ class SettledJob:
         return self.settings.placement(self.args.pipeline_model_parallel_size, chunks)
 
 
-class OwnLoop(Protocol):
-    """The interface through which `megatron_vp.enable` sets up the job of a script with its own training loop."""
+@dataclass
+class OwnLoop:
+    """A script with its own training loop, which has called `megatron_vp.enable`."""
 
     words: tuple[str, ...]
     """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
+    settled: Callable[[Mapping[str, Any]], SettledJob]
+    """Makes the job from a model's constructor arguments, which are keyed by name, and calls `settle`."""
+    job: SettledJob | None = None
+    """The job that `settled` made from the first model."""
 
     def reads_arguments(self) -> bool:
         """Whether the job was made from arguments that Megatron parsed. If not, `settle_for` makes the job."""
+        return is_settled() and self.job is None
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """Make the job from a model's constructor arguments, which are keyed by name. Later models use the same job."""
+        """The job, made from a model's constructor arguments if this is the first model."""
+        self.job = self.job or self.settled(model)
+        return self.job
 
 
 class _Process:

@@ -9,23 +9,20 @@ Megatron's arguments, and the same checks run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
-import inspect
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches, settled
 from megatron_vp.mcore.patch_table import Stage
-from megatron_vp.mcore.settled import SettledJob, Words, run_settings
+from megatron_vp.mcore.settled import OwnLoop, SettledJob, Words, run_settings
 from megatron_vp.mcore.start.launch import patch_megatron, refuse
 
 
@@ -58,7 +55,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         # The script's own command line is not read here, because it can contain arguments that Megatron does not know.
         patch_megatron([""])
         args, words = _parsed(settings)
-        settled.note_own_loop(_OwnLoop(settings, words))
+        settled.note_own_loop(OwnLoop(words, partial(_settle, settings, words)))
         run = patch_table.run_here(args)
         if run.settings.replaces_schedule:
             _require_no_model()
@@ -106,44 +103,26 @@ def _parsed(settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str,
     return args, words
 
 
-_UNSAID = {
-    **{"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4},
-    **{"eval_iters": 0, "eval_interval": 1},
+_OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
+"""Arguments that our rules read, but that only the script's loop knows."""
+
+_NOT_TAKEN = {
+    "pipeline_model_parallel_layout",  # refused in `_describe`
+    *("overlap_p2p_comm", "microbatch_group_size_per_vp_stage"),  # read by Megatron's schedules only
+    "cross_entropy_fusion_impl",  # Megatron-Bridge's recipes use a name of their own
+    "transformer_impl",  # says Transformer Engine even if the model has local layers
 }
-"""Defaults for arguments that Megatron's checks need, but that neither the model nor the process groups determine."""
+"""Fields of a model's configuration that do not become arguments."""
 
 
-_NOT_COPIED = (
-    "pipeline_model_parallel_layout",
-    "overlap_p2p_comm",
-    "microbatch_group_size_per_vp_stage",
-    "cross_entropy_fusion_impl",
-    "transformer_impl",
-)
-
-
-class _OwnLoop:
-    """Implements `settled.OwnLoop` for one call of `enable`: sets up the job when the script builds its first model."""
-
-    def __init__(self, settings: Mapping[str, Any], words: tuple[str, ...]) -> None:
-        self.words = words
-        self._settings = settings
-        self._job: SettledJob | None = None
-
-    def reads_arguments(self) -> bool:
-        return settled.is_settled() and self._job is None
-
-    def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        if self._job is None:
-            self._job = _settle(self._settings, self.words, model)
-            patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(self._job.args))
-        return self._job
+def _is_said(value: Any) -> bool:
+    """Whether a field sets an argument: functions do not, and None leaves an argument at its default."""
+    return value is not None and not callable(value)
 
 
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.training import arguments
 
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.reports.trace_option import make_trace_folder
@@ -152,14 +131,10 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
 
     args, _ = _parsed(settings)
     _describe(args, settings, model)
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    # Without a schedule, the chunks decide which one is used; some schedules accept any number of chunks.
-    if chunks > 1 and (args.pipeline_schedule is None or run_settings(args).family.chunks is None):
-        args.num_virtual_stages_per_pipeline_rank = chunks
+    args.virtual_pipeline_model_parallel_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    _require_chunks(args, args.virtual_pipeline_model_parallel_size or 1)
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
-    with redirect_stdout(io.StringIO()):  # Megatron would print all arguments, although most are unused.
-        job = settled_job(inspect.unwrap(arguments.validate_args), args, {})
-    _require_chunks(job, chunks)
+    job = settled_job(None, args, {})
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     require_same_job(facts(vars(args), job.parts, job.words.options), patience)
     order = [job.order]  # Pass costs depend on the device, so all ranks order passes by rank 0's costs.
@@ -167,6 +142,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     job = replace(job, order=order[0])
     settled.settle(job)
     make_trace_folder(args)
+    patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(args))
     if args.rank == 0:
         print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job
@@ -184,45 +160,36 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             "Megatron-Bridge keep dist.use_decentralized_pg=False"
         )
     config, size = model["config"], parallel_state
-    said = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    said |= {
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
-        "distributed_backend": dist.get_backend(),
-        "pipeline_model_parallel_size": size.get_pipeline_model_parallel_world_size(),
-        "tensor_model_parallel_size": size.get_tensor_model_parallel_world_size(),
-        "context_parallel_size": size.get_context_parallel_world_size(),
-        "expert_model_parallel_size": size.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": size.get_expert_tensor_parallel_world_size(),
-        "vocab_size": model["vocab_size"],
-        "padded_vocab_size": model["vocab_size"],
-        "make_vocab_size_divisible_by": 1,
-        "max_position_embeddings": model["max_sequence_length"],
-        "seq_length": model["max_sequence_length"],
-        "position_embedding_type": model["position_embedding_type"],
-        "untie_embeddings_and_output_weights": not model["share_embeddings_and_output_weights"],
-        "decoder_first_pipeline_num_layers": config.num_layers_in_first_pipeline_stage,
-        "decoder_last_pipeline_num_layers": config.num_layers_in_last_pipeline_stage,
-        "num_experts": config.num_moe_experts,
-        "swiglu": config.gated_linear_unit,
-        "group_query_attention": config.num_query_groups != config.num_attention_heads,
-    }
-    # The fields in _NOT_COPIED are left out for different reasons. A pipeline layout is refused below. Two fields set
-    # how Megatron's schedules overlap messages and group microbatches, which does not affect our schedules. Megatron's
-    # arguments do not accept the name that Megatron-Bridge's recipes use for the cross-entropy kernel. A configuration
-    # names Transformer Engine's layers by default, even if the model has local layers.
-    for name in _NOT_COPIED:
-        del said[name]
-    for name, value in said.items():
-        # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
-        if hasattr(args, name) and value is not None and not callable(value):
-            setattr(args, name, value)
+    taken = vars(args).keys() - _NOT_TAKEN
+    vars(args).update({name: value for name, value in vars(config).items() if name in taken and _is_said(value)})
+    vars(args).update(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        distributed_backend=dist.get_backend(),
+        pipeline_model_parallel_size=size.get_pipeline_model_parallel_world_size(),
+        data_parallel_size=size.get_data_parallel_world_size(),
+        tensor_model_parallel_size=size.get_tensor_model_parallel_world_size(),
+        context_parallel_size=size.get_context_parallel_world_size(),
+        expert_model_parallel_size=size.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=size.get_expert_tensor_parallel_world_size(),
+        vocab_size=model["vocab_size"],
+        padded_vocab_size=model["vocab_size"],
+        make_vocab_size_divisible_by=1,
+        max_position_embeddings=model["max_sequence_length"],
+        seq_length=model["max_sequence_length"],
+        position_embedding_type=model["position_embedding_type"],
+        untie_embeddings_and_output_weights=not model["share_embeddings_and_output_weights"],
+        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
+        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
+        num_experts=config.num_moe_experts,
+        swiglu=config.gated_linear_unit,
+        group_query_attention=config.num_query_groups != config.num_attention_heads,
+    )
     # By default, shards are balanced, which may move layers. Here, the user's script places the layers, so the default
     # is even shards.
-    unsaid = _UNSAID | ({"vocab_shards": "even"} if args.vocab_parallel else {})
-    for name, value in unsaid.items():
-        if name not in settings:
-            setattr(args, name, value)
+    unsaid = _OF_THE_SCRIPT | ({"vocab_shards": "even"} if args.vocab_parallel else {})
+    vars(args).update({name: value for name, value in unsaid.items() if name not in settings})
+    args.global_batch_size = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         raise UserError(
             "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: remove "
@@ -241,11 +208,15 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
         )
 
 
-def _require_chunks(job: SettledJob, chunks: int) -> None:
-    if job.placement.chunks != chunks:
+def _require_chunks(args: argparse.Namespace, chunks: int) -> None:
+    settings = run_settings(args)
+    needed = settings.family.chunks
+    # Without a schedule, the chunks decide which one is used; some schedules accept any number of chunks.
+    if args.pipeline_schedule is None or needed is None:
+        args.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
+    elif settings.replaces_schedule and needed != chunks:
         raise UserError(
-            f"--pipeline-schedule {job.args.pipeline_schedule} has {job.placement.chunks} chunks per rank, but this "
-            f"script's process groups have {chunks}: set "
-            f"virtual_pipeline_model_parallel_size={job.placement.chunks if job.placement.chunks > 1 else None} in "
+            f"--pipeline-schedule {args.pipeline_schedule} has {needed} chunks per rank, but this script's process "
+            f"groups have {chunks}: set virtual_pipeline_model_parallel_size={needed if needed > 1 else None} in "
             f"initialize_model_parallel and in the model's configuration, and build one GPTModel for each vp_stage"
         )
