@@ -35,7 +35,9 @@ def last_batch(schedule: str) -> int:
 
     try:
         pairs = [pair.split(":") for pair in str(schedule).replace(",", " ").split()]
-        return max((number(threshold), number(batch)) for threshold, batch in pairs)[1]
+        if (last := max((number(threshold), number(batch)) for threshold, batch in pairs)[1]) < 1:
+            raise ValueError("no samples")
+        return last
     except (KeyError, OverflowError, ValueError) as error:
         raise UserError(
             f"--step-batch-size-schedule {schedule!r} cannot be parsed: give THRESHOLD:BATCH pairs, as in "

@@ -95,7 +95,8 @@ def listed_parser() -> Parser:
 LEAST = {"mtp_num_layers": 0, "num_experts": 0}
 """Smallest accepted values of sizes; all other sizes must be at least 1."""
 LARGEST = {
-    **dict.fromkeys(("num_layers", "num_query_groups", "moe_router_topk", "make_vocab_size_divisible_by"), 10**9),
+    "num_layers": 10_000,
+    **dict.fromkeys(("num_query_groups", "moe_router_topk", "make_vocab_size_divisible_by"), 10**9),
     **dict.fromkeys(("pipeline_model_parallel_size", "tensor_model_parallel_size", "global_batch_size"), 10**9),
     **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 10**9),
     **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), 10**9),

@@ -115,7 +115,6 @@ def test_what_cannot_be_split_is_one_line():
         lambda: equal_layers(job(), 7),
         lambda: redistributed_layers(job(gpt(layers=6))),
         lambda: job(tensor=5),
-        lambda: job(pipeline=0),
         lambda: ModelShape(1, 10, 3, 1, 1),
         lambda: gpt(kv_groups=5),
         lambda: gpt(experts=2, experts_per_token=3),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from megatron_vp.cost.sizes.shapes import MOST_LAYERS
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import LARGEST
 
 
 def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
@@ -46,7 +46,7 @@ def _value(node: ast.expr) -> Any:
             return _value(left) + _value(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             first, second = _value(left), _value(right)
-            if max(_length(first), _length(second)) > MOST_LAYERS:
+            if max(_length(first), _length(second)) > LARGEST["num_layers"]:
                 raise ValueError("too long")
             return first * second
     raise ValueError("an expression may contain only numbers, lists, + and *")

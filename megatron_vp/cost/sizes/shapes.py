@@ -66,10 +66,6 @@ class Dispatcher(StrEnum):
     """No dispatcher is given. As in published recipes, flex is assumed if experts span nodes, otherwise alltoall."""
 
 
-MOST_LAYERS = 10_000
-"""Largest accepted number of layers; a larger number is assumed to be a typo."""
-
-
 @dataclass(frozen=True)
 class Latent:
     """Sizes of multi-latent attention.
@@ -104,7 +100,7 @@ class ModelShape:
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
 
-    Raises UserError if a size is below one, if the number of groups does not divide the number of heads, or if a token
+    Raises UserError if the number of groups does not divide the number of heads, or if a token
     needs more experts than a layer has.
     """
 
@@ -134,10 +130,6 @@ class ModelShape:
     expert_biases: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "ffn", "vocab"):
-            _at_least_one(name, getattr(self, name))
-        if self.layers > MOST_LAYERS:
-            raise UserError(f"{self.layers} layers are too many for a model; give at most {MOST_LAYERS}")
         object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
         if not self.head_size:
             if self.hidden % self.heads:
@@ -270,8 +262,6 @@ class Job:
     states: OptimizerStates | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "micro_batch", "microbatches", "pipeline", "tensor", "context", "data", "expert"):
-            _at_least_one(name, getattr(self, name))
         model, t = self.model, self.tensor
         object.__setattr__(self, "expert_tensor", self.expert_tensor or t)
         ffn_ranks = self.expert_tensor if model.experts else t
@@ -437,8 +427,3 @@ class Plan:
             return self.vocab_rows
         vocab, rows = job.model.vocab, job.shard_rows * job.tensor
         return tuple(max(0, min(rows, vocab - rank * rows)) for rank in range(job.pipeline))
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise UserError(f"{name.replace('_', ' ')} {value} is too small; give at least 1")
