@@ -13,8 +13,6 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -121,13 +119,12 @@ def _is_said(value: Any) -> bool:
 
 
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.reports.trace_option import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
-    from megatron_vp.mcore.start.same_job import facts, require_same_job
+    from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
     args, _ = _parsed(settings)
     _describe(args, settings, model)
@@ -135,12 +132,8 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     _require_chunks(args, args.virtual_pipeline_model_parallel_size or 1)
     settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
     job = settled_job(None, args, {})
-    patience = timedelta(minutes=args.distributed_timeout_minutes)
-    require_same_job(facts(vars(args), job.parts, job.words.options), patience)
-    order = [job.order]  # Pass costs depend on the device, so all ranks order passes by rank 0's costs.
-    dist.broadcast_object_list(order, src=0)
-    job = replace(job, order=order[0])
-    settled.settle(job)
+    require_same_job(job)
+    job = settle_with_one_order(job)
     make_trace_folder(args)
     patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(args))
     if args.rank == 0:

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,14 @@ from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
 from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.mcore.settled import current, settle
+from megatron_vp.mcore.settled import SettledJob, current, settle
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 from megatron_vp.runtime.launcher_store import Notes, counted, named
 
 _LEAVE_WITHIN_SECONDS = 10.0
 
-OF_A_RANK = {
-    "rank": "each process has its own rank",
-    "local_rank": "each process has its own local rank",
-    "node_rank": "each machine has its own node rank",
-    "config": "the options in the configuration files are compared instead of the files' names",
-}
-"""Arguments that are not compared between ranks, and the reasons."""
+OF_A_RANK = {"rank", "local_rank", "node_rank", "config"}
+"""Arguments that are not compared between ranks; the options in configuration files are compared instead."""
 
 _PLACE = re.compile(
     "(^|_)(path|dir|file|filename|checkpoint|save|load|model|cfg|project|entity|name)$|^(rank_report|pipeline_trace)$|"
@@ -148,6 +142,20 @@ def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
     return f"{called} is " + ", ".join(f"{value} on {counted(found)}" for value, found in values.items())
 
 
+def require_same_job(job: SettledJob) -> None:
+    """Compare the ranks' jobs. Raises UserError on every rank if they differ, and PeerLost if a rank is missing."""
+    compare(facts(vars(job.args), job.parts, job.words.options), 60.0 * job.args.distributed_timeout_minutes)
+
+
+def settle_with_one_order(job: SettledJob) -> SettledJob:
+    """Settle `job` with the pass costs of rank 0, because costs depend on the device. All ranks must call this."""
+    order = [job.order]
+    torch.distributed.broadcast_object_list(order, src=0)
+    job = replace(job, order=order[0])
+    settle(job)
+    return job
+
+
 def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> None:
@@ -157,12 +165,9 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
             return original(*args, **kwargs)
         # Compare the ranks' jobs before process groups exist, because ranks that create different groups have no common
         # communicator.
-        patience = timedelta(minutes=arguments.distributed_timeout_minutes)
-        require_same_job(facts(vars(arguments), job.parts, job.words.options), patience)
+        require_same_job(job)
         original(*args, **kwargs)
-        order = [job.order]  # All ranks use rank 0's costs, because costs depend on the device.
-        torch.distributed.broadcast_object_list(order, src=0)
-        settle(replace(job, order=order[0]))
+        settle_with_one_order(job)
         if (folder := saves_to(arguments)) is not None:
             claim(*folder)
         agreed(functools.partial(write_resolved_configuration, arguments))
@@ -176,11 +181,10 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     return initialize_distributed
 
 
-def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> None:
-    """Compare `own`, the result of `facts`, between all ranks. Raises UserError on every rank if arguments differ, and
-    PeerLost if a rank does not arrive.
+def compare(own: dict[str, dict[str, str]], seconds: float) -> None:
+    """Compare `own`, the result of `facts`, between all ranks, and wait for each of them for `seconds`.
 
-    Ranks that were given different parallel sizes or backends would create different groups, and wait for each other.
+    Raises as `require_same_job` does.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -189,7 +193,6 @@ def require_same_job(own: dict[str, dict[str, str]], patience: timedelta) -> Non
     text = json.dumps(own)
     if rank == 0:
         first.leave(0, text)
-    seconds = patience.total_seconds()
     known = _all_of(first, range(1), seconds)[0]
     others.leave(rank, "" if text == known else text)
     if rank == 0:
@@ -207,7 +210,7 @@ def _all_of(notes: Notes, ranks: range, seconds: float) -> dict[int, str]:
     found = notes.read(ranks, seconds)
     if silent := [rank for rank in ranks if rank not in found]:
         raise PeerLost(
-            f"the start of a job needs all its ranks, but after {seconds:.0f} s no word from {named(silent)}"
+            f"the job's start needs all ranks, but there is no word from {named(silent)} after {seconds:.0f} s"
         )
     return found
 
