@@ -33,13 +33,12 @@ def trace(
     from megatron_vp.cost.balance.measured_rows import next_start
     from megatron_vp.cost.balance.measured_run import traced_run
     from megatron_vp.schedule import VocabMethod
-    from megatron_vp.trace.figures import figures, held_activations
+    from megatron_vp.trace.figures import figures, held_activations, table
     from megatron_vp.trace.rank_files import merge, read_traces
-    from megatron_vp.trace.report import report
 
     check_destination(False, output)
     traces = read_traces(folder)
-    typer.echo(report(traces, figures(traces)))
+    typer.echo(table(traces, figures(traces)))
     if traces[0].partition.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
         try:
             typer.echo(next_start(folder, traced_run(folder, traces)))

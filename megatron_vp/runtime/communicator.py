@@ -7,22 +7,24 @@ and a group need not contain all ranks of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 
-class Communicator(Protocol):
-    """Moves contiguous tensors between the ranks of one group."""
+class Communicator:
+    """Moves contiguous tensors between the ranks of one group. This class serves a rank without peers, whose tensors
+    keep their contents.
+    """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's `tensor` into `tensor` on every rank."""
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `gathered` [ranks, ...] with every rank's `own` [...]."""
+        gathered.copy_(own.expand_as(gathered))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         """Set the root's `tensor` to the sum over all ranks; on other ranks, its contents become undefined."""
@@ -36,7 +38,7 @@ class Communicator(Protocol):
         """
 
 
-class NativeCommunicator:
+class NativeCommunicator(Communicator):
     """Calls the backend's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -123,31 +125,9 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
     }
 
 
-class LoneCommunicator:
-    """The communicator of a rank that runs without peers."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Do nothing: `tensor` keeps its contents."""
-
-    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `gathered` as if all ranks had the same tensor."""
-        gathered.copy_(own.expand_as(gathered))
-
-    def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Do nothing: no other rank has a tensor to add."""
-
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
-    ) -> None:
-        """Do nothing: `received` keeps its contents."""
-
-
-_BY_BACKEND: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
-    "gloo": MessageCommunicator,
-    "fake": lambda group: LoneCommunicator(),
-}
-
-
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """Return a communicator for the backend of `group`."""
-    return _BY_BACKEND.get(dist.get_backend(group), NativeCommunicator)(group)
+    backend = dist.get_backend(group)
+    if backend == "fake":
+        return Communicator()
+    return MessageCommunicator(group) if backend == "gloo" else NativeCommunicator(group)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.communicator import Communicator, LoneCommunicator, communicator
+from megatron_vp.runtime.communicator import Communicator, communicator
 from megatron_vp.schedule.communicators import CHANNELS, Edge
 
 CTAS = CHANNELS
@@ -65,7 +65,7 @@ class PipelineGroups:
     @property
     def alone(self) -> bool:
         """Whether this rank has no peers, as in a replay (`megatron_vp.mcore.replay`)."""
-        return isinstance(self.pipeline, LoneCommunicator)
+        return type(self.pipeline) is Communicator
 
     @classmethod
     def create(

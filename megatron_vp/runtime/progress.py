@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,33 +52,17 @@ _HOSTS_OWN = (Load, Run, Loss)
 Place = tuple[int, "Instruction | _Finishing | None", Operation | None]
 
 
-class Mark(Protocol):
-    """A point on the device's compute stream."""
-
-    def done(self) -> bool:
-        """Whether the device has passed the mark; never blocks. Called only by the main thread."""
-
-
-class FinishedIterations(Protocol):
-    """Counts, on the device, the iterations that its compute stream has finished."""
-
-    def add(self) -> None:
-        """Make the device increment the count when its compute stream reaches this point."""
-
-    def count(self) -> int:
-        """Return the count from host memory. Any thread may call this method."""
-
-
 class Progress:
     """The current activity of one pipeline rank.
 
     Args:
         members: global ranks of the pipeline, in pipeline order.
         rank: this rank's position among them.
-        finished: counts the iterations that the device has finished; None if the host never runs ahead of the device.
+        finished: counts the iterations that the device has finished (`streams.CudaIterations`); None if the host never
+            runs ahead of the device.
     """
 
-    def __init__(self, members: tuple[int, ...], rank: int, finished: FinishedIterations | None = None) -> None:
+    def __init__(self, members: tuple[int, ...], rank: int, finished: Any = None) -> None:
         self.members = members
         self.rank = rank
         self.iteration = 0
@@ -91,7 +75,7 @@ class Progress:
         """On CPU, the operation that the second stream is running in its thread."""
         self.others: Callable[[], str] = str
         """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
-        self._marks: deque[tuple[Wait, Mark]] = deque()
+        self._marks: deque[tuple[Wait, Any]] = deque()
         self._finished = finished
         self._counted = 0
         """Number of iterations that the host has issued to the device, including rehearsals."""
@@ -126,9 +110,9 @@ class Progress:
                 self._marks.popleft()
             self.behind = self._marks[0][0] if self._marks else None
 
-    def mark(self, wait: Wait, mark: Mark) -> None:
-        """Add the mark that was recorded after the instruction `wait`. The host may be several microbatches ahead of
-        the device.
+    def mark(self, wait: Wait, mark: Any) -> None:
+        """Add the mark (`streams.CudaMark`) that was recorded after the instruction `wait`. The host may be several
+        microbatches ahead of the device.
         """
         self._marks.append((wait, mark))
         if self.behind is None:

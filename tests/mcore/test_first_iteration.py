@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
-from megatron_vp.runtime.communicator import LoneCommunicator
+from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.host_memory import HostMemory
 from megatron_vp.runtime.model import Shapes
@@ -33,7 +33,7 @@ class Watched(Pipeline):
     """Rank 1 of two, which notes its iterations in place of running them."""
 
     def __init__(self):
-        lone = LoneCommunicator()
+        lone = Communicator()
         super().__init__(PipelineGroups((0, 1), 1, 1, 0, lone, None, {}, (0, 1), lone))
         self.ran = []
 
