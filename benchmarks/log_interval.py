@@ -40,7 +40,6 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
     schedule, costs = made_schedule(name, options, 0.0)
     program, model = lower(schedule, costs)[rank], SleepingModel(schedule, rank, costs, device)
     layers = sleeping_layers(schedule, rank, costs, device)
-    curves = pipeline_scalars.PipelineScalars(1, rank, ranks)
     logged: list[dict[str, float]] = []
     took: dict[bool, list[float]] = {False: [], True: []}
     burnt: dict[bool, list[float]] = {False: [], True: []}
@@ -49,15 +48,15 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             recorded = bool(iteration % 2)
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
-            recorder = Recorder(SHAPES.device, lean=True) if recorded and curves.begin(iteration) else None
+            recorder = Recorder(SHAPES.device, lean=True) if recorded else None
             pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
             if recorder:
-                curves.keep(recorder)
+                pipeline_scalars.keep(iteration, recorder)
                 if rank == ranks - 1:
-                    curves.write(at_last=False)
-                curves.share(at_last=False)
+                    pipeline_scalars.write(ranks, at_last=False)
+                pipeline_scalars.publish(rank, at_last=False)
                 if rank == ranks - 1:
-                    curves.expect(iteration)
+                    pipeline_scalars._due.append(iteration)
             burnt[recorded].append(time.process_time() - before)
             dist.barrier()
             took[recorded].append(time.perf_counter() - start)

@@ -11,8 +11,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_vp.mcore.reports import pipeline_scalars
-from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
 from megatron_vp.runtime import launcher_store
+from megatron_vp.runtime.launcher_store import Notes
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -112,21 +112,22 @@ def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monk
     recorder._clock = Device()
     with recorder.watch(Run(Pass(PassKind.F, 0, 0))):
         pass
-    found = PipelineScalars(1, 0, 1)
-    found.begin(1)
-    found.keep(recorder)
-    found.share(at_last=False)
-    assert not recorder._clock.drained and not pipeline_scalars._notes(1).read([0])
-    found.share(at_last=True)
-    assert json.loads(pipeline_scalars._notes(1).read([0])[0])["busy"] == 1e3
+    pipeline_scalars.keep(1, recorder)
+    pipeline_scalars.publish(0, at_last=False)
+    assert not recorder._clock.drained and not Notes("scalars/1").read([0])
+    pipeline_scalars.publish(0, at_last=True)
+    assert json.loads(Notes("scalars/1").read([0])[0])["busy"] == 1e3
 
 
 def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys):
     store = torch.distributed.HashStore()
-    args = SimpleNamespace(rank=0, world_size=1, train_iters=1, log_interval=1, log_pipeline_interval=1)
+    args = SimpleNamespace(
+        rank=0, world_size=1, train_iters=1, log_interval=1, log_pipeline_interval=1, pipeline_model_parallel_size=2
+    )
     monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
     monkeypatch.setattr(pipeline_scalars, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(pipeline_scalars, "_of_process", lambda job: PipelineScalars(1, 0, 2))
+    monkeypatch.setattr(pipeline_scalars.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(pipeline_scalars, "_due", [])
     monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
     [patch] = pipeline_scalars.PATCHES
     assert patch.make(lambda *given, **named: True)({}, {}, 0.1, 1) is True

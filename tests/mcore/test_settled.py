@@ -27,7 +27,6 @@ RUNNING = {
     "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
     "training/deferred_checks.py": {"_deferred"},  # the checks of the iteration that runs now
     "reports/rank_report.py": {"_current"},  # what has been measured
-    "reports/pipeline_scalars.py": {"_current"},  # what has been measured and not written yet
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
     "reports/watch.py": {"_trace"},  # what has been recorded
     "storage/save_folder.py": {"_claimed"},  # a file that this process holds

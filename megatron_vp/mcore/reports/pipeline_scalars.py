@@ -7,6 +7,7 @@ logs an iteration, it fetches the figures of earlier iterations from the store.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.training.utils import print_rank_last
 
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.settled import SettledJob, current
+from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.launcher_store import Notes, named
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import traced_spans
@@ -27,61 +28,50 @@ _PATIENCE_SECONDS = 10.0
 """The longest time to wait for the figures of a run's last iteration."""
 
 
-class PipelineScalars:
-    """Records every `interval`-th iteration of pipeline rank `rank`. The job's last rank logs metrics that are computed
-    from the figures of all `ranks` pipeline ranks.
+_recorded: dict[int, Recorder] = {}
+"""This rank's recordings, by iteration, whose figures it has not published yet."""
+_due: list[int] = []
+"""Recorded iterations that the job's last rank has not written yet."""
+
+
+def is_recorded(args: argparse.Namespace) -> bool:
+    """Whether the next training iteration is recorded."""
+    # curr_iteration is the number of iterations that Megatron has completed.
+    return bool(args.log_pipeline_interval) and (args.curr_iteration + 1) % args.log_pipeline_interval == 0
+
+
+def keep(iteration: int, recorder: Recorder) -> None:
+    """Keep the recording of an iteration; if Megatron repeats the iteration, the last recording counts."""
+    _recorded[iteration] = recorder
+
+
+def publish(rank: int, at_last: bool) -> None:
+    """Publish the figures of pipeline rank `rank` for the recorded iterations that its device has finished. If
+    `at_last` is true, wait until the device has finished all of them.
     """
-
-    def __init__(self, interval: int, rank: int, ranks: int) -> None:
-        self._interval, self._rank, self._ranks = interval, rank, ranks
-        self._running = 0
-        self._recorded: dict[int, Recorder] = {}
-        self._due: list[int] = []
-
-    def begin(self, iteration: int) -> bool:
-        """Begin an iteration, counted from 1; return whether it should be recorded."""
-        self._running = iteration
-        return iteration % self._interval == 0
-
-    def keep(self, recorder: Recorder) -> None:
-        """Keep the recording of the current iteration; if Megatron repeats the iteration, the last recording counts."""
-        self._recorded[self._running] = recorder
-
-    def share(self, at_last: bool) -> None:
-        """Publish this rank's figures for the recorded iterations that its device has finished. If `at_last` is true,
-        wait until the device has finished all of them.
-        """
-        for iteration, recorder in list(self._recorded.items()):
-            if not (at_last or recorder.passed()):
-                return
-            del self._recorded[iteration]
-            (recorder.finish if at_last else recorder.read)()
-            spans = traced_spans(recorder.spans, iteration, lambda nanoseconds: nanoseconds / 1e6)
-            _notes(iteration).leave(self._rank, json.dumps(asdict(rank_figures(spans))))
-
-    def expect(self, iteration: int) -> None:
-        """Make `write` expect figures from all ranks for an iteration that has ended, if the iteration was recorded."""
-        if iteration % self._interval == 0:
-            self._due.append(iteration)
-
-    def write(self, at_last: bool) -> None:
-        """Write the figures of each iteration for which all ranks have published theirs. If `at_last` is true, wait for
-        missing figures.
-        """
-        for each in list(self._due):
-            notes, ranks = _notes(each), range(self._ranks)
-            found = notes.read(ranks, _PATIENCE_SECONDS if at_last else 0.0)
-            if silent := set(ranks) - found.keys():
-                if at_last:  # The run has trained to its end, and must still save its last checkpoint.
-                    print_rank_last(f"> no pipeline metrics of iteration {each}: no word from {named(sorted(silent))}")
-                return
-            self._due.remove(each)
-            notes.remove(ranks)
-            _log(scalars([RankFigures(**json.loads(text)) for text in found.values()]), each)
+    for iteration, recorder in list(_recorded.items()):
+        if not (at_last or recorder.passed()):
+            return
+        del _recorded[iteration]
+        (recorder.finish if at_last else recorder.read)()
+        spans = traced_spans(recorder.spans, iteration, lambda nanoseconds: nanoseconds / 1e6)
+        Notes(f"scalars/{iteration}").leave(rank, json.dumps(asdict(rank_figures(spans))))
 
 
-def _notes(iteration: int) -> Notes:
-    return Notes(f"scalars/{iteration}")
+def write(ranks: int, at_last: bool) -> None:
+    """Log metrics of each iteration for which all pipeline ranks have published their figures. If `at_last` is true,
+    wait for missing figures.
+    """
+    for iteration in list(_due):
+        notes = Notes(f"scalars/{iteration}")
+        found = notes.read(range(ranks), _PATIENCE_SECONDS if at_last else 0.0)
+        if silent := [rank for rank in range(ranks) if rank not in found]:
+            if at_last:  # The run has trained to its end, and must still save its last checkpoint.
+                print_rank_last(f"> no pipeline metrics of iteration {iteration}: no word from {named(silent)}")
+            return
+        _due.remove(iteration)
+        notes.remove(range(ranks))
+        _log(scalars([RankFigures(**json.loads(text)) for text in found.values()]), iteration)
 
 
 def _log(values: dict[str, float], iteration: int) -> None:
@@ -95,45 +85,25 @@ def _log(values: dict[str, float], iteration: int) -> None:
         wandb_writer.log(values, iteration)
 
 
-_current: PipelineScalars | None = None
-
-
-def pipeline_scalars(job: SettledJob) -> PipelineScalars | None:
-    """Return this process's `PipelineScalars` if the next training iteration should be recorded; otherwise None."""
-    if not job.args.log_pipeline_interval:
-        return None
-    found = _of_process(job)
-    # curr_iteration is the number of iterations that Megatron has completed.
-    return found if found.begin(job.args.curr_iteration + 1) else None
-
-
-def _of_process(job: SettledJob) -> PipelineScalars:
-    global _current
-    if _current is None:
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        _current = PipelineScalars(job.args.log_pipeline_interval, rank, job.args.pipeline_model_parallel_size)
-    return _current
-
-
 def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def training_log(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> bool:
-        job, iteration = current(), args[3]
+        job, iteration = current().args, args[3]
         # Megatron keeps the sums of the first iteration after a start for the next line, because this iteration is
         # logged even within an interval. If the iteration ends an interval, the next line must not contain it.
-        kwargs["is_first_iteration"] = is_first_iteration and iteration % job.args.log_interval != 0
-        if not job.args.log_pipeline_interval:
+        kwargs["is_first_iteration"] = is_first_iteration and iteration % job.log_interval != 0
+        if not job.log_pipeline_interval:
             return original(*args, **kwargs)
-        found, writes = _of_process(job), job.args.rank == job.args.world_size - 1
+        ranks, writes = job.pipeline_model_parallel_size, job.rank == job.world_size - 1
         if writes:  # W&B rejects a step that precedes the last one logged, so write before Megatron logs.
-            found.write(at_last=False)
+            write(ranks, at_last=False)
         report_memory = original(*args, **kwargs)
-        at_last = iteration == job.args.train_iters
-        found.share(at_last)
-        if writes:
-            found.expect(iteration)
-            if at_last:
-                found.write(at_last)
+        at_last = iteration == job.train_iters
+        publish(parallel_state.get_pipeline_model_parallel_rank(), at_last)
+        if writes and iteration % job.log_pipeline_interval == 0:
+            _due.append(iteration)
+        if writes and at_last:
+            write(ranks, at_last)
         return report_memory
 
     return training_log

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron_vp.mcore.reports import pipeline_scalars
 from megatron_vp.mcore.reports.job_partition import partition_of
-from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars, pipeline_scalars
 from megatron_vp.mcore.reports.rank_report import RankReport, in_first_pipeline, rank_report
 from megatron_vp.mcore.reports.trace_option import iterations_in
 from megatron_vp.mcore.settled import SettledJob
@@ -30,7 +30,8 @@ class Watch:
     recorder: Recorder
     report: RankReport | None
     trace: PipelineTrace | None
-    scalars: PipelineScalars | None
+    iteration: int | None
+    """Number of the iteration if `--log-pipeline-interval` records it."""
 
     def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
         """Finish the iteration on this rank, and pass the recording to the reports.
@@ -44,8 +45,8 @@ class Watch:
             self.report.add(self.recorder, model, schedule.microbatches, in_flight, logits)
         if self.trace:
             self.trace.add(self.recorder, schedule)
-        if self.scalars:
-            self.scalars.keep(self.recorder)
+        if self.iteration is not None:
+            pipeline_scalars.keep(self.iteration, self.recorder)
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None:
@@ -63,10 +64,11 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
         place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
         iterations = iterations_in(args.pipeline_trace_iterations)
         _trace = PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), *place, partition_of(args))
-    report, scalars = rank_report(job), pipeline_scalars(job)
+    report = rank_report(job)
+    iteration = args.curr_iteration + 1 if pipeline_scalars.is_recorded(args) else None
     trace = _trace if _trace is not None and _trace.begin() else None
-    if report is None and trace is None and scalars is None:
+    if report is None and trace is None and iteration is None:
         return None
     if report:
         report.begin()
-    return Watch(Recorder(pipeline_device(), lean=not (report or trace)), report, trace, scalars)
+    return Watch(Recorder(pipeline_device(), lean=not (report or trace)), report, trace, iteration)
