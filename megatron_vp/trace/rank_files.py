@@ -25,6 +25,7 @@ LOAD = "load"
 WAIT = "wait"
 """Categories of all spans except passes; the category of a pass is its kind, such as F."""
 
+_NAMES = ("run", "rank", "schedule", "vocab")
 _LANES = (Lane.COMPUTE, Lane.SECOND_STREAM, Lane.WAITS, Lane.COPIES)
 
 
@@ -68,16 +69,8 @@ class RankTrace:
 
     def to_json(self) -> str:
         """Format this trace as Perfetto JSON, which `from_json` reads back."""
-        about = {
-            "run": self.run,
-            "rank": self.rank,
-            "schedule": self.schedule,
-            "vocab": self.vocab,
-            "placement": self.placement,
-            "microbatches": self.microbatches,
-            "clock_error_ms": self.clock_error,
-            **self.partition.document(),
-        }
+        about = {name: getattr(self, name) for name in (*_NAMES, "placement", "microbatches")}
+        about |= {"clock_error_ms": self.clock_error, **self.partition.document()}
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
     def events(self) -> list[perfetto.Event]:
@@ -101,10 +94,7 @@ class RankTrace:
         """
         about = document["otherData"]
         return cls(
-            run=about["run"],
-            rank=int(about["rank"]),
-            schedule=about["schedule"],
-            vocab=about["vocab"],
+            **{name: about[name] for name in _NAMES},
             placement=tuple(map(tuple, about["placement"])),
             microbatches={int(iteration): int(count) for iteration, count in about["microbatches"].items()},
             clock_error=float(about["clock_error_ms"]),
@@ -156,12 +146,12 @@ def read_ranks(folder: Path, of: Callable[[Mapping[str, Any]], Any], option: str
         document = read_document(path)
         try:
             each = of(document)
+            found[int(each.rank)] = each
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
                 f"{path} is not a file that {option} of this version of megatron_vp writes: give a folder that "
                 f"contains only such files"
             ) from None
-        found[each.rank] = each
     files = [found[rank] for rank in sorted(found)]
     for one, other in pairwise(files):
         if any(getattr(one, name) != getattr(other, name) for name in ("run", "schedule", "vocab", "partition")):

@@ -26,9 +26,8 @@ TREES = {path.relative_to(MCORE).as_posix(): ast.parse(path.read_text()) for pat
 RUNNING = {
     "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
     "training/deferred_checks.py": {"_deferred"},  # the checks of the iteration that runs now
-    "reports/rank_report.py": {"_current"},  # what has been measured
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
-    "reports/watch.py": {"_trace"},  # what has been recorded
+    "reports/watch.py": {"_reports"},  # what has been recorded
     "storage/save_folder.py": {"_claimed"},  # a file that this process holds
     "storage/attempt.py": {"_told_to_stop"},  # a signal that came
 }

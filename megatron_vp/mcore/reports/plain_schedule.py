@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,16 +11,12 @@ from megatron.core import parallel_state
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import current
-from megatron_vp.runtime.communicator import Communicator, communicator
+from megatron_vp.runtime.communicator import communicator
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
 from megatron_vp.schedule import Placement, Schedule, VocabMethod, megatrons_own
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Pass, PassKind
-
-
-def _pipeline() -> Communicator:
-    return communicator(parallel_state.get_pipeline_model_parallel_group())
 
 
 class _Steps:
@@ -64,30 +59,24 @@ _steps: _Steps | None = None
 
 def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**arguments: Any) -> Any:
-        watched = None if arguments["forward_only"] else watch(current(), _pipeline)
+        global _steps
+        group = parallel_state.get_pipeline_model_parallel_group()
+        watched = None if arguments["forward_only"] else watch(current(), lambda: communicator(group))
         if watched is None:
             return original(**arguments)
-        with _counting(watched.recorder) as steps:
+        _steps = steps = _Steps(watched.recorder)
+        try:
             result = original(**arguments)
+        finally:
+            _steps = None
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        placement = Placement.round_robin(ranks, len(chunks))
+        placement = Placement.round_robin(group.size(), len(chunks))
         ran = Schedule(megatrons_own(len(chunks)).name, VocabMethod.NONE, placement, arguments["num_microbatches"], ())
         watched.finish(chunks, ran, steps.in_flight.peak / len(chunks))
         return result
 
     return forward_backward
-
-
-@contextmanager
-def _counting(recorder: Recorder) -> Iterator[_Steps]:
-    global _steps
-    _steps = steps = _Steps(recorder)
-    try:
-        yield steps
-    finally:
-        _steps = None
 
 
 def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,22 +132,14 @@ def in_first_pipeline(job: SettledJob) -> bool:
     return not other and not parallel_state.get_tensor_model_parallel_rank()
 
 
-def _run_name() -> str:
-    """Return a name that is the same on all ranks of this run and different from the name of any other run."""
-    notes = Notes("report")
-    if parallel_state.get_pipeline_model_parallel_rank() == 0:
-        notes.leave(0, secrets.token_hex(8))
-    return notes.read([0], PATIENCE_SECONDS)[0]
-
-
-_current: RankReport | None = None
-
-
-def rank_report(job: SettledJob) -> RankReport | None:
-    """Return the report of this process; None without --rank-report."""
-    global _current
-    if job.args.rank_report is not None and _current is None:
-        method = job.settings.family.method(job.method)
-        run = "" if job.args.fake_process_group else _run_name()
-        _current = RankReport(job.args, {"run": run, "schedule": job.settings.family.name, "vocab": method.value})
-    return _current
+def described(job: SettledJob) -> dict[str, str]:
+    """Return the schedule, the vocabulary method, and a name that is the same on all ranks of this run and different
+    from the name of any other run. All ranks of the pipeline must call this once.
+    """
+    family, run = job.settings.family, ""
+    if not job.args.fake_process_group:
+        notes = Notes("report")
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:
+            notes.leave(0, secrets.token_hex(8))
+        run = notes.read([0], PATIENCE_SECONDS)[0]
+    return {"run": run, "schedule": family.name, "vocab": family.method(job.method).value}

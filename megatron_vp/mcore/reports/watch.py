@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_vp.mcore.reports import pipeline_scalars
 from megatron_vp.mcore.reports.job_partition import partition_of
-from megatron_vp.mcore.reports.rank_report import RankReport, in_first_pipeline, rank_report
+from megatron_vp.mcore.reports.rank_report import RankReport, described, in_first_pipeline
 from megatron_vp.mcore.reports.trace_option import iterations_in
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.communicator import Communicator
@@ -20,7 +20,7 @@ from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule.passes import Schedule
 
-_trace: PipelineTrace | None = None
+_reports: tuple[RankReport | None, PipelineTrace | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,23 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
     All ranks of a pipeline must call this function together. `pipeline`, which connects these ranks, is called only
     with --pipeline-trace.
     """
-    global _trace
+    global _reports
     args = job.args
     asked = args.rank_report is not None or args.pipeline_trace is not None or args.log_pipeline_interval
     if not asked or not in_first_pipeline(job):
         return None
-    if args.pipeline_trace is not None and _trace is None:
-        place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
-        iterations = iterations_in(args.pipeline_trace_iterations)
-        _trace = PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), *place, partition_of(args))
-    report = rank_report(job)
+    if _reports is None:
+        report = None if args.rank_report is None else RankReport(args, described(job))
+        trace = None
+        if args.pipeline_trace is not None:
+            place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
+            iterations = iterations_in(args.pipeline_trace_iterations)
+            trace = PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), *place, partition_of(args))
+        _reports = report, trace
+    report, trace = _reports
+    if trace is not None and not trace.begin():
+        trace = None
     iteration = args.curr_iteration + 1 if pipeline_scalars.is_recorded(args) else None
-    trace = _trace if _trace is not None and _trace.begin() else None
     if report is None and trace is None and iteration is None:
         return None
     if report:
