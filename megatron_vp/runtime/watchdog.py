@@ -123,18 +123,22 @@ class Watchdog:
     def others(self) -> str:
         """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
         # This sleep need not end at a signal, because the watchdog's thread still checks for signals.
-        return self._roll_call.ask(_SECONDS_TO_ANSWER, lambda seconds: time.sleep(seconds) or math.inf)
+        return self._roll_call.ask(_SECONDS_TO_ANSWER, _sleep)
 
     def _sleep(self, seconds: float) -> float:
         """Sleep, but wake up at a termination signal; return how many more seconds the process may continue."""
         if self._signals is None:
-            time.sleep(seconds)
-            return math.inf
+            return _sleep(seconds)
         reader, ours = self._signals
         ready, _, _ = select.select([reader], [], [], seconds)
         told = ours.intersection(os.read(reader, 64)) if ready else ()
         self._told = self._told or next(iter(told), None)
         return math.inf if self._told is None else _TOLD_SECONDS
+
+
+def _sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return math.inf
 
 
 _running: Watchdog | None = None
