@@ -250,7 +250,7 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
 
 
 def test_what_only_an_optional_group_uses_is_optional():
-    optional, needed = "megatron_vp/mcore/reports/tensorboard_events.py:7", "megatron_vp/mcore/settled.py:7"
+    optional, needed = "megatron_vp/mcore/storage/parameter_groups.py:7", "megatron_vp/mcore/settled.py:7"
     assert not patch_table.needs([optional]) and patch_table.needs([optional, needed])
 
 
