@@ -72,7 +72,7 @@ class NativeCommunicator(Communicator):
         self._transfer(sends, receives)
 
     def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Start all sends and receives, which are keyed by peer, and then wait for them; skip entries for this rank."""
+        """Send and receive tensors, which are keyed by peer, and wait for them; skip entries for this rank."""
         batch = [
             dist.P2POp(start, tensor, group=self._group, group_peer=peer)
             for start, tensors in ((dist.irecv, receives), (dist.isend, sends))
@@ -108,6 +108,17 @@ class MessageCommunicator(NativeCommunicator):
         self._gather(parts, tensor, root)
         if is_root:
             torch.sum(parts, 0, out=tensor)
+
+    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        works = [
+            start(tensor, group=self._group, **{peer: rank})
+            for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
+            for rank, tensor in tensors.items()
+            if rank != self._group.rank()
+        ]
+        for work in works:
+            assert work is not None  # `work` is None only on ranks outside the group.
+            work.wait()
 
     def _gather(self, parts: torch.Tensor, own: torch.Tensor, root: int) -> None:
         if self._group.rank() == root:

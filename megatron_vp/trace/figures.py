@@ -152,9 +152,12 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     for iteration in sorted(traces[0].microbatches):
         schedule = ran(traces, iteration)
         for rank, trace in enumerate(traces):
+            held = 0.0
             for span, (during, after) in zip(_passes(trace, iteration), activation_levels(schedule, rank), strict=True):
                 for time, level in ((span.start, during), (span.end, after)):
-                    events.append(perfetto.level(rank, Held.ACTIVATIONS, time, level))
+                    if level != held:
+                        events.append(perfetto.level(rank, Held.ACTIVATIONS, time, level))
+                        held = level
     return events
 
 
