@@ -96,18 +96,19 @@ def moved() -> str:
 OUR_SCHEDULE = "--vocab-parallel or --pipeline-schedule {pipeline_schedule}"
 
 
-SIGNS = {"": "", "not": "", "=": " ", "!=": " other than ", ">": " above "}
+SIGNS = {"": "", "not": "", "unless": "", "=": " ", "!=": " other than ", ">": " above "}
 
 
 def _given(option: Option) -> str:
     """The conditions of a record in words."""
     ways = [[group.split("/") for group in way.split(" and ")] for way in option.given.split(" or ")]
-    return ", or ".join(" and ".join(" or ".join(map(_term, group)) for group in way) for way in ways)
+    text = ", or ".join(" and ".join(" or ".join(map(_term, group)) for group in way) for way in ways)
+    return text.replace(" and unless ", " unless ")
 
 
 def _term(text: str) -> str:
     term = Term.of(text)
-    flag = f"{'not ' * (term.sign == 'not')}--{term.name.replace('_', '-')}"
+    flag = f"{term.sign + ' ' if term.sign in ('not', 'unless') else ''}--{term.name.replace('_', '-')}"
     return f"{flag}{SIGNS[term.sign]}{term.wanted.replace('|', ' or ').replace('None', 'unset')}"
 
 

@@ -52,7 +52,7 @@ Values = Callable[[str], Any]
 class Term:
     """A condition on one argument: `name` (set), `not name`, `name=VALUE|VALUE`, `name!=VALUE|VALUE` or `name>NUMBER`.
 
-    A VALUE may also be the name of another argument.
+    A VALUE may also be the name of another argument. `unless name` is `not name`, but messages leave it out.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Term:
     def of(cls, text: str) -> Term:
         """Parse a condition."""
         name, sign, wanted = re.split(r"(!=|=|>|$)", text, maxsplit=1)
-        return cls(name.removeprefix("not "), "not" if name.startswith("not ") else sign, wanted)
+        absent, _, excluded = name.rpartition(" ")
+        return cls(excluded, absent or sign, wanted)
 
     def holds(self, values: Values) -> bool:
         """Whether the arguments fulfil the condition."""
@@ -75,7 +76,7 @@ class Term:
         if self.sign in ("=", "!="):
             wanted = {str(one) for word in self.wanted.split("|") for one in (word, values(word) or word)}
             return any(str(one) in wanted for one in each) == (self.sign == "=")
-        return any(each) != (self.sign == "not")
+        return any(each) == (self.sign == "")
 
     def said(self, values: Values) -> str:
         """The option in a message, with its value if the condition is about values."""
@@ -113,7 +114,7 @@ class Option:
             return None
         terms = [way[0] for way in ways] if all(len(way) == 1 for way in ways) else ways[0]
         without = " or ".join(term.said(values) for term in terms if term.sign == "not")
-        given = " and ".join(term.said(values) for term in terms if term.sign != "not") or "a job"
+        given = " and ".join(term.said(values) for term in terms if term.sign not in ("not", "unless")) or "a job"
         return f"{given}{f' without {without}' * bool(without)}"
 
     def message(self, called: str, ours: str) -> str:

@@ -13,6 +13,7 @@ OURS = {"vocab_parallel", "core_attention", "vocab_label_smoothing", "vocab_z_lo
     [
         ("a", [1, "x", [0, 2]], [None, 0, False, [], [0, 0]]),
         ("not a", [None, 0, []], [1, [0, 2]]),
+        ("unless a", [None], [1]),
         ("a>1", [2], [None, 0, 1]),
         ("a=x|y", ["x", "y", ["z", "y"]], [None, "z", []]),
         ("a=x|None", ["x", None, []], ["z", ["z"]]),
@@ -27,7 +28,7 @@ def test_a_condition_holds_for_its_values_only(term, fits, others):
 
 
 def test_a_message_names_the_options_that_are_given():
-    option = Option("a/b>1 and c and not d or e", "any run", "it is", "leave it out")
+    option = Option("a/b>1 and c and not d and unless f or e", "any run", "it is", "leave it out")
     assert [option.found(each.get) for each in ({"c": 1}, {"a": 1, "c": 1, "d": 1}, {})] == [None] * 3
     assert option.message(option.found({"b": 2, "c": 1}.get), "") == (
         "--b 2 and --c without --d cannot work: it is; leave it out"

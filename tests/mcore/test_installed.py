@@ -248,7 +248,11 @@ def answered(capsys, monkeypatch):
 
 EXPERTS = ("--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear")
 GROWING = ("--config", "tests/mcore/configs/no_batch.yaml", "--step-batch-size-schedule", "0:8 800:16")
-INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
+INSTANCES = (
+    "--use-distributed-optimizer",
+    "--num-distributed-optimizer-instances=2",
+    "--pipeline-model-parallel-size=4",
+)
 
 
 @pytest.mark.parametrize(
@@ -368,9 +372,12 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
             [*OURS, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"],
             "a CUDA graph cannot capture an iteration",
         ),
-        (THERE, [*V_HALF, "--use-transformer-engine-op-fuser"], "fused linear operations do not delay"),
+        (
+            THERE,
+            [*V_HALF, "--use-transformer-engine-op-fuser"],
+            "Transformer Engine does not delay the weight gradients",
+        ),
         (THERE, ["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], "add --no-gradient-accumulation-fusion"),
-        (THERE, ["--defer-embedding-wgrad-compute"], "needs Apex's fused_weight_gradient_mlp_cuda"),
         (THERE, [*OURS, *FP8, "delayed"], "loads the scaling factors only if NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
         (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
         (THERE, [*OURS, *FP8, "mxfp8", "--fp8-output-proj"], "--fp8-output-proj is not supported"),

@@ -170,7 +170,10 @@ REFUSED = [
     ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-1"}, "vocab-1 has no effect without --vocab-parallel"),
     ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-2"}, "vocab-2 has no effect without --vocab-parallel"),
     ({**TWO_STAGES, "log_memory_interval": 0}, "--log-memory-interval 0 cannot work"),
-    ({**TWO_STAGES, "eval_micro_batch_size": 0}, "Megatron refuses these arguments: integer modulo by zero"),
+    (
+        {**TWO_STAGES, "eval_micro_batch_size": 0},
+        "it requires --eval-global-batch-size % (--eval-micro-batch-size * --data-parallel-size) == 0",
+    ),
     ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "is not divisible by --num-query-groups 3"),
     ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
     ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is out of range"),

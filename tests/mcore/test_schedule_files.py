@@ -141,11 +141,17 @@ JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_s
 PLAIN = {"vocab_parallel": None, "vocab_shards": None}
 REFUSED = [
     ({"vocab_parallel": False}, "has vocabulary passes, which need --vocab-parallel"),
-    ({"vocab_parallel_algorithm": "vocab-1"}, "use --vocab-parallel-algorithm vocab-2"),
+    (
+        {"vocab_parallel_algorithm": "vocab-1"},
+        "has the vocabulary passes of vocab-2, but --vocab-parallel-algorithm is vocab-1",
+    ),
     ({"global_batch_size": 4}, "has 3 microbatches, but the job has 4"),
     ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, but --pipeline-model-parallel-size is"),
     ({"num_virtual_stages_per_pipeline_rank": 2}, "already sets two chunks per rank"),
-    ({"pipeline_schedule": "plain.csv"}, "has no vocabulary passes: leave --vocab-parallel out"),
+    (
+        {"pipeline_schedule": "plain.csv"},
+        "has the vocabulary passes of none, but --vocab-parallel-algorithm is vocab-2",
+    ),
     ({"pipeline_schedule": "late.json"}, "in every chunk, the weight gradient of microbatch 0 must be computed first"),
     ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),
     ({"pipeline_schedule": "nowhere.json"}, "nowhere.json"),
@@ -154,7 +160,7 @@ REFUSED = [
     ({"pipeline_schedule": "forward.json", **PLAIN}, "has no backward passes, so it cannot train"),
     (
         {"step_batch_size_schedule": "0:3 6:6", "global_batch_size": None},
-        "the batch grows, but a schedule file has a fixed number of microbatches; use a named schedule",
+        "has 3 microbatches, but the job has 1, or a growing number",
     ),
     ({"pipeline_schedule": "v-hlf"}, "nearest name is 'v-half'"),
 ]

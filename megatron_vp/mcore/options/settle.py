@@ -160,14 +160,15 @@ def refused_by_megatron() -> Iterator[None]:
     except UserError:
         raise
     except (AssertionError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        # Some of Megatron's assertions have no message: show the condition instead.
-        said = " ".join(str(error).split()) or f"it requires {_condition(error)}"
+        # Some of Megatron's assertions have no message, or divide by zero: show the condition instead.
+        said = "" if isinstance(error, ZeroDivisionError) else " ".join(str(error).split())
+        said = said or f"it requires {_condition(error)}"
         raise UserError(f"Megatron refuses these arguments: {said}") from error
 
 
 def _condition(error: Exception) -> str:
     """The condition of the assertion that failed, with each `args.name` replaced by its command-line option."""
-    condition = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+    condition = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ").rstrip(" ,\\")
     condition = re.sub(r"\bargs\.(\w+)", lambda name: option_of(name[1]), condition)
     condition = re.sub(r"(--[\w-]+) is not None", r"\1", condition)
     return re.sub(r"(--[\w-]+) is None", r"not \1", condition)
