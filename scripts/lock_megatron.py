@@ -29,6 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_vp.jobs.command_line import option_of  # noqa: E402
+from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD  # noqa: E402
 from megatron_vp.mcore import patch_table, patches  # noqa: E402
 from megatron_vp.mcore.megatron_lock import described, original_of  # noqa: E402
 
@@ -169,6 +171,12 @@ def _stored(tree: ast.AST) -> set[str]:
     return found
 
 
+def _in_records() -> set[str]:
+    """The long names of options that decide whether a record refuses a run or warns."""
+    records = (option for option in OPTIONS if option.run not in ("", UNREAD))
+    return {term.name for option in records for way in option.ways for term in way}
+
+
 def texts_of(tree: ast.AST) -> set[str]:
     """The words of a source that may be names of arguments in tables: whole texts, and `{name}` in texts."""
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -219,15 +227,16 @@ def argument_lines(trees: dict[Path, ast.AST]) -> Iterator[str]:
 
     from megatron_vp.mcore.options.arguments import with_ours
 
-    theirs = {
-        each.dest for each in arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
-    }
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    theirs = {each.dest for each in parser._actions}
+    by_option = {name: each.dest for name, each in parser._option_string_actions.items()}
     ours = {each.dest for each in with_ours(lambda parser: parser)(argparse.ArgumentParser())._actions}
     derived = _stored(ast.parse(inspect.getsource(arguments)))
     stored = {name for tree in trees.values() for name in _stored(tree)}
-    read = {name for tree in trees.values() for name in arguments_of(tree)} - ours
+    read = {name for tree in trees.values() for name in arguments_of(tree)}
+    read |= {by_option.get(option_of(name), OTHER_NAMES.get(name, name)) for name in _in_records()}
     tables = {name for path in trees for name in texts_of(trees[path]) if {path, *path.parents} & TABLES}
-    for name in sorted(read | theirs & tables):
+    for name in sorted((read | (theirs & tables)) - ours):
         kind = "option" if name in theirs else "derived" if name in derived else "absent"
         if kind != "absent" or name not in stored:
             yield f"{kind} {name}"

@@ -13,7 +13,6 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_lock, patch_table, patches
 from megatron_vp.mcore.options.arguments import with_ours
-from megatron_vp.mcore.options.refusals import REFUSALS
 from megatron_vp.mcore.patches import Patch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "lock_megatron.py"
@@ -165,20 +164,6 @@ def test_an_option_that_the_installed_megatron_lacks_is_named(monkeypatch):
     (problem,) = megatron_lock.missing_options()
     assert str(problem).startswith("the argument 'async_save' does not fit megatron_vp: expected an option")
     assert any(place.startswith("megatron_vp/mcore/storage/") for place in megatron_lock.places_of(problem.target))
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "default", "value"),
-    [("--output-logit-dtype", "logit_dtype", None, "fp32"), ("--mtp-hsm", "mtp_hsm", False, True)],
-)
-def test_an_option_of_one_series_is_refused_there(option, name, default, value):
-    given = argparse.Namespace(vocab_parallel=True, pipeline_schedule="1f1b", offload_chunks="0")
-    (refusal,) = [each for each in REFUSALS if option in each.message]
-    assert not refusal.applies(given)
-    setattr(given, name, default)
-    assert not refusal.applies(given)
-    setattr(given, name, value)
-    assert refusal.applies(given)
 
 
 def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):

@@ -318,6 +318,6 @@ def test_a_start_leaves_out_what_it_can_do_without():
 def test_rooms_apply_patches_through_the_table_alone():
     package = Path(patches.__file__).parent
     for path in sorted(package.rglob("*.py")):
-        if path.name not in ("patches.py", "patch_table.py"):
+        if path.name not in ("patches.py", "patch_table.py", "rehearsed.py"):
             text = path.read_text()
             assert "patches.apply(" not in text and "patches.patched(" not in text, path
