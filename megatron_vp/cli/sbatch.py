@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -109,13 +110,8 @@ def sbatch(
     megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
     from megatron_vp.mcore.platform.pretend_gpu import ENGINE
-    from megatron_vp.mcore.start.preflight import (
-        assumes_local_layers,
-        check_files,
-        check_job,
-        describe_job,
-        ranks_of_one_replica,
-    )
+    from megatron_vp.mcore.replay.rehearsed import rehearse
+    from megatron_vp.mcore.start.preflight import assumes_local_layers, check_job, describe_job, ranks_of_one_replica
 
     files, flags = files_and_flags(job, overlays)
     empty = [option for option in slurm or () if not option.strip("-")]
@@ -149,8 +145,10 @@ def sbatch(
         f"software by --node-software, such as te={ENGINE},apex=no"
     )
     assumes = software is None and assumes_local_layers(words)
+    check = partial(check_job, words, ranks, nodes=software, own_script=own)
+    check_start = partial(check, files=True, rehearse=partial(rehearse, own_script=own))
     try:
-        checked = check_job(words, ranks, nodes=software, own_script=own)
+        checked = check() if dry_run else check_start()
     except UserError as error:
         raise UserError(f"{error}; {assumed}" if assumes else str(error)) from error
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
@@ -165,8 +163,6 @@ def sbatch(
     )
     command += [] if script is None else ["--script", script]
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
-    if not dry_run:
-        check_files(checked.args, own)
     if assumes:
         typer.echo(assumed)
     typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node} ranks; " + "\n".join(describe_job(checked, ranks)))
@@ -174,7 +170,7 @@ def sbatch(
     if dry_run:
         # Only warn about missing input files, because this machine may not be the one that submits the job.
         try:
-            check_files(checked.args, own)
+            check_start()
         except UserError as error:
             typer.echo(f"the job would not start on this machine: {error}", err=True)
         return

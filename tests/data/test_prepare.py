@@ -13,7 +13,7 @@ import pytest
 from megatron_vp.data.tokenizer import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.storage import split_check
-from megatron_vp.mcore.storage.dataset import check_dataset, check_inputs, prepare
+from megatron_vp.mcore.storage.dataset import prepare
 
 TEXTS = [
     "def area(radius):\n    return 3.14159 * radius ** 2\n",
@@ -63,7 +63,6 @@ def test_megatron_reads_the_text_back(prepared, monkeypatch):
     for ids, text in zip(dataset, DOCUMENTS, strict=True):
         assert ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1]
         assert tokenizer.detokenize(ids[:-1].tolist()) == text
-    check_inputs(args)
 
 
 def test_same_text_gives_the_same_files(prepared, tmp_path):
@@ -178,39 +177,6 @@ def edit(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "change", "message"),
-    [
-        (".idx", lambda b: b"", "corrupt or truncated"),
-        (".idx", lambda b: b"X" + b[1:], "bad header"),
-        (".idx", lambda b: b[:9] + b"\x02" + b[10:], "bad version"),
-        (".idx", lambda b: b[:17] + b"\x63" + b[18:], "99"),
-        (".idx", lambda b: b[:20], "corrupt or truncated"),
-        (".idx", lambda b: b[:18] + b"\xff" * 8 + b[26:], "corrupt or truncated"),
-        (".idx", lambda b: b[:-1], "corrupt or truncated"),
-        (".idx", lambda b: b[:-8] + bytes(8), "documents do not match its sequences"),
-        (".idx", lambda b: b[:18] + bytes(16), "no documents"),
-        (".idx", lambda b: b[:34] + b"\xff" + b[35:], "disagree"),
-        (".bin", lambda b: b[:-2], "has .* bytes, but its index describes"),
-        (".bin", lambda b: b + b"\0", "has .* bytes, but its index describes"),
-        (".bin", lambda b: b"", "has 0 bytes"),
-    ],
-)
-def test_damaged_dataset(copy, suffix, change, message):
-    check_dataset(copy)
-    edit(Path(f"{copy}{suffix}"), change)
-    with pytest.raises(UserError, match=message) as error:
-        check_dataset(copy)
-    assert str(copy) in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_missing_half(copy, suffix):
-    Path(f"{copy}{suffix}").unlink()
-    with pytest.raises(UserError, match=rf"no file .*copy\{suffix};"):
-        check_dataset(copy)
-
-
-@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda d: shutil.rmtree(d), "no tokenizer directory"),
@@ -234,44 +200,6 @@ def test_tokenizer_without_end_of_text(prepared, tmp_path):
     (directory / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="eos_token"):
         load_tokenizer(directory)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "1"], "gone"),
-        (["--data-path", "gone"], "gone"),
-        (["--data-path", "GOOD", "0.5", "0.5", "GOOD"], "pairs of a weight and a prefix"),
-        (
-            ["--data-path", "GOOD"],
-            "--split 969,30,1 leaves no tokens of .* for test, because the dataset has only 52 documents",
-        ),
-        (
-            ["--data-path", "0.5", "GOOD", "0.5", "gone", "--split", "98,1,1"],
-            "for validation, because .* use --split 50,1,1",
-        ),
-        (["--data-path", "GOOD", "--split", "50,1,1"], None),
-        (["--data-path", "GOOD", "--split", "1"], None),
-        (["--data-args-path", "GOOD.txt"], "--data-args-path needs the shares"),
-        (["--data-args-path", "GOOD.txt", "--split", "99,1,0"], None),
-        (["--data-args-path", "GOOD.txt", "--split", "99.5,0.5,0"], "for validation, .* use --split 51,1,0"),
-        (["--train-data-path", "GOOD", "--valid-data-path", "GOOD"], None),
-        (["--data-args-path", "gone.txt"], "list of datasets gone.txt"),
-        (["--train-data-path", "GOOD", "--valid-data-path", "gone"], "gone"),
-        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer"], "add --tokenizer-model"),
-        (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "gone"], "gone"),
-        (["--mock-data", "--tokenizer-type", "NullTokenizer"], None),
-        (["--data-path", "s3://bucket/gone"], None),
-    ],
-)
-def test_inputs_of_a_run(prepared, flags, message):
-    Path(f"{prepared.dataset}.txt").write_text(str(prepared.dataset))
-    args = megatron_args(*(flag.replace("GOOD", str(prepared.dataset)) for flag in flags))
-    if message is None:
-        check_inputs(args)
-    else:
-        with pytest.raises(UserError, match=message):
-            check_inputs(args)
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3, 17, 52, 683, 10_000])

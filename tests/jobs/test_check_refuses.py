@@ -7,13 +7,12 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options import host_room
-from megatron_vp.mcore.start.preflight import check_files, check_job
+from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.training import tiny_model
 
 
 def check(flags, **settings):
-    args = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2).args
-    check_files(args, own_script=False)
+    check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2, files=True)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +27,6 @@ def check(flags, **settings):
             "--vocab-parallel --pipeline-trace {folder} --pipeline-trace-iterations 90",
             "--pipeline-trace-iterations 90 begins after the last iteration (--train-iters",
         ),
-        ("--padded-vocab-size 32", "--padded-vocab-size 32 is smaller than the tokenizer's vocabulary of 63"),
-        ("--no-pad-vocab-size --padded-vocab-size 32", "is smaller than the tokenizer's vocabulary of 63"),
         ("--vocab-parallel-algorithm vocab-1", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--vocab-shards even", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
         ("--vocab-shards 32,32", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
@@ -131,5 +128,5 @@ def test_only_our_script_needs_the_names_of_its_data():
     words = ["--cpu", *tiny_model(mock_data=None)]
     with pytest.raises(UserError, match="the job has no data: add --data-path PREFIX"):
         check_job(words, 1, files=True)
-    check_files(check_job(words, 1, files=True, own_script=True).args, own_script=True)
+    check_job(words, 1, files=True, own_script=True)
     check_job(words, 1)

@@ -19,7 +19,7 @@ from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.options import predicted_job, vocab_rows
 from megatron_vp.mcore.start.banner import describe_prediction, describe_run
-from megatron_vp.mcore.start.preflight import check_files, check_job, describe_job
+from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.cost.measured_folders import write_reports
 from tests.harness.training import comparable_model, tiny_model, train
@@ -224,12 +224,11 @@ def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_st
     for asked in ([], ["--num-virtual-stages-per-pipeline-rank", "2"]):
         assert check_job([*job, *asked], 2).args.pipeline_model_parallel_layout == layout
     for asked in (["--num-virtual-stages-per-pipeline-rank", "3"], ["--num-layers-per-virtual-pipeline-stage", "1"]):
-        args = check_job([*job, *asked], 2).args
         with pytest.raises(
             UserError,
             match=r"virtual_pipeline_model_parallel_size was 2 in the run that wrote it and is 3 in this run: resume",
         ):
-            check_files(args, own_script=False)
+            check_job([*job, *asked], 2, files=True)
 
 
 def test_a_resumed_run_keeps_the_shards_that_its_optimizer_state_fits(tmp_path):

@@ -30,7 +30,7 @@ from megatron_vp.mcore.patch_table import Stage, run_here
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.reports.trace_option import make_trace_folder
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle, words
-from megatron_vp.mcore.storage.dataset import check_room_for_tokens
+from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
 
@@ -264,7 +264,7 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
     @functools.wraps(original)
     def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
         original(args, tokenizer)
-        check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
+        dataset.check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
 
     return set_padded_vocab_size
 
@@ -285,4 +285,5 @@ PATCHES = (
         _with_room_for_all_tokens,
         "refuses a vocabulary smaller than the tokenizer's",
     ),
+    *dataset.PATCHES,
 )

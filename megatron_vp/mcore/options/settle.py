@@ -30,7 +30,7 @@ from megatron_vp.mcore.reports.trace_option import check_trace_iterations
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, run_settings, words
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_inputs, check_room_without_files
+from megatron_vp.mcore.storage.dataset import check_inputs
 from megatron_vp.mcore.storage.save_folder import saves_to
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
@@ -82,7 +82,6 @@ def settled_job(
     # 4. Apply our refusals.
     checks: tuple[Callable[[argparse.Namespace], None], ...] = (
         refuse,
-        check_room_without_files,
         partial(check_rows, prediction=prediction),
         partial(check_host_room, settings=settings, prediction=prediction),
         check_trace_iterations,

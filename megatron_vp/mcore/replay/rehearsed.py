@@ -186,7 +186,7 @@ def _alone(args: argparse.Namespace, unbuilt: _Unbuilt, first: _Replaces) -> Ite
             (training, "training_log", _stop),
             (training, "evaluate_and_print_results", _stop),
             (training, "setup_model_and_optimizer", unbuilt),
-            (ft_integration, "setup", lambda _: lambda: None),
+            (ft_integration, "setup", _without_monitor),
             (GPTDataset, "__getitem__", _made_up_sample),
             (BlendedDataset, "__getitem__", _made_up_sample),
             (GPTDataset, "_build_document_sample_shuffle_indices", _unbuilt_samples),
@@ -201,6 +201,15 @@ def _alone(args: argparse.Namespace, unbuilt: _Unbuilt, first: _Replaces) -> Ite
                 torch.distributed.destroy_process_group()
             else:
                 sys.modules["megatron.training.global_vars"].unset_global_variables()
+
+
+def _without_monitor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup() -> None:
+        if current().args.enable_ft_package:
+            importlib.import_module("nvidia_resiliency_ext.fault_tolerance")
+
+    return setup
 
 
 def _stop(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,6 +266,7 @@ def _unbuilt_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         tokens = self._get_num_tokens_per_epoch()
         samples = max(self.num_samples or tokens // self.config.sequence_length, 1)
         if not self.config.mock:
+            _check_length(self.dataset)
             kind = f"{type(self).__name__}_indices"
             _check_cache(self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
         return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), samples + 1) for _ in range(3))
@@ -286,6 +296,17 @@ def _existing(dataset: Any, original: Callable[..., Any], *names: str) -> Any:
         if path is not None:
             Path(path).stat()
     return found
+
+
+def _check_length(dataset: Any) -> None:
+    """Raise UserError if a dataset's file of tokens is not as long as its index says, which training finds out late."""
+    file, index = Path(f"{dataset.path_prefix}.bin"), dataset.index
+    described = int(index.sequence_lengths.sum(dtype="int64")) * index.dtype_size
+    if file.exists() and file.stat().st_size != described:
+        raise UserError(
+            f"{file} has {file.stat().st_size} bytes, but its index describes {described} bytes; write the dataset "
+            "again with 'megatron-vp data'"
+        )
 
 
 def _check_cache(folder: str) -> None:

@@ -82,9 +82,10 @@ def as_one_line() -> Iterator[None]:
 def line_of(error: BaseException) -> str:
     """Describe an error of a start in one line, with the function that raised it."""
     refused = storage_failure(error)
-    said = printable(str(error)) or traceback.extract_tb(error.__traceback__)[-1].line
+    said = printable(str(error)) or str(traceback.extract_tb(error.__traceback__)[-1].line)
     paths = "; check the paths of this job" if refused else ""
-    return f"{refused or f'{type(error).__name__}: {said}'} (in {_place(error)}){paths}"
+    hub = "; set HF_HUB_OFFLINE=0 to look up names on the Hub" if "huggingface.co" in said else ""
+    return f"{refused or f'{type(error).__name__}: {said}'} (in {_place(error)}){paths}{hub}"
 
 
 def is_raised_on_purpose(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from megatron_vp.errors import UserError, one_line_for_paths
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of, split_config
 from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
 from megatron_vp.jobs.known_options import known_options
@@ -26,6 +26,7 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import environment, installed
 from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.mcore.start.launch import as_one_line
 from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
 
 _PLATFORM = ("transformer_impl", "distributed_backend")
@@ -51,7 +52,7 @@ def check_job(
     the user's script. Raises UserError for anything that the job would refuse at startup.
     """
     with (
-        one_line_for_paths(),
+        as_one_line(),
         _platform(arguments, here, nodes),
         redirect_stdout(None),  # Hide what Megatron prints at startup.
         _parsed(arguments, ranks, own_options(arguments) if own_script else ()) as args,
@@ -162,18 +163,6 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
     with refused_by_megatron():
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-
-
-def check_files(args: argparse.Namespace, own_script: bool) -> None:
-    """Check the files named in validated `args`, as a job does at startup. Raises UserError."""
-    # Imported late, because warnings must be silenced before Megatron is imported.
-    from megatron_vp.mcore.options.script_options import refuse_no_data
-    from megatron_vp.mcore.options.settle import check_files as check
-
-    if not own_script:
-        refuse_no_data(args)
-    with one_line_for_paths():
-        check(args)
 
 
 def assumes_local_layers(arguments: list[str]) -> bool:

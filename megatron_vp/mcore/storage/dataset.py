@@ -1,31 +1,30 @@
-"""Writes Megatron's indexed datasets from documents, and checks them before a training run opens them."""
+"""Writes Megatron's indexed datasets from documents, and refuses what would hang a training run."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_vp.data.tokenizer import (
     TOKENIZER_FILES,
-    check_tokenizer,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
 )
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.storage.conversations import check_conversations
-from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT, check_parts, check_split, split_for
+from megatron_vp.mcore.storage.split_check import split_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -188,90 +187,45 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
         yield batch
 
 
-def check_dataset(prefix: str | os.PathLike[str], split: str | None = None) -> None:
-    """Check that `prefix`.bin and `prefix`.idx exist and match. Reads only the index, with Megatron's reader.
-
-    If `split` is not None, also checks that every part of the split contains tokens. Datasets on object storage are not
-    checked. Raises UserError.
-    """
-    from megatron.core.datasets.indexed_dataset import _IndexReader
-    from megatron.core.datasets.object_storage_utils import is_object_storage_path
-
-    prefix = os.fspath(prefix)
-    if is_object_storage_path(prefix):
-        return
-    index, data = f"{prefix}.idx", f"{prefix}.bin"
-    remedy = "write the dataset again with 'megatron-vp data'"
-    missing = [path for path in (data, index) if not os.path.isfile(path)]
-    if missing:
-        raise UserError(
-            f"the dataset {prefix} has no file {' and no file '.join(missing)}; check --data-path, or {remedy}"
-        )
-    try:
-        reader = _IndexReader(index, multimodal=False)
-    except (AssertionError, ValueError, OverflowError, OSError, struct.error) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the index {index} is corrupt or truncated ({reason}); {remedy}") from error
-    lengths, ends = reader.sequence_lengths, reader.document_indices
-    if len(lengths) == 0:
-        raise UserError(f"the index {index} lists no documents; {remedy}")
-    if ends.size == 0 or ends[0] != 0 or ends[-1] != len(lengths):
-        raise UserError(f"the index {index} is corrupt: its documents do not match its sequences; {remedy}")
-    expected = int(lengths.sum(dtype="int64")) * reader.dtype_size
-    if reader.sequence_pointers[-1] + int(lengths[-1]) * reader.dtype_size != expected:
-        raise UserError(f"the index {index} is corrupt: its sequence lengths and positions disagree; {remedy}")
-    actual = os.path.getsize(data)
-    if actual != expected:
-        raise UserError(f"{data} has {actual} bytes, but its index describes {expected} bytes; {remedy}")
-    if split is not None:
-        check_parts(prefix, split, lengths)
-
-
 def check_inputs(args: argparse.Namespace) -> None:
-    """Check the datasets and the tokenizer that Megatron's parsed arguments name. Raises UserError."""
+    """Raise UserError if files of the data are missing that Megatron's parsed arguments name, or for conversations that
+    Megatron cannot read. Megatron checks indices, splits and blends itself when it opens the data.
+    """
+    from megatron.core.datasets.object_storage_utils import is_object_storage_path
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    if not args.mock_data:
-        for path in filter(None, (args.data_args_path, args.per_split_data_args_path)):
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise UserError(
-                    f"the list of datasets {path} is not a regular file, so not all ranks can read it: save the list "
-                    "as a regular file"
-                )
-        try:
-            blend, blend_per_split = get_blend_and_blend_per_split(args)
-        except OSError as error:
+    blend, by_split = (None, None) if args.mock_data else get_blend_and_blend_per_split(args)
+    for path in (path for part in (blend, *(by_split or ())) if part for path in part[0]):
+        if args.sft:
+            check_conversations(path)
+        elif not is_object_storage_path(path) and not all(map(os.path.isfile, (f"{path}.bin", f"{path}.idx"))):
             raise UserError(
-                f"cannot read the list of datasets {error.filename}: {error.strerror}; check the path in the arguments"
-            ) from error
-        except ValueError as error:
-            listed = args.data_args_path or args.per_split_data_args_path or "--data-path"
-            raise UserError(f"{listed} is not a list of datasets: {error}") from error
-        except AssertionError as error:
+                f"the dataset {path} has no file {path}.bin or no file {path}.idx: correct the path, or write the "
+                "dataset with 'megatron-vp data'"
+            )
+
+
+def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:
+    @wraps(original)
+    def _get_num_tokens_per_epoch(self: Any) -> int:
+        tokens = original(self)
+        if not tokens:
             raise UserError(
-                "--data-path gives only some datasets a weight: use only prefixes, or pairs of a weight and a prefix"
-            ) from error
-        split = None
-        if blend is not None:
-            if args.split is None and args.data_path is None:
-                raise UserError(
-                    "--data-args-path needs the shares of training, validation and test data: add --split, such as "
-                    "--split 98,1,1"
-                )
-            split = args.split or MEGATRONS_SPLIT
-            check_split(split)
-        for part in (blend, *(blend_per_split or ())):
-            for prefix in part[0] if part else ():
-                if args.sft:
-                    check_conversations(prefix)
-                else:
-                    check_dataset(prefix, split)
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        if args.tokenizer_model is None:
-            raise UserError("--tokenizer-type HuggingFaceTokenizer needs a tokenizer: add --tokenizer-model DIRECTORY")
-        check_tokenizer(args.tokenizer_model)
-    if args.padded_vocab_size is not None:
-        check_room_for_tokens(args.padded_vocab_size, _tokens_of(args))
+                f"the {self.index_split.name} part of {self.dataset.path_prefix} has no tokens: change --split, or use "
+                f"a dataset with more than {len(self.dataset)} documents"
+            )
+        return tokens
+
+    return _get_num_tokens_per_epoch
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_tokens_per_epoch",
+        _not_without_tokens,
+        "Megatron would repeat a part of a dataset without tokens forever, while the other ranks wait",
+    ),
+)
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:
@@ -288,38 +242,13 @@ def padded_vocabulary(args: argparse.Namespace) -> int | None:
     example because this machine is only used to plan the job, the size follows from --vocab-size. Returns None if the
     size is unknown.
     """
-    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer, vocab_size_with_padding
 
     if args.padded_vocab_size is not None:
         return args.padded_vocab_size
-    try:
-        tokens = _tokens_of(args)
-    except UserError:
-        tokens = args.vocab_size
-    return None if tokens is None else vocab_size_with_padding(tokens, args, logging_enabled=False)
-
-
-def check_room_without_files(args: argparse.Namespace) -> None:
-    """Raise UserError if the tokenizer needs no files and the padded vocabulary is smaller than --vocab-size."""
-    if args.padded_vocab_size is not None and args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
-        check_room_for_tokens(args.padded_vocab_size, args.vocab_size)
-
-
-def _tokens_of(args: argparse.Namespace) -> int:
-    """Return the vocabulary size of the tokenizer that Megatron would build."""
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    by_folder = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
-    if by_folder and not os.path.isdir(args.tokenizer_model or ""):
-        # The transformers library would mistake the path for a name on the Hugging Face Hub, and spend minutes looking
-        # it up.
-        raise UserError(f"--tokenizer-model {args.tokenizer_model} is not a folder: give the folder of a tokenizer")
     asked = argparse.Namespace(**vars(args) | {"pad_vocab_size": False, "rank": 1})  # Only rank 0 prints messages.
     try:
-        return build_tokenizer(asked).vocab_size
-    except Exception as error:  # Each tokenizer library raises its own kinds of errors.
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be loaded from --tokenizer-model {args.tokenizer_model} "
-            f"({said}): correct one of the two options"
-        ) from error
+        tokens = build_tokenizer(asked).vocab_size
+    except Exception:  # Each tokenizer library raises its own kinds of errors, which the start repeats.
+        tokens = args.vocab_size
+    return None if tokens is None else vocab_size_with_padding(tokens, args, logging_enabled=False)

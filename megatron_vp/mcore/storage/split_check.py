@@ -1,48 +1,12 @@
-"""Checks that --split divides a dataset into parts that all have tokens.
-
-Megatron repeats each part of a dataset until the part has enough tokens. If a part has no tokens, the rank that reads
-the data repeats the part forever, and the other ranks wait.
-"""
+"""Finds a --split that divides a dataset into parts that all have documents."""
 
 from __future__ import annotations
 
-import os
 import re
-from typing import TYPE_CHECKING
-
-from megatron_vp.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy
 
 PARTS = ("training", "validation", "test")
 MEGATRONS_SPLIT = "969,30,1"
 """Megatron's default split for --data-path."""
-
-
-def check_split(split: str) -> None:
-    """Raise UserError for a --split that does not give valid shares of training, validation and test data."""
-    try:
-        shares = _shares(split)
-    except ValueError:
-        shares = []
-    if len(shares) > len(PARTS) or not sum(shares):
-        raise UserError(
-            f"--split {split} does not give valid shares of training, validation and test data: use up to three "
-            "numbers of at least 0, separated by commas and not all 0, such as 98,1,1"
-        )
-
-
-def check_parts(dataset: str | os.PathLike[str], split: str, lengths: numpy.ndarray) -> None:
-    """Raise UserError if a nonzero share in `split` gets no tokens of `dataset`. Document i has `lengths[i]` tokens."""
-    places = split_documents(split, len(lengths))
-    empty = [part for part, place in zip(PARTS, places, strict=True) if place and not lengths[slice(*place)].sum()]
-    if empty:
-        raise UserError(
-            f"--split {split} leaves no tokens of {dataset} for {' and '.join(empty)}, because the dataset has only "
-            f"{len(lengths)} document{'s' * (len(lengths) != 1)}: use --split "
-            f"{split_with_documents(split, len(lengths))}, or a dataset with more documents"
-        )
 
 
 def split_documents(split: str, documents: int) -> list[tuple[int, int] | None]:

@@ -1,0 +1,141 @@
+"""Test that `megatron-vp check` says of a job what its start says, with jobs of two ranks that start or die at once."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from tests.harness.ranks import run_ranks, run_ranks_to_their_end
+from tests.harness.training import tiny_model
+from tests.mcore.faults import errors, train_with_fault
+from tests.mcore.option_survey.data import make_data
+
+DATA = {"mock_data": None, "split": "8,1,1", "eval_iters": 1}
+BY_SPLIT = {**DATA, "split": None, "per_split_data_args_path": "{data}/sets.json"}
+BLEND = ["0.5", "{data}/a", "0.5", "{data}/b"]
+MOE = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
+ROPE = {"position_embedding_type": "rope"}
+SAVED = {"save": "{folder}/save", "save_interval": 100}
+
+STARTS = {
+    "tiny": {},
+    "one dataset": {**DATA, "data_path": "{data}/a"},
+    "a blend": {**DATA, "data_path": BLEND},
+    "a blend by size": {**DATA, "data_path": ["{data}/a", "{data}/b"]},
+    "a file of datasets": {**DATA, "data_args_path": "{data}/arguments"},
+    "datasets by split": BY_SPLIT,
+    "a cache": {**DATA, "data_path": "{data}/a", "data_cache_path": "{folder}/cache"},
+    "logs": {"tensorboard_dir": "{folder}/logs", "log_params_norm": True},
+    "a save folder": SAVED,
+    "a save folder to load from": {**SAVED, "load": "{folder}/save"},
+    "experts": MOE,
+    "experts in some layers": {**MOE, "moe_layer_freq": "([0]+[1]*3)", "moe_ffn_hidden_size": 16},
+    "rotary positions and groups": {**ROPE, "group_query_attention": True, "num_query_groups": 2, "swiglu": True},
+    "latent attention": {"multi_latent_attention": True, **ROPE, "core_attention": "sdpa", "kv_lora_rank": 16},
+    "further tokens": {"mtp_num_layers": 1, **ROPE},
+    "distributed optimizer in bf16": {"use_distributed_optimizer": True, "bf16": True, "overlap_grad_reduce": True},
+    "sgd": {"optimizer": "sgd"},
+    "fp16": {"fp16": True, "initial_loss_scale": 1024.0},
+    "warm-up": {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 1},
+    "RMSNorm without biases": {"normalization": "RMSNorm", "disable_bias_linear": True, "qk_layernorm": True},
+}
+
+DIES = {
+    "no type of tokenizer": {"tokenizer_type": None},
+    "no folder of the tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{folder}/none"},
+    "no model of the tokenizer": {"tokenizer_type": "HuggingFaceTokenizer"},
+    "a name on the Hub": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nobody/has-this"},
+    "a name on the Hub for conversations": {"tokenizer_type": "SFTTokenizer", "tokenizer_model": "nobody/has-this"},
+    "no file of the tokenizer": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "{folder}/none.model"},
+    "no data": {"mock_data": None},
+    "a blend without evaluation": {**DATA, "data_path": BLEND, "eval_iters": 0},
+    "a weight of 0": {**DATA, "data_path": ["0", "{data}/a", "1", "{data}/b"]},
+    "a negative weight": {**DATA, "data_path": ["-1", "{data}/a", "2", "{data}/b"]},
+    "a cache that is not there": {**BY_SPLIT, "data_cache_path": "{folder}/none", "dataloader_fast_cache_load": True},
+    "a cache that cannot be written": {**DATA, "data_path": "{data}/a", "data_cache_path": "/dev/null/cache"},
+    "no folder of W&B": {"wandb_project": "there", "wandb_exp_name": "this"},
+    "biases of experts": {**MOE, "disable_bias_linear": None, "moe_shared_expert_intermediate_size": 16},
+    "no package for fault tolerance": {"enable_ft_package": True, **SAVED},
+    "an optimizer of Transformer Engine": {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True},
+    # Twenty further constructors.
+    "no file of ids": {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{folder}/none.json"},
+    "no file of merges": {
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": "{data}/a.idx",
+        "merge_file": "{data}/no",
+    },
+    "a folder without a tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{folder}"},
+    "a dataset that is not there": {**DATA, "data_path": "{data}/none"},
+    "an index that is cut off": {**DATA, "data_path": "{data}/cut"},
+    "a split without shares": {**DATA, "data_path": "{data}/a", "split": "0,0,0"},
+    "a part without a document": {**DATA, "data_path": "{data}/c", "split": "1000,1,1"},
+    "no list of datasets": {**DATA, "data_args_path": "{data}/none"},
+    "no lists by split": {**BY_SPLIT, "per_split_data_args_path": "{data}/arguments"},
+    "several sets without a full validation": {**BY_SPLIT, "multiple_validation_sets": True},
+    "no threads that open a blend": {**DATA, "data_path": BLEND, "num_dataset_builder_threads": 0},
+    "indices to open later, without a cache": {**BY_SPLIT, "dataloader_defer_npy_index_mmap": True},
+    "groups that do not divide the experts": {**MOE, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+    "no description of layers": {"heterogeneous_layers_config_path": "{folder}/none"},
+    "a description that is not JSON": {"heterogeneous_layers_config_encoded_json": "nothing"},
+    "a letter that is no layer": {"hybrid_layer_pattern": "MQ|M-", "num_layers": None},
+    "warm-up beyond the end": {"lr_warmup_iters": 5, "lr_decay_iters": 3},
+    "no length of the decay": {"lr_decay_style": "WSD"},
+    "no choice of formats": {"te_precision_config_file": "{folder}/none"},
+    "overlapped communication": {"tp_comm_overlap": True},
+}
+
+DRAWN = ("datasets by split", "a weight of 0", "a name on the Hub", "biases of experts")
+IN_OTHER_WORDS = {"a cache that cannot be written"}
+"""A check tests whether the folder could be written, and a start writes it."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The datasets a, b and c, and an index that is cut off."""
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    for end, length in ((".bin", None), (".idx", 40)):
+        (folder / f"cut{end}").write_bytes((folder / f"a{end}").read_bytes()[:length])
+    return folder
+
+
+def checked(_rank, _world_size, words):
+    """The exit status of `megatron-vp check`, and what it says on standard error."""
+    from megatron_vp.cli.app import main
+
+    said = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(said), pytest.raises(SystemExit) as end:
+        main(["check", "--ranks", "2", "--cpu", *words])
+    return end.value.code or 0, said.getvalue()
+
+
+def words_of(changes, vocab_parallel, data, folder):
+    ours = {"pipeline_model_parallel_size": 2, "vocab_parallel": vocab_parallel or None}
+    places = {"{data}": str(data), "{folder}": str(folder)}
+    words = tiny_model(**ours, **changes)
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    return words
+
+
+@pytest.mark.parametrize("vocab_parallel", [False, True], ids=["plain", "vocab-parallel"])
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [pytest.param(name, False, id=name) for name in DRAWN]
+    + [pytest.param(name, True, id=f"{name}, started", marks=pytest.mark.slow) for name in (*STARTS, *DIES)],
+)
+def test_a_check_says_what_the_start_says(data, tmp_path, name, vocab_parallel, started):
+    words = words_of(STARTS.get(name, DIES.get(name)), vocab_parallel, data, tmp_path)
+    ((status, said),) = run_ranks(1, checked, words)
+    assert (status == 0) == (name in STARTS), said
+    assert list(tmp_path.iterdir()) == []
+    if name in DIES:
+        assert status == 2 and said.startswith("megatron-vp: error: ") and said.count("\n") == 1, said
+    if started:
+        ends = run_ranks_to_their_end(2, train_with_fault, [*words, "--exit-interval", "1"])
+        assert [end for end, _ in ends] == [0, 0] if name in STARTS else 2 in {end for end, _ in ends}, ends
+        reasons = [line for _, output in ends for line in errors(output)]
+        if name in DIES and name not in IN_OTHER_WORDS:
+            assert said.removeprefix("megatron-vp: error: ").strip() in reasons
