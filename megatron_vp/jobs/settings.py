@@ -5,9 +5,10 @@ Settings map the long names of arguments, with underscores, to their values. Non
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
+
+import yaml
 
 from megatron_vp.jobs.command_line import option_of
 
@@ -33,12 +34,4 @@ def flags_of(settings: dict[str, Any]) -> str:
 
 def yaml_of(settings: dict[str, Any]) -> str:
     """Format settings as a YAML file that overrides a configuration."""
-    lines = [f"  {name}: {_yaml_text(value)}\n" for name, value in settings.items()]
-    return "parallelism:\n" + "".join(lines) if lines else ""
-
-
-def _yaml_text(value: Any) -> str:
-    """Format a value for YAML; quote a string whose first character has a special meaning in YAML."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return json.dumps(value) if isinstance(value, str) and value[:1] in ("*", "-", "|", "+") else str(value)
+    return yaml.safe_dump({"parallelism": settings}, sort_keys=False, width=10_000) if settings else ""

@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -29,15 +30,6 @@ from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own
 from megatron_vp.schedule.request import chunks_to_offload
 
 ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
-
-
-@dataclass(frozen=True)
-class ScheduleFile:
-    """The contents of a schedule file, which a run reads only once, at startup."""
-
-    family: Family
-    digest: str
-    """The SHA-256 of the file's text, in hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,8 @@ class RunSettings:
 
     family: Family
     """The family of the named schedule, or a family made from the schedule file."""
-    file: ScheduleFile | None
+    digest: str | None
+    """The SHA-256 of the schedule file's text, in hexadecimal digits; None without a file."""
     vocab_parallel: bool
     offload: str = "0"
     """The value of --offload-chunks."""
@@ -182,6 +175,13 @@ class OwnLoop:
         return self.job
 
 
+@cache
+def _read(name: str) -> tuple[Family, str]:
+    """The family made from a schedule file, and the digest of its text. A job reads its file only once, at startup."""
+    text = text_of_file(name)
+    return family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest()
+
+
 class _Process:
     def __init__(self) -> None:
         self.replay = Replay()
@@ -189,8 +189,8 @@ class _Process:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last job: clear `files`, `words` and `job`, but keep `replay` and `own_loop`."""
-        self.files: dict[str, ScheduleFile] = {}
+        """Forget the last job: clear the schedule file, `words` and `job`, but keep `replay` and `own_loop`."""
+        _read.cache_clear()
         self.words = Words()
         self.job: SettledJob | None = None
 
@@ -277,20 +277,9 @@ def replay() -> Replay:
     return _process.replay
 
 
-def schedule_file(name: str) -> ScheduleFile | None:
-    """Return the schedule file that --pipeline-schedule names; None if the option names a schedule family.
-
-    Raises UserError if the file cannot be used.
-    """
-    if not _names_file(name):
-        return None
-    return _process.files.get(name) or _read(name)
-
-
 def family_of(name: str) -> Family:
     """Return the schedule family for a value of --pipeline-schedule. Raises UserError for an unknown value."""
-    file = schedule_file(name)
-    return file.family if file else family(name)
+    return _read(name)[0] if _names_file(name) else family(name)
 
 
 def run_settings(args: argparse.Namespace) -> RunSettings:
@@ -301,7 +290,8 @@ def run_settings(args: argparse.Namespace) -> RunSettings:
     """
     with _named():
         name = args.pipeline_schedule or DEFAULT_SCHEDULE
-        return RunSettings(family_of(name), schedule_file(name), bool(args.vocab_parallel), args.offload_chunks or "0")
+        digest = _read(name)[1] if _names_file(name) else None
+        return RunSettings(family_of(name), digest, bool(args.vocab_parallel), args.offload_chunks or "0")
 
 
 @contextmanager
@@ -314,9 +304,3 @@ def _named() -> Iterator[None]:
 
 def _names_file(name: str) -> bool:
     return name not in FAMILIES and is_file(name)
-
-
-def _read(name: str) -> ScheduleFile:
-    text = text_of_file(name)
-    _process.files[name] = ScheduleFile(family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest())
-    return _process.files[name]

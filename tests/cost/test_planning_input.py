@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
         (["--num-attention-heads", "15"], "15 attention heads"),
         (
             ["--tensor-model-parallel-size", "0"],
-            "--tensor-model-parallel-size 0 is not a whole number from 1 to 1000000000",
+            "--tensor-model-parallel-size 0 is not a whole number from 1 to 268435456",
         ),
         (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is not a whole number from 0 to 1024"),
         (["--pipeline-model-parallel-size", "eight"], "invalid int value: 'eight'"),
@@ -42,10 +42,10 @@ pytestmark = pytest.mark.usefixtures("megatron_loaded")
             ["--nodes", "130000"],
             "--nodes 130000 is too large: no cluster has 1,040,000 GPUs; give at most 125000 nodes",
         ),
-        (["--seq-length", "1000000000"], "--seq-length 1000000000 is not a whole number from 1 to 67108864"),
+        (["--seq-length", "1000000000"], "--seq-length 1000000000 is not a whole number from 1 to 268435456"),
         (["--lr", "nan"], "--lr nan is not a finite number"),
         (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
-        (["--global-batch-size", "1000000000"], "4 pipeline ranks x 1000000000 microbatches are 4,000,000,000"),
+        (["--global-batch-size", "100000000"], "4 pipeline ranks x 100000000 microbatches are 400,000,000"),
         (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide"),
         (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide"),
         (

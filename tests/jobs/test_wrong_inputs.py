@@ -45,7 +45,7 @@ FILES = {
 OF_SIZES = [
     (
         "plan",
-        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size are missing",
+        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size missing",
     ),
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
     (

@@ -77,7 +77,7 @@ def _of_module(name, target):
 def test_a_job_is_settled_from_its_words():
     words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, pipeline_schedule="v-half")]
     job = check_job(words, 2)
-    assert job.settings.family.name == "v-half" and job.settings.file is None
+    assert job.settings.family.name == "v-half" and job.settings.digest is None
     assert job.settings.replaces_schedule and job.settings.places_chunks and job.settings.last_stage_elsewhere
     assert job.method is VocabMethod.VOCAB_2 and job.placement.stage_of == ((0, 3), (1, 2))
     assert job.given.pipeline_model_parallel_layout is None and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"

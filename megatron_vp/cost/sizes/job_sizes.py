@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
@@ -43,7 +43,10 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     a = Arguments(arguments)
     absent = [name for name, other in _REQUIRED.items() if arguments.get(name) is None and arguments.get(other) is None]
     if absent:
-        raise UserError(_missing(absent))
+        raise UserError(
+            f"{', '.join(absent)} missing: give a configuration, as in `megatron-vp plan llama3_8b [FLAGS]`, or flags "
+            f"such as {option_of(absent[0])} N"
+        )
     model, micro_batch = _model(a), a.micro_batch_size
     pipeline, tensor = a.pipeline_model_parallel_size, a.tensor_model_parallel_size
     context, expert = a.context_parallel_size, a.expert_model_parallel_size
@@ -185,15 +188,13 @@ def _wide_gradients(a: Arguments) -> bool:
 
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_RESOLVED = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-"""Maps the dtypes in Megatron's parsed arguments to the names in `_BYTES`."""
+_BYTES |= {"torch.float32": 4, "torch.float16": 2, "torch.bfloat16": 2, "torch.uint8": 1}  # as Megatron parses them
 
 
 def _bytes_of(a: Arguments, name: str) -> int:
     asked = str(getattr(a, name))
-    asked = _RESOLVED.get(asked, asked)
     if asked not in _BYTES:
-        raise UserError(f"{name} {asked!r} is unknown; use one of {', '.join(_BYTES)}")
+        raise UserError(f"{name} {asked!r} is unknown; use one of fp32, fp16, bf16, fp8")
     return _BYTES[asked]
 
 
@@ -213,15 +214,6 @@ def _states(a: Arguments, fp8: Fp8Recipe | None) -> OptimizerStates | None:
     elif not (a.bf16 or a.fp16):
         parameters = 0
     return OptimizerStates(_bytes_of(a, "exp_avg_dtype") + _bytes_of(a, "exp_avg_sq_dtype") + parameters, takes)
-
-
-def _missing(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]} is missing: set it in the configuration or as {option_of(names[0])}"
-    return (
-        f"{', '.join(names)} are missing: give a configuration, as in `megatron-vp plan llama3_8b [FLAGS]`, or flags "
-        f"such as {option_of(names[0])} N"
-    )
 
 
 def _letters(a: Arguments, layers: int) -> str:

@@ -113,8 +113,8 @@ def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: Chos
     if settings.replaces_schedule:
         # Our schedules would never compute the weight gradients that this option defers.
         args.defer_embedding_wgrad_compute = False
-    if settings.file is not None:
-        args.schedule_fingerprint = f"sha256:{settings.file.digest}"
+    if settings.digest is not None:
+        args.schedule_fingerprint = f"sha256:{settings.digest}"
 
 
 def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:

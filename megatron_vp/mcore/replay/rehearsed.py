@@ -87,7 +87,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
     with _quiet(), tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
         for rank in dict.fromkeys((0, job.args.world_size - 1)):
             args = _arguments_of(job.args, rank, Path(folder))
-            if iteration and args.step_batch_size_schedule is None and job.settings.file is None:
+            if iteration and args.step_batch_size_schedule is None and job.settings.digest is None:
                 # With more microbatches, the passes repeat.
                 each = args.micro_batch_size * args.data_parallel_size
                 most = one_rank.ROUNDS * args.pipeline_model_parallel_size

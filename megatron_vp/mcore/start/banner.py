@@ -69,10 +69,10 @@ def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str
 
 def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[str]:
     """Lines that describe a job on `ranks` ranks, such as its sizes, schedule, vocabulary method and precision."""
-    args, file = job.args, job.settings.file
+    args, digest = job.args, job.settings.digest
     lines = (
         describe_sizes(job, ranks, knows_batch),
-        file and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {file.digest})",
+        digest and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {digest})",
         *_partition(job),
         describe(job.parts),
         describe_precision(args) if job.settings.replaces_schedule else None,
