@@ -62,40 +62,37 @@ def uncounted(config: JobConfig) -> list[str]:
 
 def plan_of(config: JobConfig) -> Plan:
     """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
-    chosen = _chosen(config)
-    for name in () if pattern_in(config.values) is None else _LAYOUT_OPTIONS:
-        if config.values.get(name) not in (None, False):
+    chosen, values = _chosen(config), config.values
+    for name in () if pattern_in(values) is None else _LAYOUT_OPTIONS:
+        if values.get(name) not in (None, False):
             raise UserError(
                 f"{option_of(name)} cannot be combined with --hybrid-layer-pattern: remove it, and divide the pattern "
                 "with bars (*-|*-) into one segment per stage"
             )
-    if not chosen.in_rounds and shifts_given(config.values):
+    if not chosen.in_rounds and shifts_given(values):
         raise UserError(SHIFTED_V.format(pipeline_schedule=chosen.name))
-    chunks = _chunks(config)
-    vocab, offload = VocabMethod.NONE, str(config.values.get("offload_chunks") or 0)
-    split = config.values.get("vocab_parallel") is True
-    if not split and config.values.get("vocab_parallel_algorithm") is not None:
-        raise UserError(ALGORITHM_ALONE.format_map(config.values))
+    chunks, offload = _chunks(config), str(values.get("offload_chunks") or 0)
+    split, algorithm = values.get("vocab_parallel") is True, values.get("vocab_parallel_algorithm")
+    if not split and algorithm is not None:
+        raise UserError(ALGORITHM_ALONE.format_map(values))
+    vocab = VocabMethod(algorithm or VocabMethod.VOCAB_2) if split else VocabMethod.NONE
     if chosen.name == DEFAULT_SCHEDULE and not split and offload == "0":
         chosen = megatrons_own(chunks)
-    if chosen.own_method is not None:
+    own = chosen.own_method
+    if own is not None:
         if not split:
             raise UserError(f"--pipeline-schedule {chosen.name} splits the vocabulary: add --vocab-parallel")
-        vocab = chosen.own_method
-        algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
-        if vocab.is_sharded and algorithm != vocab:
+        if own.is_sharded and vocab != own:
             raise UserError(
-                f"--pipeline-schedule {chosen.name} runs the passes of {vocab}, but --vocab-parallel-algorithm is "
-                f"{algorithm}: use --vocab-parallel-algorithm {vocab}"
+                f"--pipeline-schedule {chosen.name} runs the passes of {own}, but --vocab-parallel-algorithm is "
+                f"{vocab}: use --vocab-parallel-algorithm {own}"
             )
-    elif split:
-        algorithm = config.values.get("vocab_parallel_algorithm") or VocabMethod.VOCAB_2
-        if algorithm not in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
-            raise UserError(f"--vocab-parallel-algorithm {algorithm!r} is unknown; use vocab-1 or vocab-2")
-        vocab = VocabMethod(algorithm)
-    layers = layers_given(config.values)
-    if layers is None:
-        layers = _uneven_layers(config, chosen)
+        vocab = own
+    layers, own_chunks = layers_given(values), chosen.chunks or 1
+    if layers is None and own_chunks > 1:
+        job = job_of(values)
+        even = even_layers(job.model.layers, job.pipeline * own_chunks)
+        layers = even if len(set(even)) > 1 else None
     offload_chunks = 0 if offload in ("0", AUTO) else chunks_to_offload(offload, chosen.chunks_of(chunks))
     return Plan(chosen.name, vocab, chunks, layers, offload_chunks=offload_chunks)
 
@@ -124,18 +121,6 @@ _LAYOUT_OPTIONS = (
     *ENDS,
 )
 """Arguments that divide a GPT model into stages. A hybrid model is divided by bars in --hybrid-layer-pattern."""
-
-
-def _uneven_layers(config: JobConfig, chosen: Family) -> tuple[int, ...] | None:
-    """The number of layers that each virtual stage gets if the job has no layout. None with one chunk per rank, or if
-    all stages get the same number.
-    """
-    chunks = chosen.chunks or 1
-    if chunks == 1:
-        return None
-    job = job_of(config.values)
-    layers = even_layers(job.model.layers, job.pipeline * chunks)
-    return None if len(set(layers)) == 1 else layers
 
 
 def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
