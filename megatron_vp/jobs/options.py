@@ -26,6 +26,7 @@ RUNS = {
     "moved weights": "{our_schedule} with ",
     "offload": "--offload-chunks {offload_chunks} with ",
     "sdpa": "--core-attention sdpa with ",
+    "our script": "pretrain_gpt_vp.py with ",
 }
 """Properties of a run that exclude options or take their effect, each with the beginning of a refusal. W: the schedule
 has W passes. V: the last stage is on the first rank. Moved weights: on other ranks than in Megatron.

@@ -49,8 +49,8 @@ def check(flags, **settings):
             "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add "
             "--config data/mock",
         ),
-        ("--log-straggler", "pretrain_gpt_vp.py does not implement --log-straggler"),
-        ("--dataloader-type external", "pretrain_gpt_vp.py does not implement --dataloader-type external"),
+        ("--log-straggler", "pretrain_gpt_vp.py with --log-straggler is not supported"),
+        ("--dataloader-type external", "pretrain_gpt_vp.py with --dataloader-type external is not supported"),
         ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
         (

@@ -296,7 +296,7 @@ def _words(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _values(a: argparse.Namespace) -> Callable[[str], Any]:
+def values_of(a: argparse.Namespace) -> Callable[[str], Any]:
     """The value of an argument by its long name. An option without value counts as set if it was given, because
     `settle` may have reset it, and Megatron may store it under another name.
     """
@@ -335,7 +335,7 @@ def _properties(a: argparse.Namespace) -> dict[str, Any]:
 
 def _said(a: argparse.Namespace, warnings: bool) -> Iterator[str]:
     """The messages of all records in OPTIONS that apply to validated arguments: either warnings or refusals."""
-    values, holds = _values(a), _properties(a)
+    values, holds = values_of(a), _properties(a)
     ours = f"--pipeline-schedule {a.pipeline_schedule}{' and --vocab-parallel' * a.vocab_parallel}"
     for option in OPTIONS:
         warns = option.run == UNREAD or bool(option.does)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import option_of
-
-SCRIPT_OPTIONS = (
-    *("fim_data", "hybrid_context_parallel", "per_dataset_sequences_path"),
-    *("logits_save_dir", "logits_load_dir", "perform_rl_step", "log_straggler"),
-)
+from megatron_vp.errors import Refused, UserError
+from megatron_vp.jobs.options import OPTIONS
+from megatron_vp.mcore.options.refusals import values_of
 
 _DATA = ("mock_data", "data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
 
 
 def refuse_script_options(args: argparse.Namespace) -> None:
-    """Raise one UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
-    asked = [option_of(name) for name in SCRIPT_OPTIONS if getattr(args, name)]
-    if args.dataloader_type == "external":
-        asked.append("--dataloader-type external")
-    if asked:
-        raise UserError(
-            f"pretrain_gpt_vp.py does not implement {', '.join(asked)}: use a training script that does, such as "
-            "NVIDIA's pretrain_gpt.py, with `megatron-vp run pretrain_gpt.py ...`"
-        )
+    """Raise a UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
+    values = values_of(args)
+    asked = [(option, option.found(values)) for option in OPTIONS if option.run == "our script"]
+    if any(called for _, called in asked):
+        raise Refused([option.message(called, "") for option, called in asked if called])
 
 
 def refuse_no_data(args: argparse.Namespace) -> None:
