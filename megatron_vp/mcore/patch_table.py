@@ -17,8 +17,8 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
-from megatron_vp.mcore.platform.installed import Installed, installed
-from megatron_vp.mcore.settled import RunSettings, own_loop, replay, run_settings
+from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.settled import own_loop, replay, run_settings
 
 
 class Stage(Enum):
@@ -29,33 +29,14 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Run:
-    """The inputs that decide which groups apply: a run's arguments and its machine."""
-
-    args: argparse.Namespace
-    """Megatron's parsed arguments or, until they are parsed, those of `options.early_arguments`: switches and texts."""
-    machine: Installed
-    """The packages installed where the job runs."""
-    cpu: bool = False
-    """Whether the run uses no CUDA device."""
-
-    @property
-    def settings(self) -> RunSettings:
-        """Properties of the run that follow from its arguments."""
-        return run_settings(self.args)
-
-
-def run_here(args: argparse.Namespace) -> Run:
-    """Describe the run that this process belongs to."""
-    return Run(args, installed(), uses_cpu([]))
-
-
-@dataclass(frozen=True)
 class Condition:
-    """Condition under which a run needs a group of patches: a description for users, and a function that tests it."""
+    """Condition under which a run needs a group of patches: a description for users, and a function that tests it.
+
+    The function gets Megatron's parsed arguments or, until they are parsed, those of `options.early_arguments`.
+    """
 
     sentence: str
-    holds: Callable[[Run], object]
+    holds: Callable[[argparse.Namespace], object]
 
 
 @dataclass(frozen=True)
@@ -90,11 +71,11 @@ class PatchGroup:
 def _given(*names: str) -> Condition:
     """The run gives one of these options."""
     options = " or ".join(map(option_of, names))
-    return Condition(f"only with {options}", lambda run: any(getattr(run.args, name) for name in names))
+    return Condition(f"only with {options}", lambda args: any(getattr(args, name) for name in names))
 
 
-ALWAYS = Condition("always", lambda run: True)
-NO_ENGINE = Condition("only if Transformer Engine is not installed", lambda run: not run.machine.engine)
+ALWAYS = Condition("always", lambda args: True)
+NO_ENGINE = Condition("only if Transformer Engine is not installed", lambda args: not installed().engine)
 EARLY = Stage.BEFORE_PARSING
 
 
@@ -103,13 +84,13 @@ def _records(args: argparse.Namespace) -> object:
     return logs or args.rank_report is not None or args.pipeline_trace is not None
 
 
-def _with_bridges_models(_run: Run) -> bool:
+def _with_bridges_models(_args: argparse.Namespace) -> bool:
     return own_loop() is not None and "megatron.bridge.models.model_provider" in sys.modules
 
 
-def _in_own_loop(run: Run) -> bool:
+def _in_own_loop(args: argparse.Namespace) -> bool:
     loop = own_loop()
-    return loop is not None and not loop.reads_arguments() and run.settings.replaces_schedule
+    return loop is not None and not loop.reads_arguments() and run_settings(args).replaces_schedule
 
 
 # Groups with the same `Stage` are applied in this order.
@@ -171,7 +152,7 @@ GROUPS = (
         "megatron_vp.mcore.platform.missing_packages:APEX_PATCHES",
         Condition(
             "only if Apex's fused_weight_gradient_mlp_cuda is not installed",
-            lambda run: not run.machine.apex_accumulation,
+            lambda args: not installed().apex_accumulation,
         ),
         "Megatron refuses jobs that use gradient accumulation fusion, which is enabled by default on a GPU",
         essential=False,
@@ -180,7 +161,7 @@ GROUPS = (
     PatchGroup(
         "cpu platform",
         "megatron_vp.mcore.platform.cpu:PATCHES",
-        Condition("only if the run uses no CUDA device", lambda run: run.cpu),
+        Condition("only if the run uses no CUDA device", lambda args: uses_cpu([])),
         "a run on CPU would fail or compute inaccurate gradient norms",
         stage=EARLY,
     ),
@@ -194,7 +175,7 @@ GROUPS = (
     PatchGroup(
         "shapes only",
         "megatron_vp.mcore.replay.shapes_only:PATCHES",
-        Condition("only in a replay with --shapes-only", lambda run: replay().meter),
+        Condition("only in a replay with --shapes-only", lambda args: replay().meter),
         "a replay would read the states of random generators from tensors that have no contents",
         stage=EARLY,
     ),
@@ -203,7 +184,7 @@ GROUPS = (
         "megatron_vp.mcore.replay.device_kernels:ENGINE_PATCHES",
         Condition(
             "only in a replay with --shapes-only, if the job uses Transformer Engine's layers",
-            lambda run: replay().counts_engine,
+            lambda args: replay().counts_engine,
         ),
         "a replay would count memory that Megatron's compiled activation functions do not use on a GPU",
         stage=EARLY,
@@ -230,7 +211,7 @@ GROUPS = (
     PatchGroup(
         "flash attention",
         "megatron_vp.mcore.model.attention:PATCHES",
-        Condition("only with --core-attention sdpa", lambda run: run.args.core_attention == "sdpa"),
+        Condition("only with --core-attention sdpa", lambda args: args.core_attention == "sdpa"),
         "a run would use a different attention implementation from the one requested",
     ),
     PatchGroup(
@@ -245,14 +226,14 @@ GROUPS = (
         "megatron_vp.mcore.training.vocab_patches:SCHEDULE_PATCHES",
         Condition(
             "only with --vocab-parallel or a --pipeline-schedule other than 1f1b",
-            lambda run: run.settings.replaces_schedule,
+            lambda args: run_settings(args).replaces_schedule,
         ),
         "a run would use Megatron's own schedule and vocabulary layers",
     ),
     PatchGroup(
         "models of custom scripts",
         "megatron_vp.mcore.model.own_models:PATCHES",
-        Condition("only after `megatron_vp.enable`", lambda run: own_loop() is not None),
+        Condition("only after `megatron_vp.enable`", lambda args: own_loop() is not None),
         "the vocabulary layers of models built without Megatron's builders would not be split, so our schedules would "
         "refuse these models",
     ),
@@ -273,7 +254,7 @@ GROUPS = (
         Condition(
             "only after `megatron_vp.enable` with vocab_parallel, in a process that has imported Megatron-Bridge's "
             "models",
-            lambda run: _with_bridges_models(run) and run.args.vocab_parallel,
+            lambda args: _with_bridges_models(args) and args.vocab_parallel,
         ),
         "Megatron-Bridge's export would find shards instead of whole vocabulary layers",
         package="megatron.bridge",
@@ -294,7 +275,7 @@ GROUPS = (
         Condition(
             "only after `megatron_vp.enable`, in a process that uses one of our schedules and has imported "
             "Megatron-Bridge's training loop",
-            lambda run: _in_own_loop(run) and "megatron.bridge.training.checkpointing" in sys.modules,
+            lambda args: _in_own_loop(args) and "megatron.bridge.training.checkpointing" in sys.modules,
         ),
         "a run would refuse to save checkpoints in Megatron-Bridge's default format",
         package="megatron.bridge",
@@ -302,7 +283,7 @@ GROUPS = (
     PatchGroup(
         "split backward",
         "megatron_vp.mcore.model.split_backward:PATCHES",
-        Condition("only with a --pipeline-schedule that has W passes", lambda run: run.settings.splits_backward),
+        Condition("only with a --pipeline-schedule that has W passes", lambda args: run_settings(args).splits_backward),
         "backward passes would not be split, and W passes would do nothing",
     ),
     PatchGroup(
@@ -310,10 +291,10 @@ GROUPS = (
         "megatron_vp.mcore.model.delayed_weights:PATCHES",
         Condition(
             "only with Transformer Engine's layers and a --pipeline-schedule that has W passes",
-            lambda run: (
-                run.settings.splits_backward
-                and run.args.transformer_impl in (None, "transformer_engine")
-                and run.machine.engine
+            lambda args: (
+                run_settings(args).splits_backward
+                and args.transformer_impl in (None, "transformer_engine")
+                and installed().engine
             ),
         ),
         "backward passes would not be split, and W passes would do nothing",
@@ -323,7 +304,7 @@ GROUPS = (
         "megatron_vp.mcore.model.chunk_layout:PATCHES",
         Condition(
             "only with a --pipeline-schedule that places chunks differently from Megatron",
-            lambda run: run.settings.places_chunks,
+            lambda args: run_settings(args).places_chunks,
         ),
         "layers would run in the wrong order",
     ),
@@ -332,7 +313,7 @@ GROUPS = (
         "megatron_vp.mcore.reports.plain_schedule:PATCHES",
         Condition(
             "only if Megatron's own schedule is recorded (--rank-report, --pipeline-trace or --log-pipeline-interval)",
-            lambda run: _records(run.args) and not run.settings.replaces_schedule,
+            lambda args: _records(args) and not run_settings(args).replaces_schedule,
         ),
         "Megatron's passes are not recorded",
         essential=False,
@@ -340,7 +321,7 @@ GROUPS = (
     PatchGroup(
         "training log",
         "megatron_vp.mcore.reports.pipeline_scalars:PATCHES",
-        Condition("except after `megatron_vp.enable`", lambda run: own_loop() is None),
+        Condition("except after `megatron_vp.enable`", lambda args: own_loop() is None),
         "after a start, the log's second loss is the mean of two iterations, and pipeline metrics are not written",
         essential=False,
     ),
@@ -352,9 +333,9 @@ def patches_of(name: str) -> tuple[Patch, ...]:
     return next(group for group in GROUPS if group.name == name).declared()
 
 
-def selected(run: Run, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
+def selected(args: argparse.Namespace, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
     """The groups that a run needs at `stage` or, by default, at all stages, in the order of the table."""
-    return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(run))
+    return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(args))
 
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
@@ -384,31 +365,31 @@ def needs(places: Iterable[str]) -> bool:
     return not modules or bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
 
 
-def require_fit(run: Run) -> None:
+def require_fit(args: argparse.Namespace) -> None:
     """Check every patch group that a run needs, for all stages of startup. Raises UserError if an essential group does
     not fit the installed packages.
     """
-    _fitting(selected(run))
+    _fitting(selected(args))
 
 
-def apply(stage: Stage, run: Run) -> None:
+def apply(stage: Stage, args: argparse.Namespace) -> None:
     """Apply the patches that a run needs at a stage of startup. If an essential patch does not fit, apply none and
     raise UserError.
 
     If a group of patches is not essential and does not fit, it is left out, and the rank that writes the log prints
     why.
     """
-    declared, left_out = _fitting(selected(run, stage))
-    if left_out and (run.args.fake_process_group or run.args.rank == run.args.world_size - 1):
+    declared, left_out = _fitting(selected(args, stage))
+    if left_out and (args.fake_process_group or args.rank == args.world_size - 1):
         print(*(f"megatron_vp: {line}" for line in left_out), sep="\n", flush=True)
     patches.apply(declared)
 
 
-def apply_early(run: Run, *names: str) -> None:
+def apply_early(args: argparse.Namespace, *names: str) -> None:
     """Apply the patch groups in `names` that the run needs, earlier in startup than `apply` would. Raises UserError if
     a patch does not fit the installed packages.
     """
-    patches.apply([patch for group in selected(run) if group.name in names for patch in patches_of(group.name)])
+    patches.apply([patch for group in selected(args) if group.name in names for patch in patches_of(group.name)])
 
 
 def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:

@@ -13,7 +13,7 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.options.early_arguments import early_arguments
-from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Run, Stage
+from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Stage
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
@@ -24,6 +24,12 @@ SHARDS = {"vocabulary parallelism", "pipeline schedule"}
 ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS} | {"training log"}
 
 
+@pytest.fixture(autouse=True)
+def on_gpu_nodes(monkeypatch):
+    monkeypatch.setattr(patch_table, "installed", lambda: ENGINE)
+    monkeypatch.setattr(patch_table, "uses_cpu", lambda argv: False)
+
+
 @pytest.fixture
 def one_of_two_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "1")
@@ -31,17 +37,17 @@ def one_of_two_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "here", "chosen"),
+    ("words", "on_cpu", "chosen"),
     [
-        ("", {}, set()),
-        ("", {"cpu": True, "machine": Installed()}, {"cpu platform", *WITHOUT_PACKAGES}),
-        ("--fake-process-group", {}, {"replay"}),
-        ("--vocab-parallel", {}, SHARDS),
-        ("--pipeline-schedule interleaved", {}, {"pipeline schedule"}),
-        ("--pipeline-schedule zb-h1 --transformer-impl local", {}, {"pipeline schedule", "split backward"}),
+        ("", False, set()),
+        ("", True, {"cpu platform", *WITHOUT_PACKAGES}),
+        ("--fake-process-group", False, {"replay"}),
+        ("--vocab-parallel", False, SHARDS),
+        ("--pipeline-schedule interleaved", False, {"pipeline schedule"}),
+        ("--pipeline-schedule zb-h1 --transformer-impl local", False, {"pipeline schedule", "split backward"}),
         (
             "--pipeline-schedule=v-half --core-attention=sdpa",
-            {},
+            False,
             {
                 *("pipeline schedule", "split backward", "delayed weight gradients", "chunk placement"),
                 "flash attention",
@@ -49,30 +55,33 @@ def one_of_two_ranks(monkeypatch):
         ),
         (
             "--pipeline-schedule zb-h1",
-            {"cpu": True, "machine": Installed()},  # a run on CPU does without Transformer Engine
+            True,  # a run on CPU does without Transformer Engine
             {"pipeline schedule", "split backward", "cpu platform", *WITHOUT_PACKAGES},
         ),
-        ("--rank-report there", {}, {"plain schedule"}),
-        ("--pipeline-trace there", {}, {"plain schedule"}),
-        ("--log-pipeline-interval 2", {}, {"plain schedule"}),
-        ("--log-pipeline-interval 2 --vocab-parallel", {}, SHARDS),
-        ("--rank-report there --vocab-parallel", {}, SHARDS),
-        ("--override-opt_param-scheduler", {}, {"parameter groups"}),
-        ("--use-checkpoint-opt-param-scheduler", {}, {"parameter groups"}),
-        ("--iterations-to-skip 3 4", {}, {"chunk data"}),
-        ("--multiple-validation-sets", {}, {"chunk data"}),
-        ("--heterogeneous-layers-config-path there", {}, {"heterogeneous layers"}),
-        ("--heterogeneous-layers-config-encoded-json {}", {}, {"heterogeneous layers"}),
+        ("--rank-report there", False, {"plain schedule"}),
+        ("--pipeline-trace there", False, {"plain schedule"}),
+        ("--log-pipeline-interval 2", False, {"plain schedule"}),
+        ("--log-pipeline-interval 2 --vocab-parallel", False, SHARDS),
+        ("--rank-report there --vocab-parallel", False, SHARDS),
+        ("--override-opt_param-scheduler", False, {"parameter groups"}),
+        ("--use-checkpoint-opt-param-scheduler", False, {"parameter groups"}),
+        ("--iterations-to-skip 3 4", False, {"chunk data"}),
+        ("--multiple-validation-sets", False, {"chunk data"}),
+        ("--heterogeneous-layers-config-path there", False, {"heterogeneous layers"}),
+        ("--heterogeneous-layers-config-encoded-json {}", False, {"heterogeneous layers"}),
     ],
 )
-def test_what_a_command_line_selects(one_of_two_ranks, words, here, chosen):
-    run = Run(early_arguments(words.split()), **{"machine": ENGINE, **here})
-    assert {group.name for group in patch_table.selected(run)} - ALL_RUNS == chosen
+def test_what_a_command_line_selects(one_of_two_ranks, monkeypatch, words, on_cpu, chosen):
+    if on_cpu:
+        monkeypatch.setattr(patch_table, "installed", Installed)
+        monkeypatch.setattr(patch_table, "uses_cpu", lambda argv: True)
+    selected = patch_table.selected(early_arguments(words.split()))
+    assert {group.name for group in selected} - ALL_RUNS == chosen
 
 
 def test_a_replay_with_shapes_only_selects_its_groups(one_of_two_ranks, monkeypatch):
     monkeypatch.setattr(patch_table, "replay", lambda: types.SimpleNamespace(meter=object(), counts_engine=True))
-    chosen = {group.name for group in patch_table.selected(Run(early_arguments(["--fake-process-group"]), ENGINE))}
+    chosen = {group.name for group in patch_table.selected(early_arguments(["--fake-process-group"]))}
     assert chosen - ALL_RUNS == {"replay", "shapes only", "shapes of Transformer Engine"}
 
 
@@ -90,7 +99,7 @@ def test_conditions_hold_alike_before_and_after_megatron_has_parsed(one_of_two_r
     with patches.patched(patch_table.patches_of("arguments")):
         parsed = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
     parsed.rank, parsed.world_size = 1, 2
-    early, late = (patch_table.selected(Run(args, ENGINE)) for args in (early_arguments([]), parsed))
+    early, late = (patch_table.selected(args) for args in (early_arguments([]), parsed))
     assert early == late
 
 
@@ -135,7 +144,7 @@ def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch
     of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
     library.first = first
     given = ["a", "more"][: first.__code__.co_argcount]
-    run = Run(argparse.Namespace(), ENGINE)
+    run = argparse.Namespace()
     patch_table.require_fit(run)
     patch_table.apply(Stage.BEFORE_PARSING, run)
     assert patches.in_force() == ()
@@ -147,7 +156,7 @@ def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch
 
 def test_a_signature_is_compared_in_its_own_series_alone(library, monkeypatch):
     of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
-    run = Run(argparse.Namespace(), ENGINE)
+    run = argparse.Namespace()
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
         with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
             start(run)
@@ -164,7 +173,7 @@ def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch)
     )
     monkeypatch.setattr(patch_table, "GROUPS", (broken,))
     del library.first
-    run = Run(argparse.Namespace(), ENGINE)
+    run = argparse.Namespace()
     patch_table.require_fit(run)
     patch_table.apply(Stage.BEFORE_PARSING, run)
     monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies=ALWAYS),))
@@ -190,7 +199,7 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
         PatchGroup("other", "library:OLD", ALWAYS, "harm"),
     )
     monkeypatch.setattr(patch_table, "GROUPS", groups)
-    run = Run(args, ENGINE)
+    run = args
     patch_table.require_fit(run)
     assert capsys.readouterr().out == ""
     patch_table.apply(Stage.AFTER_VALIDATION, run)
@@ -223,9 +232,9 @@ def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp
     assert str(problem).startswith("the patch group 'broken' does not fit megatron_vp: expected what ")
     if essential:
         with pytest.raises(UserError, match="no_such_"):
-            patch_table.require_fit(Run(LAST, ENGINE))
+            patch_table.require_fit(LAST)
     else:
-        patch_table.apply(Stage.AFTER_VALIDATION, Run(LAST, ENGINE))
+        patch_table.apply(Stage.AFTER_VALIDATION, LAST)
         assert capsys.readouterr().out.startswith(
             "megatron_vp: patch group 'broken' is left out: the patch group 'broken'"
         )
@@ -236,9 +245,11 @@ def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
 
     monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self, more: None)
     args = early_arguments(["--pipeline-schedule", "zb-h1"])
-    patch_table.require_fit(Run(args, Installed(apex_accumulation=True)))
+    monkeypatch.setattr(patch_table, "installed", lambda: Installed(apex_accumulation=True))
+    patch_table.require_fit(args)
+    monkeypatch.setattr(patch_table, "installed", lambda: ENGINE)
     with pytest.raises(UserError, match=r"TransformerConfig\.__post_init__ does not fit"):
-        patch_table.require_fit(Run(args, ENGINE))
+        patch_table.require_fit(args)
 
 
 UNFIT = {

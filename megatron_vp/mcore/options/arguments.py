@@ -26,7 +26,7 @@ from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.settle import settled_job
-from megatron_vp.mcore.patch_table import Stage, run_here
+from megatron_vp.mcore.patch_table import Stage
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.reports.trace_option import make_trace_folder
 from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle, words
@@ -245,7 +245,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if args.fake_process_group:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
-        patch_table.apply(Stage.AFTER_VALIDATION, run_here(args))
+        patch_table.apply(Stage.AFTER_VALIDATION, args)
         return args
 
     return validate_args

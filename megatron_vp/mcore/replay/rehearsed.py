@@ -76,7 +76,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
     """
     from megatron.training import arguments
 
-    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, patch_table.run_here(job.args))
+    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, job.args)
     patches.apply((*shapes_only.PATCHES, *one_rank.PATCHES))
     if uses_cpu([]):
         switch_off_what_needs_a_gpu(job.args)

@@ -54,13 +54,12 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         patch_megatron([""])
         args, words = _parsed(settings)
         settled.note_own_loop(OwnLoop(words, partial(_settle, settings, words)))
-        run = patch_table.run_here(args)
-        if run.settings.replaces_schedule:
+        if run_settings(args).replaces_schedule:
             _require_no_model()
-        patch_table.require_fit(run)
+        patch_table.require_fit(args)
         # Apply these patches before a model or its layer specification exists, so that no training loop silently uses
         # Megatron's own schedule or attention.
-        patch_table.apply_early(run, "pipeline schedule", "models of custom scripts", "flash attention")
+        patch_table.apply_early(args, "pipeline schedule", "models of custom scripts", "flash attention")
     except UserError:
         handle.disable()
         raise
@@ -135,7 +134,7 @@ def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[
     require_same_job(job)
     job = settle_with_one_order(job)
     make_trace_folder(args)
-    patch_table.apply(Stage.AFTER_VALIDATION, patch_table.run_here(args))
+    patch_table.apply(Stage.AFTER_VALIDATION, args)
     if args.rank == 0:
         print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job

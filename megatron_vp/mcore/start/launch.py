@@ -340,6 +340,5 @@ def patch_megatron(argv: list[str]) -> None:
     patches.installed_version()
     early = early_arguments(argv[1:])
     settled.begin(early.pipeline_schedule)
-    run = patch_table.run_here(early)
-    patch_table.require_fit(run)
-    patch_table.apply(patch_table.Stage.BEFORE_PARSING, run)
+    patch_table.require_fit(early)
+    patch_table.apply(patch_table.Stage.BEFORE_PARSING, early)
