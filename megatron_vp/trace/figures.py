@@ -116,8 +116,8 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     def by_stage(kind: PassKind) -> tuple[float, ...]:
         seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
         # A chunk whose backward is never split has BW instead of B and W. This BW counts as B.
-        whole = [took.get((PassKind.BW, *seat), [0.0]) if kind is PassKind.B else [0.0] for seat in seats]
-        return tuple(fmean(took.get((kind, *seat), other)) for seat, other in zip(seats, whole, strict=True))
+        kinds = (kind, PassKind.BW) if kind is PassKind.B else (kind,)
+        return tuple(fmean(next((took[one, *seat] for one in kinds if (one, *seat) in took), (0.0,))) for seat in seats)
 
     def by_rank(kind: PassKind) -> tuple[float, ...]:
         return tuple(fmean(took.get((kind, trace.rank, 0), (0.0,))) for trace in traces)
@@ -125,13 +125,8 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     ranks = range(placement.ranks)
     message = fmean(means.values()) if means else 0.0
     return StageCosts(
-        F=by_stage(PassKind.F),
-        B=by_stage(PassKind.B),
-        W=by_stage(PassKind.W),
-        S=by_rank(PassKind.S),
-        T=by_rank(PassKind.T),
-        IF=by_rank(PassKind.IF),
-        IB=by_rank(PassKind.IB),
+        *map(by_stage, (PassKind.F, PassKind.B, PassKind.W)),
+        *map(by_rank, (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)),
         messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
         collectives=means,
     )

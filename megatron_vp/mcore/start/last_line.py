@@ -41,7 +41,7 @@ def refuse_together(reason: str, seconds: float) -> None:
         elif 0 <= rank < ranks:
             printed = _speak_for_all(rank, ranks, reason, seconds)
     if not printed:
-        _print(reason if who is None else {reason: f"rank {printable(who, 20)}"})
+        _print({reason: "" if who is None else f"rank {printable(who, 20)}"})
 
 
 def _replays() -> bool:
@@ -65,7 +65,7 @@ def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
         who: dict[str, list[int]] = {}
         for each, told in known.items():
             who.setdefault(told, []).append(each)
-        _print(reason if len(who) == 1 and together else {told: counted(whose) for told, whose in who.items()})
+        _print({told: "" if len(who) == 1 and together else counted(whose) for told, whose in who.items()})
         said.leave(0, json.dumps(list(who)))
         # The other ranks must read the line before this rank exits: this rank may serve their store, and a launcher
         # stops all other ranks when one rank exits.
@@ -86,14 +86,12 @@ def _listen() -> None:
         signal.signal(signal.SIGTERM, told)
 
 
-def _print(reasons: str | dict[str, str]) -> None:
-    """Print one line with the reason that all ranks share, or with each reason and the ranks that gave it."""
-    if isinstance(reasons, str):
-        line = f"error: {reasons}"
-    elif len(reasons) == 1:
-        line = "".join(f"{who}: error: {reason}" for reason, who in reasons.items())
-    else:
-        line = f"error: {'; '.join(f'{who}: {reason}' for reason, who in reasons.items())}"
+def _print(reasons: dict[str, str]) -> None:
+    """Print one line with each reason and the ranks that gave it, which are "" for all ranks."""
+    parts = [f"{who}: {reason}" if who else reason for reason, who in reasons.items()]
+    line = f"error: {'; '.join(parts)}"
+    if len(reasons) == 1 and (who := "".join(reasons.values())):
+        line = f"{who}: error: {''.join(reasons)}"
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not end this process before it prints the line.
     at_last(lambda: say(line))
