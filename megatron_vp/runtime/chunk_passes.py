@@ -103,8 +103,8 @@ class ChunkPasses:
         if self._gradients:
             self._model.release_output(output)
             self._store.put(Slot.CHUNK_GRAPH, microbatch, (leaf, output), at=chunk)
-        if saved is not None and self._offload is not None:
-            self._offload.close(saved, chunk, leaf)
+        if saved is not None:
+            saved.close(leaf)
         if stage == self._last:
             self._vocab_layers.last_output(microbatch, result)
         else:

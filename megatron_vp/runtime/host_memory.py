@@ -73,8 +73,6 @@ class HostMemory:
         """Total size of all slots in bytes."""
         self.replaced = 0
         """Number of slots that were replaced by larger ones, because a later forward of their chunk saved more."""
-        self.held_elsewhere: dict[int, list[tuple[str, int]]] = {}
-        """By chunk: module and size in bytes of each saved tensor that another reference keeps on the device."""
         self.seconds = 0.0
         """Time spent on allocating slots, in seconds."""
 

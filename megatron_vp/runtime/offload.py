@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.host_memory import HostMemory, HostSlot
@@ -36,18 +35,11 @@ PLAIN = (torch.Tensor, FakeTensor)
 class SavedStorage:
     """A storage that a forward saved; `bytes` holds its contents, or is None while they are on the host."""
 
-    __slots__ = ("bytes", "module")
+    __slots__ = ("bytes",)
 
-    def __init__(self, tensor: torch.Tensor, module: str) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         count = tensor.untyped_storage().nbytes() // tensor.itemsize
         self.bytes: torch.Tensor | None = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-        self.module = module
-
-    @property
-    def key(self) -> int:
-        """A number that identifies the storage among all live storages."""
-        assert self.bytes is not None
-        return self.bytes.untyped_storage()._cdata
 
     @property
     def size(self) -> int:
@@ -88,7 +80,6 @@ class SavedForward:
 
     def __init__(self) -> None:
         self._by_storage: dict[int, SavedStorage] = {}
-        self._modules: list[str] = []
         self.moving: list[SavedStorage] = []
         """The storages to copy; known once the forward has ended."""
         self.sizes: list[int] = []
@@ -98,27 +89,9 @@ class SavedForward:
         self.slot: HostSlot | None = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
-    @contextmanager
-    def saving(self, names_modules: bool) -> Iterator[None]:
-        """Capture the tensors that autograd saves inside this context. With `names_modules`, also record which modules
-        saved them.
-        """
-        with saved_tensors_hooks(self._pack, _unpack):
-            if not names_modules:
-                yield
-                return
-            hooks = (
-                register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__)),
-                register_module_forward_hook(lambda *_: self._leave_module(), always_call=True),
-            )
-            try:
-                yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
-
-    def _leave_module(self) -> None:
-        self._modules.pop()
+    def saving(self) -> saved_tensors_hooks:
+        """Context manager that captures the tensors that autograd saves."""
+        return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
@@ -128,7 +101,7 @@ class SavedForward:
             return tensor.detach()  # Saving the tensor itself would create a reference cycle with its graph.
         key = storage._cdata
         if key not in self._by_storage:
-            self._by_storage[key] = SavedStorage(tensor, " in ".join(reversed(self._modules[-3:])))
+            self._by_storage[key] = SavedStorage(tensor)
         offset = int(tensor.storage_offset())
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
@@ -179,7 +152,6 @@ class Offload:
         self._observer = observer
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._events: dict[Copy, Event] = {}
-        self._first: dict[int, list[SavedStorage]] = {}
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
@@ -193,25 +165,8 @@ class Offload:
             yield None
             return
         saved = self._saved[microbatch, chunk] = SavedForward()
-        with saved.saving(names_modules=chunk not in self._memory.held_elsewhere):
+        with saved.saving():
             yield saved
-
-    def close(self, saved: SavedForward, chunk: int, leaf: torch.Tensor | None) -> None:
-        """Find which saved storages to copy to the host. Called after the forward's output data has been released.
-
-        The first two forwards of a chunk are compared to find activations that stay on the device because something
-        other than a saved tensor refers to them. Storages that both forwards use are not activations, but parameters or
-        caches.
-        """
-        saved.close(leaf)
-        if chunk in self._memory.held_elsewhere:
-            return
-        if chunk not in self._first:
-            self._first[chunk] = saved.staying
-            return
-        before = {storage.key for storage in self._first.pop(chunk)}
-        held = [(each.module, each.size) for each in saved.staying if each.key not in before]
-        self._memory.held_elsewhere[chunk] = held
 
     def _leave(self, microbatch: int, chunk: int) -> None:
         """Pass O: free the storages on the device, which have been copied to the host."""

@@ -17,7 +17,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 Programs = Callable[[int, bool, Shapes], tuple[Schedule, tuple[Program, ...]]]
 """A function that returns the schedule and the programs of all ranks, given the number of microbatches, whether
@@ -60,15 +60,9 @@ def rehearse(
 
 @contextmanager
 def saying_host_memory(memory: HostMemory) -> Iterator[None]:
-    """Context for one iteration: on exit, log newly allocated host memory and activations that were not offloaded."""
-    size, replaced, seconds, known = memory.bytes, memory.replaced, memory.seconds, set(memory.held_elsewhere)
+    """Context for one iteration: on exit, log newly allocated host memory."""
+    size, replaced, seconds = memory.bytes, memory.replaced, memory.seconds
     yield
-    for chunk in memory.held_elsewhere.keys() - known:
-        for module, held in memory.held_elsewhere[chunk]:
-            print_rank_0(
-                f"> {held / MIB:.1f} MiB of each microbatch of chunk {chunk} stay on the device, because tensors that "
-                f"{module or 'the chunk'} saved are still referenced elsewhere"
-            )
     if memory.bytes > size:
         count = memory.replaced - replaced
         why = f", also to replace {count} slots, because microbatches save different amounts" if count else ""
