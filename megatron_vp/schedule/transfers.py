@@ -70,11 +70,6 @@ class CollectiveKind(StrEnum):
     EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
     """Sends gradients of the embedding rows back from the receivers of EMBED to the rows' owners."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> CollectiveKind | None:
-        """Accept ROW_GRADIENT, the name of LOSS_GRAD in older traces."""
-        return cls.LOSS_GRAD if value == "ROW_GRADIENT" else None
-
 
 class _Message(NamedTuple):
     channel: Channel

@@ -146,15 +146,6 @@ def test_reading_data_is_no_work_of_the_schedule():
     assert RankTrace.of(json.loads(early.to_json())) == early
 
 
-def test_a_trace_with_the_earlier_name_of_a_collective_is_read():
-    _, traces = recorded()
-    spans = [
-        with_spans(trace, TracedSpan(3, Lane.SECOND_STREAM, "ROW_GRADIENT:0", COLLECTIVE, 0.0, 7.0, posted=0.0))
-        for trace in traces
-    ]
-    assert figures(spans).costs.collectives == {CollectiveKind.LOSS_GRAD: 7.0}
-
-
 def test_communication_costs_what_it_takes_on_the_last_rank_to_come():
     _, traces = recorded()
     took = {0: (5.0, 1.0), 1: (0.5, 4.0), 2: (9.0, 9.0)}
