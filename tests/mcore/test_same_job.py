@@ -12,6 +12,7 @@ from enum import Enum
 from unittest import mock
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
@@ -103,6 +104,20 @@ def state_a_default(rank, _world_size):
         notations = [".30", "/b"], {"b": 2, "a": 1}
     values = {"lr_wsd_decay_style": "exponential", **dict(zip(("data_path", "of_a_model"), notations, strict=True))}
     compare(facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), 60.0)
+
+
+def test_a_rank_that_does_not_arrive_is_named(monkeypatch):
+    from megatron_vp.errors import PeerLost
+    from megatron_vp.mcore.start.same_job import compare
+    from megatron_vp.runtime import launcher_store
+
+    store = HashStore()
+    monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    launcher_store.Notes("start/others").leave(1)
+    with pytest.raises(PeerLost, match=r"there is no word from rank 2 after 0 s"):
+        compare({"alike": {}, "given": {}}, 0.1)
 
 
 def test_a_default_that_one_rank_states_is_the_same_job():
