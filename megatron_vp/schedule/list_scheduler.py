@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import add, sub
@@ -46,82 +46,21 @@ class MemoryLimits:
         return limits if self.host is None else limits | {Held.HOST_ACTIVATIONS: self.host[rank]}
 
 
-@dataclass(frozen=True)
-class Users:
-    """The passes that allocate a kind of memory (`take`) or free it (`give`), as node numbers in the graph."""
-
-    take: set[int]
-    give: set[int]
-
-    def joined(self, backward_of: Mapping[int, int]) -> Users:
-        """Let each forward in `backward_of` also stand for its backward: it then uses the memory of both passes."""
-        take, give = (
-            each | {forward for forward, backward in backward_of.items() if backward in each}
-            for each in (self.take, self.give)
-        )
-        return Users(take, give)
-
-
-Memory = Mapping[Held, Users]
+Memory = Mapping[Held, tuple[set[int], set[int]]]
+"""The passes that allocate each kind of memory and those that free it, as node numbers in the graph."""
 
 
 def memory_of(ranks: Sequence[Sequence[Pass]], numbers: Sequence[Sequence[int]]) -> Memory:
     """Find the passes that allocate or free each kind of memory. `numbers[r]` are the node numbers of the passes in
     `ranks[r]`.
     """
-    found = {held: Users(set(), set()) for held in Held}
+    found: Memory = {held: (set(), set()) for held in Held}
     for order, named in zip(ranks, numbers, strict=True):
         for held, users in found.items():
-            for first, last in lives(order, held):
-                users.take.add(named[first])
-                users.give.add(named[last])
+            for ends in lives(order, held):
+                for passes, place in zip(users, ends, strict=True):
+                    passes.add(named[place])
     return found
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The scheduler's input: a graph's nodes by number, and a valid order of every rank's passes."""
-
-    lanes: Sequence[int]
-    predecessors: Sequence[Sequence[int]]
-    successors: Sequence[Sequence[int]]
-    durations: Sequence[float]
-    orders: Sequence[Sequence[int]]
-    memory: Memory
-    leaving: frozenset[int] = frozenset()
-    returning: frozenset[int] = frozenset()
-    """the numbers of the O passes (`leaving`) and of the R passes (`returning`)"""
-    backward_of: Mapping[int, int] = field(default_factory=dict)
-    """maps a forward to the backward that runs right after it; in `orders`, the forward's number stands for both"""
-
-    @classmethod
-    def of(cls, graph: Graph, orders: Sequence[Sequence[int]], durations: Sequence[float], memory: Memory) -> Problem:
-        """Make the scheduler's input for `graph`; `orders[r]` lists, in order, the node numbers of rank r's passes."""
-        found = cls(graph.lanes, graph.predecessors, graph.successors, durations, orders, memory)
-        if not graph.posted_behind:
-            return found
-        leaving, returning = (
-            frozenset(number for number, kind in enumerate(graph.kinds) if kind is each)
-            for each in (PassKind.O, PassKind.R)
-        )
-        return replace(found, leaving=leaving, returning=returning)
-
-    def joined(self, backward_of: Mapping[int, int]) -> Problem:
-        """Join pairs: in the new problem's orders, a forward in `backward_of` also stands for its backward."""
-        second = set(backward_of.values())
-        orders = [[number for number in order if number not in second] for order in self.orders]
-        memory = {held: users.joined(backward_of) for held, users in self.memory.items()}
-        return replace(self, orders=orders, memory=memory, backward_of=backward_of)
-
-
-def list_schedule(problem: Problem, limits: MemoryLimits, backwards: bool) -> tuple[float, list[list[int]]]:
-    """Return the makespan and the order found for each rank; these orders respect the limits if the given orders do.
-
-    If the pairs in `problem.backward_of` cause a deadlock, the makespan is infinite, and the orders lack some passes.
-    """
-    scheduler = _ListScheduler(problem, limits, backwards)
-    makespan = scheduler.run()
-    return makespan, [rank.result[::-1] if backwards else rank.result for rank in scheduler.ranks]
 
 
 class _MemoryPool:
@@ -153,8 +92,7 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
     """The memory pools of a rank's passes."""
     pools = []
     for held, limit in limits.items():
-        users = memory[held]
-        takes, gives = (list(map(each.__contains__, order)) for each in (users.take, users.give))
+        takes, gives = (list(map(each.__contains__, order)) for each in memory[held])
         # In a schedule for evaluation, every pass frees what it allocates, so there is nothing to limit.
         if takes != gives:
             pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
@@ -230,25 +168,45 @@ class _Rank:
         return number
 
 
-class _ListScheduler:
+class ListScheduler:
     """Simulates the execution of a graph's nodes, forwards or backwards in time. The loss function takes no time, but
     waits for the last rank's current pass.
+
+    `orders[r]` lists the node numbers of rank r's passes in a valid order. `backward_of` maps a forward to the backward
+    that runs right after it.
     """
 
-    def __init__(self, problem: Problem, limits: MemoryLimits, backwards: bool) -> None:
-        before, after, orders = problem.predecessors, problem.successors, problem.orders
+    def __init__(
+        self,
+        graph: Graph,
+        orders: Sequence[Sequence[int]],
+        durations: Sequence[float],
+        memory: Memory,
+        limits: MemoryLimits,
+        backward_of: Mapping[int, int],
+        backwards: bool,
+    ) -> None:
+        # A pair is one pass: the forward's number stands for both, and uses the memory of both.
+        second = set(backward_of.values())
+        if second:
+            orders = [[number for number in order if number not in second] for order in orders]
+        pairs, self.backwards = backward_of.items(), backwards
+        memory = {
+            held: (take | {one for one, two in pairs if two in take}, give | {one for one, two in pairs if two in give})
+            for held, (take, give) in memory.items()
+        }
+        before, after = graph.predecessors, graph.successors
         if backwards:
             before, after = after, before
         else:
             orders = [order[::-1] for order in orders]
-        durations, self.lanes, self.after = problem.durations, problem.lanes, after
-        self.durations = durations
+        self.durations, self.lanes, self.after = durations, graph.lanes, after
         self.ranks = []
         # The queue that a pass joins when it is ready, and its key in the queue.
         self.ready: list[Ready | None] = [None] * len(durations)
         self.entry = [0] * len(durations)
         for index, order in enumerate(orders):
-            rank = _Rank(order, _pools(order, problem.memory, limits.of(index), backwards))
+            rank = _Rank(order, _pools(order, memory, limits.of(index), backwards))
             self.ranks.append(rank)
             for place, (number, queue) in enumerate(zip(order, rank.queues, strict=True)):
                 self.entry[number] = -place
@@ -257,13 +215,16 @@ class _ListScheduler:
         self.waits = list(map(len, before))
         # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
         # reversed time, an O) waits until the rank has computed another pass, if any other pass can run.
-        self.moves = problem.leaving | problem.returning
-        self.second_moves = problem.leaving if backwards else problem.returning
+        leaving, returning = (
+            {number for number, kind in enumerate(graph.kinds) if kind is each} if graph.posted_behind else set()
+            for each in (PassKind.O, PassKind.R)
+        )
+        self.moves, self.second_moves = leaving | returning, leaving if backwards else returning
         # `halves` maps a pair's number to its two passes in order of time; `pair` maps each of these passes to the
         # pair's number.
         self.halves: dict[int, tuple[int, int]] = {}
         self.pair: dict[int, int] = {}
-        for forward, backward in problem.backward_of.items():
+        for forward, backward in backward_of.items():
             self.halves[forward] = (backward, forward) if backwards else (forward, backward)
             self.pair[forward] = self.pair[backward] = forward
         # Without pairs and without O and R passes, a pass joins its queue as soon as it is ready.
@@ -272,14 +233,16 @@ class _ListScheduler:
         # `ending` groups nodes by their end time, because many end together. `times` is a heap of these times.
         self.times: list[float] = []
         self.ending: dict[float, list[int]] = {}
-        self.lane_free_at = [0.0] * (1 + max(problem.lanes))
+        self.lane_free_at = [0.0] * (1 + max(graph.lanes))
         # Ranks that may be able to start a pass. A set of small integers has a reproducible order.
         self.stirred: set[int] = set()
         # Times that differ only by rounding count as equal.
         self.tolerance = 1e-7 * max(durations, default=0.0)
 
-    def run(self) -> float:
-        """Run all nodes and return the end time, or infinity if the forward-backward pairs cause a deadlock."""
+    def run(self) -> tuple[float, list[list[int]]]:
+        """Run all nodes; return the makespan and the order found for each rank. These orders respect the limits if the
+        given orders do. If the pairs cause a deadlock, the makespan is infinite, and the orders lack some passes.
+        """
         for number in [number for number, count in enumerate(self.waits) if not count]:
             self._arrive(number, 0.0)
         self._start_passes(0.0)
@@ -296,10 +259,15 @@ class _ListScheduler:
             if not times:
                 self.stirred.update(index for index, rank in enumerate(self.ranks) if rank.admit_delayed())
                 self._start_passes(now)
-        if any(rank.left for rank in self.ranks):
-            assert self.halves, "the given order of passes exceeds the memory limits"
-            return math.inf
-        return max(rank.free_at for rank in self.ranks)
+        stuck = any(rank.left for rank in self.ranks)
+        assert self.halves or not stuck, "the given order of passes exceeds the memory limits"
+        # In backward runs, the halves of a pair and the results are in reverse.
+        way = -1 if self.backwards else 1
+        orders = [
+            [each for number in rank.result for each in self.halves.get(number, (number,))][::way]
+            for rank in self.ranks
+        ]
+        return math.inf if stuck else max(rank.free_at for rank in self.ranks), orders
 
     def _start_passes(self, now: float) -> None:
         latest, stirred, ranks = now + self.tolerance, self.stirred, self.ranks

@@ -16,7 +16,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.list_scheduler import Memory, MemoryLimits, Problem, list_schedule, memory_of
+from megatron_vp.schedule.list_scheduler import ListScheduler, Memory, MemoryLimits, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
@@ -164,20 +164,13 @@ class _Search:
 
         If the pairs in `backward_of` cause a deadlock, the result is the given order with an infinite makespan.
         """
-        problem = Problem.of(self.graph, given, durations, self.memory)
-        if self.backward_of:
-            problem = problem.joined(self.backward_of)
-        makespan, orders = list_schedule(problem, self.limits, backwards)
+        scheduler = ListScheduler(self.graph, given, durations, self.memory, self.limits, self.backward_of, backwards)
+        makespan, orders = scheduler.run()
         if makespan == math.inf:
             return makespan, given
-        if self.backward_of:
-            orders = [[each for number in order for each in self._parted(number)] for order in orders]
         if durations is not self.times or self.graph.posted_behind:
             makespan = max(node_times(self.graph, orders, self.times).end)
         return makespan, orders
-
-    def _parted(self, number: int) -> tuple[int, ...]:
-        return (number, self.backward_of[number]) if number in self.backward_of else (number,)
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:

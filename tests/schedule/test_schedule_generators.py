@@ -17,7 +17,7 @@ from megatron_vp.schedule import (
     simulate,
     validate,
 )
-from megatron_vp.schedule.list_scheduler import list_schedule
+from megatron_vp.schedule.list_scheduler import ListScheduler
 
 METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
 
@@ -136,7 +136,7 @@ def test_t_of_vocab_2_leaves_its_s_and_fills_the_cool_down():
 def test_the_list_scheduler_works_at_most_three_times_over_a_large_schedule(name, chunks, monkeypatch):
     runs = []
     monkeypatch.setattr(
-        "megatron_vp.schedule.reorder.list_schedule", lambda *given: runs.append(given) or list_schedule(*given)
+        "megatron_vp.schedule.reorder.ListScheduler", lambda *given: runs.append(given) or ListScheduler(*given)
     )
     generate(name, 8, 64, vocab="vocab-2", chunks=chunks)
     assert 1 <= len(runs) <= 3

@@ -18,7 +18,7 @@ from megatron_vp.schedule import (
     simulate,
 )
 from megatron_vp.schedule.dependencies import build_graph
-from megatron_vp.schedule.list_scheduler import MemoryLimits, Problem, list_schedule, memory_of
+from megatron_vp.schedule.list_scheduler import ListScheduler, MemoryLimits, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
 
 COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
@@ -94,8 +94,8 @@ def test_a_list_schedule_takes_no_longer_than_it_was_found_to(name):
     graph = build_graph(schedule, with_loss=True)
     took, limits = durations(graph, schedule, costs), MemoryLimits((12 * schedule.chunks,) * 4)
     given = graph.numbers(schedule.ranks)
-    problem = Problem.of(graph, given, took, memory_of(schedule.ranks, given))
-    makespan, orders = list_schedule(problem, limits, backwards=False)
+    scheduler = ListScheduler(graph, given, took, memory_of(schedule.ranks, given), limits, {}, backwards=False)
+    makespan, orders = scheduler.run()
     assert max(node_times(graph, orders, took).end) <= makespan + 1e-9
 
 
