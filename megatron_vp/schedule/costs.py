@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import add
 from statistics import fmean
 from typing import Any
 
@@ -69,25 +71,17 @@ class PassCosts:
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
         """Duration of a pass of `schedule`; a whole backward takes B + W, and a V takes S + T + IF + IB."""
-        match step.kind:
-            case PassKind.F:
-                return self.F / schedule.chunks
-            case PassKind.B:
-                return (self.B if schedule.split_backward else self.B + self.W) / schedule.chunks
-            case PassKind.W:
-                return self.W / schedule.chunks
-            case PassKind.BW:
-                return (self.B + self.W) / schedule.chunks
-            case PassKind.V:
-                return self.S + self.T + self.IF + self.IB
-        if step.kind in _OWN:
-            return getattr(self, step.kind)
-        return self.other.get(step.kind, 0.0) / (schedule.chunks if step.kind.per_chunk else 1)
+        parts = ("S", "T", "IF", "IB") if step.kind is PassKind.V else _parts(schedule, step.kind)
+        took = reduce(add, map(self._named, parts))
+        return took / schedule.chunks if step.kind.per_chunk else took
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""
-        took = getattr(self, operation.cost) if operation.cost in _OWN else self.other.get(operation.cost, 0.0)
+        took = self._named(operation.cost)
         return took / schedule.chunks if operation.per_chunk else took
+
+    def _named(self, name: str) -> float:
+        return getattr(self, name) if name in _OWN else self.other.get(name, 0.0)
 
     def evened(self) -> PassCosts:
         """These costs with F, B and W replaced by their mean, and with `comm` set to 0."""
@@ -204,24 +198,25 @@ class StageCosts:
 
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
         """Duration of a pass of `schedule`; a whole backward takes B + W."""
-        stage = schedule.placement.stage_of[rank][step.chunk]
-        match step.kind:
-            case PassKind.F | PassKind.W:
-                return getattr(self, step.kind)[stage]
-            case PassKind.B:
-                return self.B[stage] if schedule.split_backward else self.B[stage] + self.W[stage]
-            case PassKind.BW:
-                return self.B[stage] + self.W[stage]
-        times = getattr(self, step.kind) if step.kind in PASSES else self.other.get(step.kind)
-        if not times and step.kind is PassKind.S and not self.T:
+        place = schedule.placement.stage_of[rank][step.chunk] if step.kind.per_chunk else rank
+        named = [
+            getattr(self, part) if part in PASSES else self.other.get(part) for part in _parts(schedule, step.kind)
+        ]
+        if step.kind is PassKind.S and not self.S and not self.T:
             # In an expanded interlaced schedule, S takes as long as the whole V. The passes T, IF and IB take no time.
-            times = self.V
-        return times[stage if step.kind.per_chunk else rank] if times else 0.0
+            named = [self.V]
+        return reduce(add, (times[place] if times else 0.0 for times in named))
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""
         named: tuple[Mapping[Any, float], ...] = (self.messages, self.collectives, self.copies)
         return next((times[operation.timing_key] for times in named if operation.timing_key in times), 0.0)
+
+
+def _parts(schedule: Schedule, kind: PassKind) -> tuple[str, ...]:
+    """The kinds whose durations add up to that of a pass."""
+    whole = kind is PassKind.BW or (kind is PassKind.B and not schedule.split_backward)
+    return ("B", "W") if whole else (kind,)
 
 
 PASSES = tuple(entry.name for entry in fields(StageCosts) if entry.name in PassKind)
