@@ -168,13 +168,9 @@ def plan(
                 document |= {"frontier": [evaluations.index(each) for each in frontier(evaluations)]}
             content = json.dumps(document, indent=1) + "\n"
         case Format.PNG:
-            from megatron_vp.cost.planning.charts import dial_chart, plan_chart
+            from megatron_vp.cost.planning.charts import plan_chart
 
-            content = (
-                dial_chart(evaluations, request.limit, request.title)
-                if offload
-                else plan_chart(evaluations, chosen, request.limit, request.title)
-            )
+            content = plan_chart(evaluations, chosen, request.limit, request.title)
     write(content, output)
 
 

@@ -1,4 +1,4 @@
-"""Draws charts of predicted time and memory: for all candidate plans of a job, or for every rank under one plan."""
+"""Draws charts of predicted time and memory: for all runs of a plan or a search, or for every rank under one plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from megatron_vp.cost.planning.search import Found, Search
 
 GIB = 2**30
-LOSSES = {
-    "work": ("mean work of the ranks", "#59A14F"),
-    "imbalance": ("excess work of the busiest rank", "#E15759"),
-    "bubble": ("bubble", "#BAB0AC"),
-    "communication": ("communication", "#4C78A8"),
-    "step": ("after the passes", "#B07AA1"),
-}
 PARTS = {
     "parameters": "#4C78A8",
     "gradients": "#59A14F",
@@ -36,60 +29,21 @@ PARTS = {
 }
 
 
-def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """Draw a PNG with one row per candidate: the parts of its iteration time, and the memory of each rank."""
-    figure, (times, memory) = _figure(0.26 * len(evaluations) + 1.6, title)
-    rows = range(len(evaluations))
-    left = [0.0] * len(evaluations)
-    for name, (label, colour) in LOSSES.items():
-        widths = [getattr(each.loss, name) for each in evaluations]
-        times.barh(rows, widths, left=left, color=colour, label=label)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    labels = times.set_yticks(rows, [each.candidate.name for each in evaluations])
-    times.set_ylim(len(evaluations) - 0.4, -0.6)
-    times.set_xlabel("seconds per iteration")
-    for row, (each, tick) in enumerate(zip(evaluations, labels, strict=True)):
-        times.annotate(
-            f"{each.iteration_seconds:.4g}"
-            + (" recommended" if each is chosen else "")
-            + " does not fit" * (not each.fits(limit)),
-            (left[row], row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            fontweight="bold" if each is chosen else None,
-        )
-        if each is chosen:
-            tick.label1.set_fontweight("bold")
-            for axes in (times, memory):
-                axes.axhspan(row - 0.5, row + 0.5, color="#FFE9A8", zorder=0)
-        totals = sorted(rank.total / GIB for rank in each.memory)
-        memory.plot([totals[0], totals[-1]], [row, row], color="#9A9A9A", linewidth=2, zorder=1)
-        colour = "#59A14F" if each.fits(limit) else "#E15759"
-        memory.scatter(totals, [row] * len(totals), s=12, color=colour, zorder=2)
-    times.margins(x=0.15)
-    memory.set_yticks(rows, [""] * len(evaluations))
-    memory.set_ylim(times.get_ylim())
-    memory.grid(axis="y", color="#E4E4E4", linewidth=0.6, zorder=0)
-    memory.set_axisbelow(True)
-    memory.set_xlabel(f"peak GiB per rank{_limit(memory, limit)}")
-    return _png(figure)
-
-
 def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     """Draw a PNG with one row per rank: its computing and waiting time, and what its memory contains."""
+    from matplotlib.figure import Figure
+
     plan = evaluation.candidate.plan
-    figure, (times, memory) = _figure(
-        0.26 * len(evaluation.busy) + 1.8, f"{title}\n{plan.label}, {evaluation.candidate.method}"
-    )
+    figure = Figure(figsize=(11, 0.26 * len(evaluation.busy) + 1.8), layout="constrained")
+    times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+    _entitle(figure, f"{title}\n{plan.label}, {evaluation.candidate.method}")
     rows = range(len(evaluation.busy))
     makespan = evaluation.iteration_seconds - evaluation.loss.step
-    times.barh(rows, evaluation.busy, color=LOSSES["work"][1], label="computes")
+    times.barh(rows, evaluation.busy, color="#59A14F", label="computes")
     waits = [makespan - busy for busy in evaluation.busy]
-    times.barh(rows, waits, left=evaluation.busy, color=LOSSES["bubble"][1], label="waits")
+    times.barh(rows, waits, left=evaluation.busy, color="#BAB0AC", label="waits")
     step = [evaluation.loss.step] * len(rows)
-    times.barh(rows, step, left=makespan, color=LOSSES["step"][1], label="after the passes")
+    times.barh(rows, step, left=makespan, color="#B07AA1", label="after the passes")
     times.set_yticks(rows, [f"rank {rank}" for rank in rows])
     times.invert_yaxis()
     times.set_xlabel("seconds per iteration")
@@ -114,18 +68,20 @@ class _Dot(NamedTuple):
     filled: bool = True
 
 
-def dial_chart(evaluations: Sequence[Evaluation], limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by schedule. Slow runs are
-    left out.
+def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
+    """Draw a PNG of iteration time against memory, with the frontier, the recommended run, and runs coloured by
+    schedule. Slow runs are left out.
     """
 
     def dot(each: Evaluation) -> _Dot:
         plan = each.candidate.plan
-        words = f"{plan.label}, {each.candidate.method}"
+        words = f"{plan.label}, {each.candidate.method}" + (", recommended" if each is chosen else "")
         return _Dot(each.iteration_seconds, each.peak_memory, plan.schedule, words, plan.offload_chunks > 0)
 
     note = "; filled: activations in host memory"
-    return _scatter([*map(dot, evaluations)], [*map(dot, frontier(evaluations))], limit, title, note)
+    best = frontier(evaluations)
+    named = best if chosen in best else [*best, chosen]
+    return _scatter([*map(dot, evaluations)], [*map(dot, best)], limit, title, note, [*map(dot, named)])
 
 
 def search_chart(search: Search, limit: float, title: str) -> bytes:
@@ -149,7 +105,15 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     )
 
 
-def _scatter(runs: Sequence[_Dot], best: Sequence[_Dot], limit: float, title: str, note: str = "") -> bytes:
+def _scatter(
+    runs: Sequence[_Dot],
+    best: Sequence[_Dot],
+    limit: float,
+    title: str,
+    note: str = "",
+    named: Sequence[_Dot] | None = None,
+) -> bytes:
+    """Draw `runs`, the line through the `best`, and the words of `named` (the best if None)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
@@ -177,7 +141,7 @@ def _scatter(runs: Sequence[_Dot], best: Sequence[_Dot], limit: float, title: st
         label="frontier",
         zorder=1,
     )
-    for each in best:
+    for each in best if named is None else named:
         at = each.memory / GIB, each.seconds
         axes.annotate(each.words, at, xytext=(4, -7), textcoords="offset points", fontsize=5)
     most = 1.2 * max(each.memory for each in shown) / GIB
@@ -189,15 +153,6 @@ def _scatter(runs: Sequence[_Dot], best: Sequence[_Dot], limit: float, title: st
 
 
 PIPELINES = ("#4C78A8", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "#EDC948", "#76B7B2")
-
-
-def _figure(height: float, title: str) -> tuple[Figure, Sequence[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, height), layout="constrained")
-    axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    _entitle(figure, title)
-    return figure, axes
 
 
 def _entitle(figure: Figure, title: str) -> None:

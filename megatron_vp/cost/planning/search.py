@@ -20,7 +20,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.balance.balanced import balanced
@@ -47,10 +47,10 @@ BALANCED = 4
 """A combination with balanced shards counts as this many simulations, because balancing its shards takes several."""
 
 COMPARED = 48
-"""Each of the two searches in `_compare` simulates at most this many combinations."""
+"""Each of the two searches in `_Running.compare` simulates at most this many combinations."""
 
 TOGETHER = 4
-"""The number of simulations that `_compare` starts together."""
+"""The number of simulations that `_Running.compare` starts together."""
 
 WINDOW = 16
 """The largest number of simulations in progress at once, and therefore of cores in use."""
@@ -170,7 +170,7 @@ def search(
 
     Args:
         budget: the largest number of simulations, not counting those with the job's own parallel sizes and those of
-            `_compare`, `_offloaded` and `_fitted`.
+            `_Running.compare`, `offloaded` and `fitted`.
         chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
         progress: called with the name of the current step, the number of its tasks that are done, and their total.
         offload: whether to also try offloading activations to host memory, with the job's own parallel sizes and a few
@@ -178,158 +178,182 @@ def search(
 
     Raises UserError if nothing fits.
     """
-    front = Front(limit)
-    found: list[Found] = []
     with worker_pool(min(WINDOW, len(os.sched_getaffinity(0)))) as pool:
-        listed = [pool.submit(_options, index, each, hardware, constants, chunks) for index, each in enumerate(tried)]
+        running = _Running(pool, tried, hardware, constants, chunks, progress, Front(limit), budget)
+        return running.search(budget, offload)
+
+
+@dataclass
+class _Running:
+    """A search, its workers, and what it has found so far. At most WINDOW simulations run at once; their results are
+    added to `front` and `found` in the order of submission.
+    """
+
+    pool: ProcessPoolExecutor
+    tried: Sequence[Variant]
+    hardware: Hardware
+    constants: Constants
+    chunks: int
+    progress: Callable[[str, int, int], None]
+    front: Front
+    left: int
+    """Simulations that the budget still allows."""
+    found: list[Found] = field(default_factory=list)
+    waits: deque[tuple[_Option, Future]] = field(default_factory=deque)
+
+    def search(self, budget: int, offload: bool) -> Search:
+        tried, front, found, limit = self.tried, self.front, self.found, self.front.limit
+        asked = self.hardware, self.constants, self.chunks
+        listed = [self.pool.submit(_options, index, each, *asked) for index, each in enumerate(tried)]
         for done, _ in enumerate(as_completed(listed), start=1):
-            progress("bounds", done, len(listed))
+            self.progress("bounds", done, len(listed))
         options = sorted(option for future in listed for option in future.result())
         fitting = [option for option in options if option.bound.memory <= limit]
-        simulations = _Simulations(pool, tried, hardware, constants, front, found, budget)
         waiting = _by_turns(fitting, tried)
         for step, may_gain in (("simulating", front.expects), ("simulating others", front.may_gain)):
             turns, waiting = waiting, []
             for done, option in enumerate(turns):
-                progress(step, done, len(turns))
-                if may_gain(option.bound) and simulations.room(option) and may_gain(option.bound):
-                    simulations.start(option)
+                self.progress(step, done, len(turns))
+                if may_gain(option.bound) and self.room(option) and may_gain(option.bound):
+                    self.waits.append((option, self.submit(option)))
+                    self.spend(option, BALANCED if option.balanced else 1)
                 else:
                     waiting.append(option)
-            simulations.finish()
-        waiting, compared = _compare(pool, tried, waiting, found, hardware, constants, front, progress)
+            while self.waits:
+                self.take()
+        waiting, compared = self.compare(waiting)
         simulated, sizes = len(found), None
         if offload:
-            sizes = _sizes_to_offload(tried, options, front)
-            found += _offloaded(pool, sizes, tried, found, hardware, limit, constants, chunks, progress)
-        found += _fitted(pool, tried, found, hardware, limit, constants, progress, offload)
-    found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
-    untried = [option for option in waiting if front.may_gain(option.bound)]
-    result = Search(
-        tried,
-        found,
-        len(options) - len(fitting),
-        len(fitting) - simulated - len(untried),
-        budget,
-        len(untried),
-        min((option.bound.seconds for option in untried), default=math.inf),
-        None if sizes is None else len(sizes),
-        sum(front.expects(option.bound) for option in untried),
-        compared,
-    )
-    if not result.fitting(limit):
-        raise UserError(_nothing_fits(limit, found, options, result))
-    return result
-
-
-def _sizes_to_offload(tried: Sequence[Variant], options: Sequence[_Option], front: Front) -> list[int]:
-    """Indices of the variants for which to try offloading: the job's own, and others that offloading may bring onto the
-    frontier of time and memory.
-    """
-    offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in tried]
-    own = [index for index, each in enumerate(tried) if each.own and offloadable[index]]
-    least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
-    return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if front.may_gain(each[0]))]))
-
-
-def _offloaded(
-    pool: ProcessPoolExecutor,
-    sizes: Sequence[int],
-    tried: Sequence[Variant],
-    found: Sequence[Found],
-    hardware: Hardware,
-    limit: float,
-    constants: Constants,
-    chunks: int,
-    progress: Callable[[str, int, int], None],
-) -> list[Found]:
-    """Evaluate runs that offload chunks, for the variants whose indices in `tried` are listed in `sizes`."""
-    bases = [(index, pool.submit(bases_to_offload, tried[index].job, hardware, constants, chunks)) for index in sizes]
-    running = [
-        (index, pool.submit(offloaded_runs, base, tried[index].job, hardware, limit, constants))
-        for index, future in bases
-        for base in future.result()
-    ]
-    known, made = {(each.variant, each.evaluation.candidate) for each in found}, []
-    for done, (index, future) in enumerate(running, start=1):
-        made += [Found(index, each) for each in future.result() if (index, each.candidate) not in known]
-        progress("offloading", done, len(running))
-    return made
-
-
-def _fitted(
-    pool: ProcessPoolExecutor,
-    tried: Sequence[Variant],
-    found: Sequence[Found],
-    hardware: Hardware,
-    limit: float,
-    constants: Constants,
-    progress: Callable[[str, int, int], None],
-    offload: bool,
-) -> list[Found]:
-    """Fit flexible schedules to `limit` bytes per rank, and evaluate them. Use the parallel sizes of the job itself,
-    and those of the fastest run in `found` that stays within `limit`.
-    """
-    fitting = [each for each in found if each.memory <= limit]
-    fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
-    chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
-    progress("fitting", 0, len(chosen))
-    evaluations = fitted_evaluations(pool, [tried[index].job for index in chosen], hardware, limit, constants, offload)
-    return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
-
-
-def _compare(
-    pool: ProcessPoolExecutor,
-    tried: Sequence[Variant],
-    waiting: Sequence[_Option],
-    found: list[Found],
-    hardware: Hardware,
-    constants: Constants,
-    front: Front,
-    progress: Callable[[str, int, int], None],
-) -> tuple[list[_Option], list[Found]]:
-    """Search for the fastest run that fits, once among runs that Megatron itself supports, and once among runs without
-    vocabulary parallelism. In each search, simulate options until no other option can be faster.
-
-    The most promising options come first, and each search simulates at most COMPARED of them. Runs that improve the
-    front are added to `front` and `found`. Returns the remaining options, and the simulated runs that do not improve
-    the front.
-    """
-    left, others = list(waiting), list[Found]()
-    kinds: tuple[Callable[[Candidate], bool], ...] = (lambda each: each.in_megatron, lambda each: each.without_split)
-    for is_of_kind in kinds:
-        fitting = [
-            each for each in [*found, *others] if each.memory <= front.limit and is_of_kind(each.evaluation.candidate)
-        ]
-        best = min((each.seconds for each in fitting), default=math.inf)
-        turns = sorted(
-            (option for option in left if is_of_kind(option.candidate)),
-            key=lambda option: (option.bound.expected > front.limit, option),
+            sizes = self.sizes_to_offload(options)
+            found += self.offloaded(sizes)
+        found += self.fitted(offload)
+        found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
+        untried = [option for option in waiting if front.may_gain(option.bound)]
+        result = Search(
+            tried,
+            found,
+            len(options) - len(fitting),
+            len(fitting) - simulated - len(untried),
+            budget,
+            len(untried),
+            min((option.bound.seconds for option in untried), default=math.inf),
+            None if sizes is None else len(sizes),
+            sum(front.expects(option.bound) for option in untried),
+            compared,
         )
-        for done in range(0, COMPARED, TOGETHER):
-            progress("comparing", done, COMPARED)
-            turns = [
-                option
-                for option in turns
-                if option.bound.seconds < best and option.bound.memory_within(best) <= front.limit
+        if not result.fitting(limit):
+            raise UserError(_nothing_fits(limit, found, options, result))
+        return result
+
+    def submit(self, option: _Option) -> Future:
+        """Let a worker evaluate `option` (see `_evaluation`)."""
+        job = self.tried[option.variant].job
+        return self.pool.submit(_evaluation, option, job, self.hardware, self.constants, self.front)
+
+    def room(self, option: _Option) -> bool:
+        """Wait until another simulation may start; return whether the budget allows `option`."""
+        own = self.tried[option.variant].own
+        while len(self.waits) >= WINDOW or (self.waits and not own and self.left <= 0):
+            self.take()
+        return own or self.left > 0
+
+    def spend(self, option: _Option, simulations: int) -> None:
+        if not self.tried[option.variant].own:
+            self.left -= simulations
+
+    def take(self) -> None:
+        option, future = self.waits.popleft()
+        evaluation = future.result()
+        if evaluation is None:
+            self.spend(option, 1 - BALANCED if option.balanced else -1)
+        else:
+            self.found.append(Found(option.variant, evaluation))
+            self.front.add(evaluation.iteration_seconds, evaluation.peak_memory)
+
+    def sizes_to_offload(self, options: Sequence[_Option]) -> list[int]:
+        """Indices of the variants for which to try offloading: the job's own, and others that offloading may bring onto
+        the frontier of time and memory.
+        """
+        offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in self.tried]
+        own = [index for index, each in enumerate(self.tried) if each.own and offloadable[index]]
+        least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
+        return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if self.front.may_gain(each[0]))]))
+
+    def offloaded(self, sizes: Sequence[int]) -> list[Found]:
+        """Evaluate runs that offload chunks, for the variants with these indices."""
+        jobs, pool, hardware, constants = [each.job for each in self.tried], self.pool, self.hardware, self.constants
+        bases = [
+            (index, pool.submit(bases_to_offload, jobs[index], hardware, constants, self.chunks)) for index in sizes
+        ]
+        running = [
+            (index, pool.submit(offloaded_runs, base, jobs[index], hardware, self.front.limit, constants))
+            for index, future in bases
+            for base in future.result()
+        ]
+        known, made = {(each.variant, each.evaluation.candidate) for each in self.found}, []
+        for done, (index, future) in enumerate(running, start=1):
+            made += [Found(index, each) for each in future.result() if (index, each.candidate) not in known]
+            self.progress("offloading", done, len(running))
+        return made
+
+    def fitted(self, offload: bool) -> list[Found]:
+        """Fit flexible schedules to the limit, and evaluate them. Use the parallel sizes of the job itself, and those
+        of the fastest run that stays within the limit.
+        """
+        limit, tried = self.front.limit, self.tried
+        fitting = [each for each in self.found if each.memory <= limit]
+        fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
+        chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
+        self.progress("fitting", 0, len(chosen))
+        jobs = [tried[index].job for index in chosen]
+        evaluations = fitted_evaluations(self.pool, jobs, self.hardware, limit, self.constants, offload)
+        return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
+
+    def compare(self, waiting: Sequence[_Option]) -> tuple[list[_Option], list[Found]]:
+        """Search for the fastest run that fits, once among runs that Megatron itself supports, and once among runs
+        without vocabulary parallelism. In each search, simulate options until no other option can be faster.
+
+        The most promising options come first, and each search simulates at most COMPARED of them. Runs that improve the
+        front are added to `front` and `found`. Returns the remaining options, and the simulated runs that do not
+        improve the front.
+        """
+        front, found, left, others = self.front, self.found, list(waiting), list[Found]()
+        kinds: tuple[Callable[[Candidate], bool], ...] = (
+            lambda each: each.in_megatron,
+            lambda each: each.without_split,
+        )
+        for is_of_kind in kinds:
+            fitting = [
+                each
+                for each in [*found, *others]
+                if each.memory <= front.limit and is_of_kind(each.evaluation.candidate)
             ]
-            batch, turns = turns[:TOGETHER], turns[TOGETHER:]
-            running = [
-                pool.submit(_evaluation, option, tried[option.variant].job, hardware, constants, front)
-                for option in batch
-            ]
-            for option, future in zip(batch, running, strict=True):
-                left.remove(option)
-                evaluation = future.result()
-                if evaluation is None:
-                    continue
-                run = Found(option.variant, evaluation)
-                front.add(run.seconds, run.memory)
-                (found if (run.seconds, run.memory) in front.points else others).append(run)
-                if run.memory <= front.limit:
-                    best = min(best, run.seconds)
-        progress("comparing", COMPARED, COMPARED)
-    return left, others
+            best = min((each.seconds for each in fitting), default=math.inf)
+            turns = sorted(
+                (option for option in left if is_of_kind(option.candidate)),
+                key=lambda option: (option.bound.expected > front.limit, option),
+            )
+            for done in range(0, COMPARED, TOGETHER):
+                self.progress("comparing", done, COMPARED)
+                turns = [
+                    option
+                    for option in turns
+                    if option.bound.seconds < best and option.bound.memory_within(best) <= front.limit
+                ]
+                batch, turns = turns[:TOGETHER], turns[TOGETHER:]
+                running = list(map(self.submit, batch))
+                for option, future in zip(batch, running, strict=True):
+                    left.remove(option)
+                    evaluation = future.result()
+                    if evaluation is None:
+                        continue
+                    run = Found(option.variant, evaluation)
+                    front.add(run.seconds, run.memory)
+                    (found if (run.seconds, run.memory) in front.points else others).append(run)
+                    if run.memory <= front.limit:
+                        best = min(best, run.seconds)
+            self.progress("comparing", COMPARED, COMPARED)
+        return left, others
 
 
 def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:
@@ -346,57 +370,6 @@ def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Optio
         )
     least = max(limit, min((each.bound.memory for each in options), default=limit))
     return f"no run fits into {here}: every run needs more than {least / 2**30:.1f} GiB; use more or larger GPUs"
-
-
-class _Simulations:
-    """Runs at most WINDOW simulations at once. Adds their results to `front` and `found` in the order of submission."""
-
-    def __init__(
-        self,
-        pool: ProcessPoolExecutor,
-        tried: Sequence[Variant],
-        hardware: Hardware,
-        constants: Constants,
-        front: Front,
-        found: list[Found],
-        budget: int,
-    ) -> None:
-        self._pool, self._tried, self._hardware, self._constants = pool, tried, hardware, constants
-        self._front, self._found = front, found
-        self._running: deque[tuple[_Option, Future]] = deque()
-        self._left = budget
-
-    def room(self, option: _Option) -> bool:
-        """Wait until another simulation may start; return whether the budget allows `option`."""
-        while len(self._running) >= WINDOW:
-            self._take()
-        own = self._tried[option.variant].own
-        while self._running and not own and self._left <= 0:
-            self._take()
-        return own or self._left > 0
-
-    def start(self, option: _Option) -> None:
-        """Let a worker evaluate `option` (see `_evaluation`)."""
-        job, asked = self._tried[option.variant].job, (self._hardware, self._constants, self._front)
-        self._running.append((option, self._pool.submit(_evaluation, option, job, *asked)))
-        self._spend(option, BALANCED if option.balanced else 1)
-
-    def _spend(self, option: _Option, simulations: int) -> None:
-        if not self._tried[option.variant].own:
-            self._left -= simulations
-
-    def finish(self) -> None:
-        while self._running:
-            self._take()
-
-    def _take(self) -> None:
-        option, future = self._running.popleft()
-        evaluation = future.result()
-        if evaluation is None:
-            self._spend(option, 1 - BALANCED if option.balanced else -1)
-        else:
-            self._found.append(Found(option.variant, evaluation))
-            self._front.add(evaluation.iteration_seconds, evaluation.peak_memory)
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
