@@ -237,7 +237,7 @@ def schedules() -> str:
 
 def roofline() -> str:
     """Tables of what bounds S and T on H100, H200 and B200."""
-    from megatron_vp.cost.times.roofline import lines, markdown
+    from evidence.roofline import lines, markdown
 
     return markdown(list(lines()))
 

@@ -350,7 +350,7 @@ def test_every_simulation_is_decided_on_with_the_same_results(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     front, results = Front(100.0), []
     tried = [Variant(None, {}), Variant(None, {}, own=True)]
-    simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, front, results, 20)
+    simulations = search._Running(Pool(), tried, H100, CALIBRATED, 2, None, front, 20, results)
     for place in range(20):
         option = search._Option(Bound(1.0, 1.0), 0, place, False, None)
         assert simulations.room(option)
@@ -370,14 +370,15 @@ def test_balanced_shards_count_as_the_layouts_they_are_chosen_from():
 
     option = search._Option(Bound(1.0, 1.0), 0, 0, True, None)
     tried = [Variant(None, {})]
-    simulations = search._Simulations(Pool(), tried, H100, CALIBRATED, Front(100.0), [], 2 * search.BALANCED)
+    simulations = search._Running(Pool(), tried, H100, CALIBRATED, 2, None, Front(100.0), 2 * search.BALANCED)
     for place in range(2):
         assert simulations.room(option._replace(place=place))
         simulations.start(option._replace(place=place))
     for _ in range(2 * search.BALANCED - 2):
         assert simulations.room(option), "of what came to nothing one simulation is spent"
         simulations.start(option)
-    simulations.finish()
+    while simulations.waits:
+        simulations.take()
     assert not simulations.room(option)
 
 

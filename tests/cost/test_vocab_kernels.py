@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from evidence.roofline import Line, bound, lines, markdown
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, Rates
 from megatron_vp.cost.sizes.shapes import Job, ModelShape
 from megatron_vp.cost.times.pass_times import PassTimes
-from megatron_vp.cost.times.roofline import Line, lines, markdown
 from megatron_vp.cost.times.vocab_kernels import (
     ADD_LAUNCHES,
     ISSUE_SHARE,
@@ -65,10 +65,10 @@ def test_the_instructions_are_those_of_the_compiled_kernels():
 
 
 def test_what_bounds_a_kernel():
-    assert shard().softmax().bound == "memory"
+    assert bound(shard().softmax()) == "memory"
     busy = replace(RATES, issue=1e12)
-    assert replace(shard(), rates=busy).softmax().bound == "issue"
-    assert shard(tokens=1).softmax().bound == "launch"
+    assert bound(replace(shard(), rates=busy).softmax()) == "issue"
+    assert bound(shard(tokens=1).softmax()) == "launch"
 
 
 def test_both_methods_do_the_same_work_in_other_passes():

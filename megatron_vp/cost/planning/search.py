@@ -215,8 +215,7 @@ class _Running:
             for done, option in enumerate(turns):
                 self.progress(step, done, len(turns))
                 if may_gain(option.bound) and self.room(option) and may_gain(option.bound):
-                    self.waits.append((option, self.submit(option)))
-                    self.spend(option, BALANCED if option.balanced else 1)
+                    self.start(option)
                 else:
                     waiting.append(option)
             while self.waits:
@@ -249,6 +248,10 @@ class _Running:
         """Let a worker evaluate `option` (see `_evaluation`)."""
         job = self.tried[option.variant].job
         return self.pool.submit(_evaluation, option, job, self.hardware, self.constants, self.front)
+
+    def start(self, option: _Option) -> None:
+        self.waits.append((option, self.submit(option)))
+        self.spend(option, BALANCED if option.balanced else 1)
 
     def room(self, option: _Option) -> bool:
         """Wait until another simulation may start; return whether the budget allows `option`."""

@@ -53,11 +53,6 @@ class Kernel:
         """Seconds that the kernel takes, including its launch."""
         return LAUNCH + max(self.memory, self.issue)
 
-    @property
-    def bound(self) -> str:
-        """The resource that limits the kernel."""
-        return max({"memory": self.memory, "issue": self.issue, "launch": LAUNCH}.items(), key=lambda one: one[1])[0]
-
 
 @dataclass(frozen=True)
 class ShardPasses:

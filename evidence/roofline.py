@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.times.vocab_kernels import ShardPasses
+from megatron_vp.cost.times.vocab_kernels import LAUNCH, Kernel, ShardPasses
 from megatron_vp.schedule import VocabMethod
 
 TOKENS, ROWS, HIDDEN = (2048, 4096), (8192, 32768), (3072, 4096, 6144)
@@ -29,6 +29,11 @@ class Line:
         """Time of T relative to its GEMMs, of which vocab-1 has two and vocab-2 has one."""
         early = self.passes.gemm() if method is VocabMethod.VOCAB_1 else 0.0
         return self.passes.output(method)[1] / (self.passes.weight_gemm() + early)
+
+
+def bound(kernel: Kernel) -> str:
+    """The resource that limits the kernel."""
+    return max({"memory": kernel.memory, "issue": kernel.issue, "launch": LAUNCH}.items(), key=lambda one: one[1])[0]
 
 
 def lines(
@@ -62,7 +67,7 @@ def markdown(found: Sequence[Line]) -> str:
             for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
         ]
         bounds = [f"{1e6 * seconds:.1f}" for seconds in (softmax.memory, softmax.issue)]
-        figures = [f"{1e6 * passes.gemm():.0f}", *bounds, softmax.bound, *ratios]
+        figures = [f"{1e6 * passes.gemm():.0f}", *bounds, bound(softmax), *ratios]
         cells = [f"{passes.tokens} x {passes.rows}", str(passes.hidden), line.gpu.upper(), *figures]
         table.append(f"| {' | '.join(cells)} |")
     return "\n".join(table) + "\n"
