@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -57,74 +59,47 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     base and each of `paths` may also be the name of a configuration that comes with megatron_vp. Raises UserError for
     a missing or malformed file.
     """
-    if not paths:
-        return []
-    layers = [layer for path in paths for layer in _layers(configuration(Path(path)), ())]
-    _refuse_mixed_sections(layers)
-    moved = _copy_to_earlier_sections(layers)
+    found: list[tuple[Path, _Trail, Any]] = []
+    files: dict[_Trail, Path] = {}
+    for file, content in (layer for path in paths for layer in _layers(configuration(Path(path)), ())):
+        own = list(_leaves(content))
+        keys = {trail[-1] for trail, _ in own}
+        found = [each for each in found if each[1][-1] not in keys] + [(file, trail, value) for trail, value in own]
+        files |= {trail: file for trail, _ in own}
+    values = {trail[-1]: value for _, trail, value in found}
+    placed = {trail: value for _, trail, value in found}
+    tree: dict[str, Any] = {}
+    for trail, file in files.items():  # An interpolation may name a key in the section of any file.
+        within = tree
+        for number, name in enumerate(trail[:-1], 1):
+            if (other := files.get(trail[:number])) is not None and values[name] is not None:
+                raise UserError(
+                    f"{other}: '{'.'.join(trail[:number])}' has a value here, but is a section in {file}: replace "
+                    f"this value with 'argument_name: value' lines"
+                )
+            if within.get(name) is None:
+                within[name] = {}
+            within = within[name]
+        if not isinstance(within.get(trail[-1]), dict):
+            within[trail[-1]] = placed.get(trail, values[trail[-1]])
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(*(config for _, config in layers)), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         # Only the first line of OmegaConf's message is meant for users. The lines after it describe internal state
         # (full_key, object_type).
         what = str(error).partition("\n")[0]
         where = f" (at '{error.full_key}')" if error.full_key else ""
         raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
-    raw = [(file, OmegaConf.to_container(config)) for file, config in reversed(layers)]
-    assert isinstance(merged, Mapping)  # `_layers` refuses files that are not mappings.
     leaves = []
-    for trail, value in _leaves(merged):
-        if trail not in moved.values():
-            file = next(file for file, tree in raw if _holds(tree, trail))
-            given = moved.get((file, trail), trail)
-            section = f"section '{'.'.join(given[:-1])}'" if given[1:] else "the top level"
+    for file, trail, _ in found:
+        value = reduce(getitem, trail, resolved)
+        if not isinstance(value, Mapping):  # Otherwise, an empty section of this file has keys in another.
+            section = f"section '{'.'.join(trail[:-1])}'" if trail[1:] else "the top level"
             leaves.append(Leaf(file, section, trail[-1], value))
     return leaves
 
 
-def _copy_to_earlier_sections(layers: Sequence[tuple[Path, DictConfig]]) -> dict[tuple[Path, _Trail], _Trail]:
-    """Copy each key that an earlier file has in another section to that section, so that it overrides the earlier
-    value. Return, for each file and copy, where the file itself has the key.
-    """
-    homes: dict[str, _Trail] = {}
-    moved: dict[tuple[Path, _Trail], _Trail] = {}
-    for file, config in layers:
-        tree: Any = OmegaConf.to_container(config)
-        leaves = list(_leaves(tree))
-        keys = [trail[-1] for trail, _ in leaves]
-        for trail, value in leaves:
-            home = homes.setdefault(trail[-1], trail)
-            if home != trail and keys.count(trail[-1]) == 1:
-                moved[file, home] = trail
-                OmegaConf.update(config, ".".join(home), value, force_add=True)
-    return moved
-
-
-def _refuse_mixed_sections(layers: Sequence[tuple[Path, DictConfig]]) -> None:
-    """Raise UserError if a name is a section in one file, but a value or a list in another."""
-    found: dict[_Trail, tuple[bool, Path]] = {}
-    for file, config in layers:
-        for trail, value in _nodes(OmegaConf.to_container(config)):
-            if value is None and trail not in found:
-                continue
-            before, other = found.setdefault(trail, (isinstance(value, Mapping), file))
-            if before != isinstance(value, Mapping):
-                section, leaf = (other, file) if before else (file, other)
-                raise UserError(
-                    f"{leaf}: '{'.'.join(trail)}' has a value here, but is a section in {section}: replace "
-                    f"this value with 'argument_name: value' lines"
-                )
-
-
-def _nodes(tree: Any, trail: _Trail = ()) -> Iterator[tuple[_Trail, Any]]:
-    """Yield every name in a nested mapping, including section names, with its value."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield (*trail, str(key)), value
-            yield from _nodes(value, (*trail, str(key)))
-
-
-def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictConfig]]:
+def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, Any]]:
     """The files that `path` is based on (`base:`), then `path` itself, as pairs of path and parsed content."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
@@ -148,15 +123,16 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
         raise UserError(f"{path} is not valid YAML: {what}; quote the value if it is text") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections")
-    for name in _VARIABLE.findall(str(OmegaConf.to_container(config))):
+    content: Any = OmegaConf.to_container(config)
+    for name in _VARIABLE.findall(str(content)):
         if _SECRET.match(name):
             raise UserError(
                 f"{path}: ${{oc.env:{name}}} looks like a secret, and arguments are written to files and logs: leave "
                 f"it out; programs that need {name} can read it from the environment"
             )
-    base = config.pop(_BASE, None)
+    base = content.pop(_BASE, None)
     if base is None:
-        return [(path, config)]
+        return [(path, content)]
     if base in names():
         below = FOLDER / f"{base}.yaml"
     elif isinstance(base, str) and base.endswith((".yaml", ".yml")):
@@ -166,7 +142,7 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, DictC
             f"{path}: '{_BASE}' must be a .yaml or .yml file, or a configuration that comes with megatron_vp, not "
             f"{base!r}"
         )
-    return [*_layers(below, (*overlaid_by, path.resolve())), (path, config)]
+    return [*_layers(below, (*overlaid_by, path.resolve())), (path, content)]
 
 
 def _leaves(node: Mapping[Any, Any], trail: _Trail = ()) -> Iterator[tuple[_Trail, Any]]:
@@ -178,14 +154,6 @@ def _leaves(node: Mapping[Any, Any], trail: _Trail = ()) -> Iterator[tuple[_Trai
             raise UserError(f"section '{where}' is a list: write its 'argument_name: value' lines without dashes")
         else:
             yield (*trail, str(key)), value
-
-
-def _holds(tree: Any, trail: _Trail) -> bool:
-    if not trail:
-        return True
-    return isinstance(tree, Mapping) and any(
-        str(key) == trail[0] and _holds(value, trail[1:]) for key, value in tree.items()
-    )
 
 
 def one_line(error: Exception) -> str:

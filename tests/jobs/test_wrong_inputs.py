@@ -61,7 +61,7 @@ OF_SIZES = [
         "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size",
     ),
     ("simulate {}/tab.yaml", "tab.yaml is not valid YAML"),
-    ("simulate {}/section_list.yaml", "'model' has a value here"),
+    ("simulate {}/section_list.yaml", "section 'model' is a list"),
     ("simulate {}/section_value.yaml", "'model' has a value here"),
     ("simulate {}/section_empty.yaml", "'modell' in the top level is not a known argument"),
     ("simulate {}/typo.yaml", "the nearest known argument is 'num_layers'"),
