@@ -83,18 +83,6 @@ def storage_failure(error: BaseException) -> str | None:
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
 
 
-@contextmanager
-def one_line_for_paths() -> Iterator[None]:
-    """Turn storage errors into a UserError inside a block that opens user-supplied paths."""
-    try:
-        yield
-    except OSError as error:
-        refused = storage_failure(error)
-        if refused is None:
-            raise
-        raise UserError(f"{refused}; check the paths of this job") from error
-
-
 def printable(text: str, most: int = _LONGEST) -> str:
     """Turn a text of unknown origin into one line of at most `most` characters, without control characters."""
     words = "".join(each if each.isprintable() else " " for each in text[: 4 * most]).split()

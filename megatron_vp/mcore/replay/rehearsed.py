@@ -264,7 +264,8 @@ def _unbuilt_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         if (found := _existing(self, original, "document_index", "sample_index", "shuffle_index")) is not None:
             return found
         tokens = self._get_num_tokens_per_epoch()
-        samples = max(self.num_samples or tokens // self.config.sequence_length, 1)
+        whole = (tokens - self.config.add_extra_token_to_sequence) // self.config.sequence_length
+        samples = self.num_samples or whole + (not self.config.drop_last_partial_validation_sequence)
         if not self.config.mock:
             _check_length(self.dataset)
             kind = f"{type(self).__name__}_indices"
