@@ -59,8 +59,7 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     options = {
         "pipeline_model_parallel_size": 2,
         "pipeline_schedule": "zb-h1",
-        "pipeline_model_parallel_layout": None,
-        "hybrid_layer_pattern": None,
+        "fp8": None,
         "mtp_num_layers": None,
         "virtual_pipeline_model_parallel_size": None,
         "core_attention": "megatron",

@@ -29,7 +29,7 @@ ASKED = {
 FAULTS = [each for each in OPTIONS if each.does and RUNS[each.run] == ""]
 UNASKED = {
     **{"virtual_pipeline_model_parallel_size": 2, "transformer_impl": "local", "core_attention": "megatron"},
-    **{"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": None},
+    "fp8": None,
 }
 SOUND = {
     **{"context_parallel_size": 1, "tensor_model_parallel_size": 1, "data_parallel_size": 2},

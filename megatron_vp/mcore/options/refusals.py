@@ -31,7 +31,7 @@ from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings, words
-from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
+from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 from megatron_vp.trace.rank_files import path_of
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -271,26 +271,30 @@ REFUSALS = (
 )
 
 
+def _asked(a: argparse.Namespace) -> str:
+    """The flag that selects one of our schedules."""
+    if a.vocab_parallel:
+        return "--vocab-parallel"
+    offloads = a.pipeline_schedule == DEFAULT_SCHEDULE
+    return f"--offload-chunks {a.offload_chunks}" if offloads else f"--pipeline-schedule {a.pipeline_schedule}"
+
+
 def _words(a: argparse.Namespace) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
     file, chunks = _file(a), run_settings(a).family.chunks
-    of_file = (
-        {}
-        if file is None
-        else {
-            "file_method": file.vocab,
-            "file_ranks": file.pipeline_size,
-            "file_holders": ", ".join(map(str, file.vocab_ranks)),
-            "row_holders": ", ".join(map(str, _holders(a))),
-            "file_microbatches": file.microbatches,
-            "microbatches": _microbatches(a),
-        }
-    )
+    of_file = file and {
+        "file_method": file.vocab,
+        "file_ranks": file.pipeline_size,
+        "file_holders": ", ".join(map(str, file.vocab_ranks)),
+        "row_holders": ", ".join(map(str, _holders(a))),
+        "file_microbatches": file.microbatches,
+        "microbatches": _microbatches(a),
+    }
     return {
         **vars(a),
-        **of_file,
+        **(of_file or {}),
         "transformer_engine_version": get_te_version(),
-        "our_schedule": "--vocab-parallel" if a.vocab_parallel else f"--pipeline-schedule {a.pipeline_schedule}",
+        "our_schedule": _asked(a),
         "own_chunks": {None: "two or more chunks", 1: "one chunk", 2: "two chunks"}.get(chunks, f"{chunks} chunks"),
         "chunks": _chunks(a),
     }
@@ -312,11 +316,16 @@ def _typed(name: str) -> bool:
     return option_of(name) in words().options.values()
 
 
+def _chunks_differ(a: argparse.Namespace) -> bool:
+    """Whether chunks have different numbers of layers. Without a layout, Megatron divides the layers evenly."""
+    layout = a.pipeline_model_parallel_layout
+    uneven = layout is not None and len(set(layers_in(str(layout)))) > 1
+    return _chunks(a) > 1 and bool(uneven or a.hybrid_layer_pattern or a.mtp_num_layers)
+
+
 def _properties(a: argparse.Namespace) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
-    settings, layout = run_settings(a), a.pipeline_model_parallel_layout
-    # Without a layout, all chunks have the same number of layers.
-    uneven = a.hybrid_layer_pattern or a.mtp_num_layers or (layout and len(set(layers_in(str(layout)))) > 1)
+    settings = run_settings(a)
     return {
         UNREAD: True,
         "any run": True,
@@ -326,7 +335,7 @@ def _properties(a: argparse.Namespace) -> dict[str, Any]:
         "W": settings.splits_backward,
         "W of Transformer Engine": _delays_weights(a),
         "V": settings.last_stage_elsewhere,
-        "uneven chunks": settings.replaces_schedule and _chunks(a) > 1 and uneven,
+        "uneven chunks": settings.replaces_schedule and a.fp8 and _chunks_differ(a),
         "moved weights": a.vocab_parallel or settings.places_chunks,
         "offload": settings.offloads,
         "sdpa": a.core_attention == "sdpa",
