@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
         """
         from megatron_vp.errors import UserError
         from megatron_vp.mcore import megatron_lock, patch_table, patches
+        from megatron_vp.mcore.megatron_lock import places_of, told
         from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
         from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -46,7 +47,7 @@ def register(app: typer.Typer) -> None:
         left_out = []
         for group in patch_table.GROUPS:
             declared, found = patch_table.examine(group)
-            problems += [megatron_lock.told(problem, group.essential) for problem in found]
+            problems += [told(problem, places_of(problem.target, '"'), group.essential) for problem in found]
             unfit = {problem.target for problem in found}
             if found and not group.essential:
                 left_out.append(group.name)
@@ -64,7 +65,8 @@ def register(app: typer.Typer) -> None:
             ("symbols that the plug-in uses", patches.locked("used"), megatron_lock.changed_symbols()),
             ("options that the plug-in reads", patches.locked("option"), megatron_lock.missing_options()),
         ):
-            problems += [megatron_lock.told(problem, patch_table.needs) for problem in found]
+            places = [places_of(problem.target) for problem in found]
+            problems += [told(problem, at, patch_table.needs(at)) for problem, at in zip(found, places, strict=True)]
             typer.echo(f"Megatron {subject}: {len(names) - len(found)} of {len(names)} fit")
         for problem in problems:
             typer.echo(problem)

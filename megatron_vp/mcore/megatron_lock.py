@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +80,16 @@ def check_arguments(args: argparse.Namespace, kind: str) -> None:
             )
 
 
-def told(problem: Problem, essential: bool | Callable[[list[str]], bool]) -> str:
-    """Return a line that says where our sources patch a symbol that does not fit, and whether that is essential.
-
-    If we do not patch the symbol, `essential` decides from the places that name it.
-    """
-    places = places_of(problem.target, before="" if callable(essential) else '"')
-    need = "essential" if (essential(places) if callable(essential) else essential) else "optional"
-    used = f", used in {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}" if places else ""
-    return f"{problem}; {need}{used}"
+def told(problem: Problem, places: list[str], essential: bool) -> str:
+    """Return a line that says where our sources use what does not fit, and whether that is essential."""
+    return f"{problem}; {'essential' if essential else 'optional'}, used in {', '.join(places[:3])}"
 
 
 def places_of(name: str, before: str = "") -> list[str]:
     """Return where our sources name a symbol or an argument (`before` a mark), such as `megatron_vp/mcore/x.py:7`."""
     package = Path(megatron_vp.__file__).parent
-    files = (*sorted((package / "mcore").rglob("*.py")), package.with_name("pretrain_gpt_vp.py"))
+    records = package / "jobs" / "options.toml"
+    files = (*sorted((package / "mcore").rglob("*.py")), package.with_name("pretrain_gpt_vp.py"), records)
     word = re.compile(rf"\b{re.findall(r'\w+', name)[-1]}\b{before}")
     return [
         f"{file.relative_to(package.parent)}:{number}"
@@ -103,4 +97,4 @@ def places_of(name: str, before: str = "") -> list[str]:
         if file.exists()
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if word.search(line)
-    ]
+    ] or [str(records.relative_to(package.parent))]  # It names arguments by their options, too.

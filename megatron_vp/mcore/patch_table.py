@@ -362,7 +362,7 @@ def needs(places: Iterable[str]) -> bool:
     """Whether one of these places in our sources (`megatron_vp/mcore/x.py:7`) belongs to more than optional groups."""
     modules = {place.partition(".py:")[0].replace("/", ".") for place in places}
     essential = {group.patches.partition(":")[0] for group in GROUPS if group.essential}
-    return not modules or bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
+    return bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
 
 
 def require_fit(args: argparse.Namespace) -> None:
