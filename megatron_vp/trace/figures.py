@@ -125,8 +125,13 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     ranks = range(placement.ranks)
     message = fmean(means.values()) if means else 0.0
     return StageCosts(
-        *map(by_stage, (PassKind.F, PassKind.B, PassKind.W)),
-        *map(by_rank, (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)),
+        F=by_stage(PassKind.F),
+        B=by_stage(PassKind.B),
+        W=by_stage(PassKind.W),
+        S=by_rank(PassKind.S),
+        T=by_rank(PassKind.T),
+        IF=by_rank(PassKind.IF),
+        IB=by_rank(PassKind.IB),
         messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
         collectives=means,
     )
