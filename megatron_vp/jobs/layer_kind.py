@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from megatron_vp.errors import UserError
-
 
 class LayerKind(StrEnum):
     """The implementation of a transformer layer."""
@@ -41,14 +39,11 @@ def layer_kind(arguments: Mapping[str, Any]) -> LayerKind:
     """The kind of layers that a job's `arguments` (by long name, with underscores) select.
 
     Without `transformer_impl`, the layers are Transformer Engine's, as in Megatron. If `core_attention` is sdpa, the
-    default is Megatron's local layers, because only these support it. Raises UserError for an implementation that does
-    not exist.
+    default is Megatron's local layers, because only these support it.
     """
     attention, implementation = arguments.get("core_attention"), arguments.get("transformer_impl")
     if implementation is None:
         implementation = "local" if attention == "sdpa" else "transformer_engine"
-    if implementation not in ("local", "transformer_engine", "inference_optimized"):
-        raise UserError(f"--transformer-impl {implementation!r} is unknown: use transformer_engine or local")
     if implementation != "local":
         return LayerKind.ENGINE
     return LayerKind.LOCAL_SDPA if attention == "sdpa" else LayerKind.LOCAL

@@ -83,7 +83,7 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
         if not isinstance(within.get(trail[-1]), dict):
             within[trail[-1]] = placed.get(trail, values[trail[-1]])
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         # Only the first line of OmegaConf's message is meant for users. The lines after it describe internal state
         # (full_key, object_type).

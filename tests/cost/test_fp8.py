@@ -174,7 +174,6 @@ def test_flags_and_megatrons_own_names_say_the_same():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"fp8_format": "e5m2"}, "fp8_format 'e5m2' is unknown"),
         ({"fp8_format": "hybrid", "fp8_recipe": "custom"}, "fp8_recipe 'custom' are unknown"),
         ({"fp8_format": "hybrid", "first_last_layers_bf16": True}, "cannot be combined with fp8_recipe delayed"),
         (

@@ -2,8 +2,8 @@
 
 `enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
 passed to `enable` act like flags at the start of the command line. If Megatron does not parse arguments, the job is set
-up when the first model is built: the model's configuration and the sizes of Megatron's process groups replace
-Megatron's arguments, and the same checks run.
+up when the first model is built: our rules then apply to the settings, the model's configuration and the sizes of
+Megatron's process groups. Megatron has validated the configuration by then, so its `validate_args` does not run.
 """
 
 from __future__ import annotations
@@ -112,11 +112,6 @@ _NOT_TAKEN = {
 """Fields of a model's configuration that do not become arguments."""
 
 
-def _is_said(value: Any) -> bool:
-    """Whether a field sets an argument: functions do not, and None leaves an argument at its default."""
-    return value is not None and not callable(value)
-
-
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
     from megatron.core import parallel_state
 
@@ -152,8 +147,9 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             "Megatron-Bridge keep dist.use_decentralized_pg=False"
         )
     config, size = model["config"], parallel_state
-    taken = vars(args).keys() - _NOT_TAKEN
-    vars(args).update({name: value for name, value in vars(config).items() if name in taken and _is_said(value)})
+    # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
+    said = {name: value for name, value in vars(config).items() if value is not None and not callable(value)}
+    vars(args).update({name: said[name] for name in said.keys() & vars(args).keys() - _NOT_TAKEN})
     vars(args).update(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
