@@ -156,7 +156,7 @@ def test_copies_of_a_prediction():
     found = copies_of(prediction)
     assert [len(each.chunks) for each in found] == [2] * 8
     lane = JOB.microbatches * 2 * found[0].bytes / 50e9
-    assert found[0].load == pytest.approx(lane / prediction.busy_seconds[0])
+    assert found[0].load == pytest.approx(lane / prediction.timeline.busy[0])
     assert max(each.wait_out for each in found) > 0
 
 

@@ -36,8 +36,8 @@ def job(**changes):
 def test_vocabulary_parallelism_balances_time_and_memory():
     plain, split = (predict(job(), Plan(vocab=vocab), H100) for vocab in (VocabMethod.NONE, VocabMethod.VOCAB_2))
     assert split.iteration_seconds < 0.75 * plain.iteration_seconds
-    assert max(plain.busy_seconds) > 1.7 * min(plain.busy_seconds)
-    assert max(split.busy_seconds) < 1.1 * min(split.busy_seconds)
+    assert max(plain.timeline.busy) > 1.7 * min(plain.timeline.busy)
+    assert max(split.timeline.busy) < 1.1 * min(split.timeline.busy)
     parameters = [[rank.parameters for rank in found.memory] for found in (plain, split)]
     assert max(parameters[0]) > 1.5 * min(parameters[0]) and len(set(parameters[1])) == 1
     step = PassTimes(job(), H100, CALIBRATED).optimizer_step(max(parameters[0]) / 2)
@@ -66,7 +66,7 @@ def test_no_schedule_that_fits_into_a_limit_is_faster_than_a_flexible_one(ranks,
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
 def test_every_schedule_is_predicted(schedule):
     found = predict(job(), Plan(schedule, VocabMethod.VOCAB_1), H100)
-    assert max(found.busy_seconds) < found.iteration_seconds and 0 < found.bubble_fraction < 0.5
+    assert max(found.timeline.busy) < found.iteration_seconds and 0 < found.timeline.bubble_fraction < 0.5
     assert found.fits() and not found.fits(GIB)
     worst = max(found.memory, key=lambda rank: rank.total)
     assert found.fits(worst.total) and not found.fits(worst.total - 1)

@@ -7,7 +7,7 @@ import yaml
 
 from megatron_vp.cost.hardware.gpus import GIB
 from megatron_vp.cost.planning import search
-from megatron_vp.cost.planning.searched_offload import SIZES, sizes_to_offload
+from megatron_vp.cost.planning.offloading import SIZES, sizes_to_offload
 from megatron_vp.cost.planning.variants import variants
 from megatron_vp.cost.prediction.bounds import Bound
 from tests.cost.small_job import run

@@ -1,20 +1,23 @@
-"""Chooses how many chunks of each planned schedule are offloaded to host memory, and predicts what offloading costs."""
+"""Chooses how many chunks of each planned schedule are offloaded to host memory, predicts what offloading costs, and
+chooses the parallel sizes with which a search tries it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
-from megatron_vp.cost.planning.candidates import Candidate, method_of
+from megatron_vp.cost.planning.candidates import Candidate, candidates, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.prediction.bounds import Bound, bound
 from megatron_vp.cost.prediction.copies import fullest_node, host_room
 from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import FAMILIES
+from megatron_vp.schedule import FAMILIES, VocabMethod
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
@@ -22,6 +25,11 @@ MOST_LOAD = 0.9
 
 WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
 """Schedule families with which `plan` tries offloading: all except flexible ones."""
+
+SIZES = 4
+"""Besides the job's own parallel sizes, a search tries offloading with at most this many other combinations of sizes.
+Each combination takes up to about 50 simulations.
+"""
 
 
 def offloaded_evaluations(
@@ -125,3 +133,45 @@ def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
         if not found or each.peak_memory < found[-1].peak_memory:
             found.append(each)
     return found
+
+
+def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
+    """Find the variants with runs on the Pareto frontier of the time and memory bounds in `least`, fastest first. If
+    there are more than SIZES, return only SIZES of them, spread over the frontier.
+
+    least: for each run, its lower bounds without the memory of activations, and the index of its variant.
+    """
+    kept: list[tuple[Bound, int]] = []
+    for each in sorted(least):
+        if not kept or each[0].memory < kept[-1][0].memory:
+            kept.append(each)
+    found = list(dict.fromkeys(variant for _, variant in kept))
+    last = len(found) - 1
+    return found if last < SIZES else [found[round(place * last / (SIZES - 1))] for place in range(SIZES)]
+
+
+def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
+    """For each schedule whose passes can hide one chunk's copies, return the candidate with the lowest time bound."""
+    best: dict[str, tuple[Bound, int, Candidate]] = {}
+    for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
+        try:
+            found = bound(each.plan, job, hardware, constants), place, each
+            hidden = copy_load(job, each.plan, 1, hardware, constants) <= MOST_LOAD
+        except UserError:
+            continue
+        if hidden and each.plan.vocab is not VocabMethod.INTERLACED:
+            best[each.plan.schedule] = min(found, best.get(each.plan.schedule, found))
+    return [candidate for _, _, candidate in best.values()]
+
+
+def offloaded_runs(
+    base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
+) -> list[Evaluation]:
+    """Evaluate `base` without offloading, and with the numbers of offloaded chunks that `offloaded_evaluations`
+    chooses. The list is empty if the job cannot run under the plan of `base`.
+    """
+    try:
+        found = evaluate(base, job, hardware, constants)
+        return [found, *offloaded_evaluations(found, job, hardware, limit, constants)]
+    except UserError:
+        return []

@@ -6,7 +6,7 @@ round simulates combinations that are expected to improve the frontier of time a
 each remaining combination whose bounds allow an improvement. A combination is skipped if its bounds show that a
 simulated combination beats it in both time and memory. The third round finds the fastest runs without vocabulary
 parallelism, for comparison. Next, if requested, the search also tries runs that offload activations to host memory
-(`searched_offload`). Finally, with the parallel sizes of the job itself and of the fastest run, flexible schedules are
+(`offloading`). Finally, with the parallel sizes of the job itself and of the fastest run, flexible schedules are
 fitted to the available memory.
 
 The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
@@ -31,8 +31,8 @@ from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, 
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
 from megatron_vp.cost.planning.front import SLOWEST, Front
+from megatron_vp.cost.planning.offloading import bases_to_offload, offloaded_runs, sizes_to_offload
 from megatron_vp.cost.planning.planner import simplicity
-from megatron_vp.cost.planning.searched_offload import bases_to_offload, offloaded_runs, sizes_to_offload
 from megatron_vp.cost.planning.variants import Variant, is_neighbour
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.bounds import Bound, bound

@@ -45,16 +45,6 @@ class Prediction:
         job = self.job
         return job.sequence * job.micro_batch * job.microbatches * job.data / self.iteration_seconds
 
-    @property
-    def bubble_fraction(self) -> float:
-        """Fraction of the makespan during which a rank is idle, averaged over ranks."""
-        return self.timeline.bubble_fraction
-
-    @property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank spends computing in an iteration."""
-        return self.timeline.busy
-
     @cached_property
     def peak_memory(self) -> float:
         """The largest peak of any rank in bytes, as counted by PyTorch's allocator."""
