@@ -21,7 +21,6 @@ from megatron_vp.cli import (
     schedule,
     simulate,
     trace,
-    training_flags,
 )
 from megatron_vp.cli.help_pages import Sections, add_examples
 from megatron_vp.cli.standard_streams import checked_output
@@ -43,7 +42,6 @@ for command in (
     simulate,
     data,
     env,
-    training_flags,
     check,
     patch_list,
     run,

@@ -1,4 +1,4 @@
-"""`megatron-vp env`: list the software that a run on this machine would use, and the effect of missing components."""
+"""`megatron-vp env`: list the software that a run would use; `megatron-vp flags`: list the flags that we add."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
     app.command("env", short_help="List the software that a run would use.")(env)
+    app.command("flags", short_help="List the training flags that the plug-in adds.")(flags)
 
 
 def env() -> None:
@@ -32,3 +33,16 @@ def env() -> None:
             f"\nTo build Transformer Engine against the installed PyTorch (with core_cu12 for CUDA 12):\n"
             f"  pip install ninja pybind11 setuptools wheel && {INSTALL_ENGINE}"
         )
+
+
+def flags() -> None:
+    """List the flags that a training job accepts in addition to Megatron's own.
+
+    The training script's `--help` lists these flags among hundreds of Megatron's flags.
+    """
+    from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
+
+    quiet_fallback_warnings()
+    from megatron_vp.mcore.options.arguments import our_parser
+
+    typer.echo(our_parser().format_help(), nl=False)

@@ -54,7 +54,7 @@ def test_no_number_is_read_within_a_schedule_and_all_are_at_its_end(options):
 def test_checks_are_made_in_order_of_what_the_numbers_were_and_after_a_failure_not_at_all():
     import torch
 
-    from megatron_vp.mcore.training.deferred_checks import deferred_checks, deferring
+    from megatron_vp.mcore.training.loss_check import deferred_checks, deferring
 
     seen = []
 

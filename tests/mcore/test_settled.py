@@ -25,7 +25,7 @@ MCORE = Path(__file__).parents[2] / "megatron_vp" / "mcore"
 TREES = {path.relative_to(MCORE).as_posix(): ast.parse(path.read_text()) for path in sorted(MCORE.rglob("*.py"))}
 RUNNING = {
     "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
-    "training/deferred_checks.py": {"_deferred"},  # the checks of the iteration that runs now
+    "training/loss_check.py": {"_deferred"},  # the checks of the iteration that runs now
     "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
     "reports/watch.py": {"_reports"},  # what has been recorded
     "storage/save_folder.py": {"_claimed"},  # a file that this process holds

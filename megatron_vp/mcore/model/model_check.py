@@ -21,17 +21,17 @@ _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute
 """Methods of Megatron's models that run only in part, or not at all, in a chunk whose vocabulary layers are split."""
 
 
-_UNREAD = (
-    "enable_autocast",
-    "variable_seq_lengths",
-    "num_microbatches_with_partial_activation_checkpoints",
-    "defer_embedding_wgrad_compute",
-)
-"""Model configuration fields that only Megatron's own schedules read. A script may set them; no flag does."""
-
-
-_UNTRIED = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""Model configuration fields for fp8 that were not tested under our schedules. A script may set them; no flag does."""
+_UNREAD = "which only Megatron's own schedules read"
+_UNTRIED = "which has not been tested under our schedules"
+_FIELDS = {
+    "enable_autocast": _UNREAD,
+    "variable_seq_lengths": _UNREAD,
+    "num_microbatches_with_partial_activation_checkpoints": _UNREAD,
+    "defer_embedding_wgrad_compute": _UNREAD,
+    "fp8_dot_product_attention": _UNTRIED,
+    "fp8_multi_head_attention": _UNTRIED,
+}
+"""Unsupported fields of a model's configuration. A script may set them; no flag does."""
 
 
 _SOFTCAP = "final_logit_softcapping"
@@ -52,17 +52,11 @@ def check_model(chunk: nn.Module) -> None:
             f"the script built a {type(chunk).__name__}, but --vocab-parallel and --pipeline-schedule support only "
             "Megatron's language models: build a GPTModel or HybridModel, or leave both options out"
         )
-    for name in _UNREAD:
+    for name, why in _FIELDS.items():
         if getattr(chunk.config, name):
             raise UserError(
-                f"the script's model configuration sets {name}, which only Megatron's own schedules read: leave it "
-                f"out, or leave --vocab-parallel and --pipeline-schedule out"
-            )
-    for name in _UNTRIED:
-        if getattr(chunk.config, name):
-            raise UserError(
-                f"the script's model configuration sets {name}, which has not been tested under our schedules: leave "
-                "it out, or leave --vocab-parallel and --pipeline-schedule out"
+                f"the script's model configuration sets {name}, {why}: leave it out, or leave --vocab-parallel and "
+                "--pipeline-schedule out"
             )
 
 

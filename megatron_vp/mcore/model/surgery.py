@@ -108,14 +108,6 @@ class ShardedOutputLayer(OutputLayer):
         return {**weight, f"{prefix}_extra_state": extra}
 
 
-class ReceivedWords(nn.Module):
-    """Takes the place of `word_embeddings` on a rank that holds virtual stage 0 but no vocabulary rows."""
-
-    def forward(self, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings that other ranks have looked up, unchanged."""
-        return words_bsh
-
-
 class WordEmbeddingHolder(MegatronModule):
     """Provides the module path `embedding.word_embeddings` on a rank without virtual stage 0."""
 
@@ -265,7 +257,8 @@ def _shard_vocabulary(
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
         weight = _shard(job, full, shards, placement.first_rank, groups, chunk.config)
-        word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else ReceivedWords()
+        # A rank with virtual stage 0 but no rows passes on the embeddings that other ranks have looked up.
+        word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else nn.Identity()
         if chunk.pre_process:
             chunk.embedding.word_embeddings = word_embeddings
             # Every tensor rank receives the embeddings of the whole sequence; Megatron splits the sequence after adding

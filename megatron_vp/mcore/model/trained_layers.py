@@ -17,7 +17,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.model_check import adapted
 from megatron_vp.mcore.model.surgery import (
     GROUP_ATTRIBUTE,
-    ReceivedWords,
     ShardedOutputLayer,
     ShardedWordEmbedding,
     vocab_shards,
@@ -102,7 +101,7 @@ def _shards(job: SettledJob, chunks: Sequence[nn.Module]) -> _Shards:
     words = None if embedding is None else embedding.word_embeddings
     trained = {}
     for name, layer in ((EMBEDDING, words), (OUTPUT, getattr(last, "output_layer", None))):
-        if layer is None or type(layer) is ReceivedWords:
+        if layer is None or type(layer) is nn.Identity:
             continue
         added = [each for each, _ in layer.named_parameters() if each != "weight"]
         if type(layer) not in (ShardedWordEmbedding, ShardedOutputLayer) or added:

@@ -23,8 +23,8 @@ from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
 from megatron_vp.mcore.model.trained_layers import Trained, agreed, layer_shards
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
-from megatron_vp.mcore.training.deferred_checks import deferred_checks
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
+from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
 from megatron_vp.mcore.training.programs import late_weights, programs

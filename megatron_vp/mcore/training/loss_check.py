@@ -1,10 +1,17 @@
 """Checks the loss of every microbatch of an iteration, and finds the first pass that produced a NaN or an infinity.
 
 The checks run on the device. The host reads the results of all checks once, at the end of the iteration, when Megatron
-waits for the device anyway.
+waits for the device anyway. Megatron's own checks of losses and gradients are deferred until then, too. With its
+defaults, the rank that runs the loss function would wait for the device twice per microbatch, and launch no kernels
+meanwhile.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,3 +89,38 @@ def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None,
 
 def _say(line: str) -> None:
     say(f"error: {line}")
+
+
+_deferred: list[Callable[[], None]] | None = None
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Inside this context, calls to `validate_result` are only recorded. On exit, the recorded calls run in order.
+
+    The checks still run before the optimizer step. After an exception, no checks run.
+    """
+    global _deferred
+    assert _deferred is None
+    _deferred = waiting = []
+    try:
+        yield
+    finally:
+        _deferred = None
+    for check in waiting:
+        check()
+
+
+def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
+    """Wrap Megatron's `RerunStateMachine.validate_result` so that its checks are deferred inside `deferred_checks`."""
+
+    @wraps(validate_result)
+    def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+        if _deferred is None:
+            validate_result(self, result, *args, **kwargs)
+            return
+        # Copy the result, because the schedule later scales the loss in place.
+        kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
+        _deferred.append(partial(validate_result, self, kept, *args, **kwargs))
+
+    return deferred

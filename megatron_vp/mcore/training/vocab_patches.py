@@ -51,13 +51,13 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
-        _lazy("training.deferred_checks", "deferring"),
+        _lazy("training.loss_check", "deferring"),
         "check losses and gradients only at the end of an iteration, because each check makes the host wait for the "
         "device",
     ),
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
-        _lazy("training.graph_order", "in_our_order"),
+        _lazy("training.programs", "in_our_order"),
         "capture the CUDA graphs of layers in the order of the schedule's passes, because these graphs share buffers",
     ),
 )
