@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.training.programs import graph_order
+from megatron_vp.mcore.training.forward_backward import graph_order
 from megatron_vp.schedule import FAMILIES, VocabMethod
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.flex import fitted
@@ -134,14 +134,14 @@ def make_graphed_callables(callables, sample_args, *, _order, _num_layers_per_ch
 def graphed_case(rank: int, world_size: int, arguments: list[str], broken: str = "") -> Run | None:
     """`train_case` with the stand-in; broken: what is left out."""
     import pretrain_gpt_vp as script
-    from megatron_vp.mcore.training import megatron_model, programs
+    from megatron_vp.mcore.training import forward_backward, megatron_model
 
     with ExitStack() as patched:
         # Loads what there is of Transformer Engine's, which the stand-in replaces.
         script.prepare()
         if broken == "order":
             order = megatrons_order(world_size, rank, MICROBATCHES)
-            patched.enter_context(mock.patch.object(programs, "graph_order", lambda *_: order))
+            patched.enter_context(mock.patch.object(forward_backward, "graph_order", lambda *_: order))
         if broken == "copies":
             patched.enter_context(
                 mock.patch.object(megatron_model._KeptGradient, "backward", staticmethod(lambda _, gradient: gradient))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.cuda_graphs import create_cudagraphs
+from megatron.core.transformer import cuda_graphs
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
@@ -35,7 +37,7 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.instructions import Program
-from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.passes import PassKind, Schedule
 from megatron_vp.schedule.request import ScheduleRequest
 
 
@@ -100,7 +102,7 @@ def forward_backward(
         _finalize_gradients(job, megatron, force_all_reduce)
     if job.config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
-        create_cudagraphs()
+        cuda_graphs.create_cudagraphs()
     megatron.check_losses()
     if timers is not None:
         timers("forward-backward").stop()
@@ -285,3 +287,44 @@ def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bo
             pg_collection=job.groups,
             force_all_reduce=force_all_reduce,
         )
+
+
+def graph_order(schedule: Schedule, rank: int) -> list[int]:
+    """Return the order of a rank's forwards and backwards: c + 1 stands for F of chunk c, -(c + 1) for its backward.
+
+    The list does not name microbatches, so both the forwards and the backwards of a chunk must process microbatches in
+    ascending order. Raises UserError if the schedule processes microbatches in another order.
+    """
+    signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
+    steps = [step for step in schedule.ranks[rank] if step.kind in signs]
+    reached: dict[int, int] = {}
+    for step in steps:
+        way = signs[step.kind] * (step.chunk + 1)
+        if step.microbatch != reached.get(way, 0):
+            raise UserError(
+                "--cuda-graph-impl transformer_engine needs the microbatches of each chunk in ascending order, but on "
+                f"rank {rank} {step} comes before the same pass of microbatch {reached.get(way, 0)}: use "
+                "--cuda-graph-impl none"
+            )
+        reached[way] = step.microbatch + 1
+    return [signs[step.kind] * (step.chunk + 1) for step in steps]
+
+
+def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `TECudaGraphHelper._get_cuda_graph_input_data` to use the order of the job's schedule.
+
+    Megatron lets Transformer Engine capture a graph for every layer and microbatch, in a given order of forwards and
+    backwards. Graphs share buffers according to this order: an F reuses the input buffer of a microbatch whose B came
+    earlier. Megatron always gives the order of 1F1B, so under another schedule an F would overwrite data that a later B
+    reads. Megatron's own graphs (`local`) need no change, because Megatron captures them in the order of the first
+    iteration.
+    """
+
+    @wraps(original)
+    def _get_cuda_graph_input_data(self: Any) -> Any:
+        sizes = get_num_microbatches(), self.seq_length, self.micro_batch_size
+        order = graph_order(*training_schedule(self.model, self.pg_collection, *sizes))
+        with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
+            return original(self)
+
+    return _get_cuda_graph_input_data

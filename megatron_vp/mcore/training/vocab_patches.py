@@ -57,7 +57,7 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.cuda_graphs:TECudaGraphHelper._get_cuda_graph_input_data",
-        _lazy("training.programs", "in_our_order"),
+        _lazy("training.forward_backward", "in_our_order"),
         "capture the CUDA graphs of layers in the order of the schedule's passes, because these graphs share buffers",
     ),
 )
