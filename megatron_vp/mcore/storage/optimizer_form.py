@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -24,30 +25,22 @@ the name of the Megatron function that writes this format.
 """
 
 
-def _refusing(form: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def sharded_param_state(
-            self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-        ) -> Any:
-            if is_loading:
-                raise UserError(
-                    f"the optimizer state in this checkpoint has the format {form}, which can be loaded "
-                    f"correctly only if the model is split over the ranks as in the run that saved it, but the "
-                    f"checkpoint does not record that split: let that run save in the format {_TAKEN} (in "
-                    f"Megatron-Bridge, set checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh "
-                    f"optimizer (load_optim=False)"
-                )
-            raise UserError(
-                f"this training loop saves the distributed optimizer's state in the format {form}, which a run that "
-                f"splits the model differently over its ranks would load into the wrong parameters: call the "
-                f"optimizer's sharded_state_dict with "
-                f'metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
-            )
+def _refusing(form: str, _original: Callable[..., Any]) -> Callable[..., Any]:
+    def sharded_param_state(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        raise UserError(
+            f"the optimizer state in this checkpoint has the format {form}, which can be loaded correctly only if the "
+            f"model is split over the ranks as in the run that saved it, but the checkpoint does not record that "
+            f"split: let that run save in the format {_TAKEN} (in Megatron-Bridge, set "
+            f"checkpoint.dist_ckpt_optim_fully_reshardable=True), or start with a fresh optimizer (load_optim=False)"
+            if is_loading
+            else f"this training loop saves the distributed optimizer's state in the format {form}, which a run that "
+            f"splits the model differently over its ranks would load into the wrong parameters: call the optimizer's "
+            f'sharded_state_dict with metadata={{"distrib_optim_sharding_type": "{_TAKEN}"}}'
+        )
 
-        return sharded_param_state
-
-    return replaced
+    return sharded_param_state
 
 
 def _always_reshardable(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -67,7 +60,7 @@ def _always_reshardable(original: Callable[..., dict[str, Any]]) -> Callable[...
 PATCHES = tuple(
     Patch(
         f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
-        _refusing(form),
+        partial(_refusing, form),
         f"a run that splits the model differently over its ranks would load optimizer state in the format {form} into "
         "the wrong parameters",
     )
