@@ -97,7 +97,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
                 arguments.set_global_variables(args)
                 if script is not None:
                     with mock.patch.object(script, "parse_and_validate_args", lambda args=args: args):
-                        _until_started(script.main)
+                        _until_started(script.main, unbuilt.said)
     return unbuilt.said
 
 
@@ -124,7 +124,7 @@ class _Unbuilt:
                     reason = f": {line_of(error)}"
             else:
                 reason = ", because Transformer Engine is not the same here"
-            self.said = [f"whether the model and its optimizer can be built was not checked{reason}"]
+            self.said[:] = [f"whether the model and its optimizer can be built was not checked{reason}"]
             current().args.iteration = 0
             return [SimpleNamespace(config=SimpleNamespace())], None, None
 
@@ -149,9 +149,15 @@ def _arguments_of(args: argparse.Namespace, rank: int, folder: Path) -> argparse
     return args
 
 
-def _until_started(main: Callable[[], None]) -> None:
-    with contextlib.suppress(_Started):
+def _until_started(main: Callable[[], None], said: list[str]) -> None:
+    try:
         main()
+    except _Started:
+        pass
+    except Exception as error:
+        if uses_cpu([]) or is_raised_on_purpose(error):  # A UserError is.
+            raise
+        said.append(f"the rest of the start could not be rehearsed without a GPU: {line_of(error)}")
 
 
 @contextlib.contextmanager
