@@ -344,16 +344,14 @@ def _properties(a: argparse.Namespace) -> dict[str, Any]:
 
 def _said(a: argparse.Namespace, warnings: bool) -> Iterator[str]:
     """The messages of all records in OPTIONS that apply to validated arguments: either warnings or refusals."""
-    values, holds = values_of(a), _properties(a)
+    holds = _properties(a)
     ours = f"--pipeline-schedule {a.pipeline_schedule}{' and --vocab-parallel' * a.vocab_parallel}"
     for option in OPTIONS:
-        warns = option.run == UNREAD or bool(option.does)
-        if (
-            holds.get(option.run)
-            and warns == warnings
-            and (called := option.found(_typed if option.run == UNREAD else values))
-        ):
-            yield option.message(called, ours)
+        unread = option.run == UNREAD
+        if holds.get(option.run) and (unread or bool(option.does)) == warnings:
+            called = option.found(_typed if unread else values_of(a))
+            if called:
+                yield option.message(called, ours)
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -398,10 +396,8 @@ def check_sizes(args: argparse.Namespace) -> None:
     """Raise one UserError if ranks, batch, layers or heads do not divide, for which Megatron names no options."""
     tensor = args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size
     replica = tensor * args.pipeline_model_parallel_size * args.context_parallel_size
-    replicas, evenly_cut = (
-        args.world_size // replica,
-        not (args.pipeline_model_parallel_layout or pattern_in(vars(args)) or shifts_given(vars(args))),
-    )
+    replicas = args.world_size // replica
+    unevenly_cut = args.pipeline_model_parallel_layout or pattern_in(vars(args)) or shifts_given(vars(args))
     found = vars(args) | {
         "tensor_model_parallel_size": tensor,
         "replica_ranks": replica,
@@ -416,7 +412,7 @@ def check_sizes(args: argparse.Namespace) -> None:
         for fault, message in (
             (args.world_size % replica, UNEVEN_RANKS),
             (replicas and not reduced and (args.global_batch_size or 0) % found["samples"], UNEVEN_BATCH),
-            (evenly_cut and (args.num_layers or 0) % found["stages"], UNEVEN_LAYERS),
+            (not unevenly_cut and (args.num_layers or 0) % found["stages"], UNEVEN_LAYERS),
             (args.group_query_attention and args.num_attention_heads % (args.num_query_groups or 1), UNEVEN_HEADS),
             (args.mock_data and args.data_path, MOCK_DATA),
         )
