@@ -18,7 +18,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import Reasons, Refused, UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.division import UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
+from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.jobs.known_options import out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
@@ -411,6 +411,7 @@ def check_sizes(args: argparse.Namespace) -> None:
         message.format_map(found)
         for fault, message in (
             (args.world_size % replica, UNEVEN_RANKS),
+            (args.step_batch_size_schedule and args.global_batch_size, TWO_BATCHES),
             (replicas and not reduced and (args.global_batch_size or 0) % found["samples"], UNEVEN_BATCH),
             (not unevenly_cut and (args.num_layers or 0) % found["stages"], UNEVEN_LAYERS),
             (args.group_query_attention and args.num_attention_heads % (args.num_query_groups or 1), UNEVEN_HEADS),
