@@ -29,7 +29,6 @@ from statistics import fmean
 from least_passes import least_passes
 
 from megatron_vp.cost.balance.balanced import balanced
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
@@ -45,7 +44,7 @@ from megatron_vp.schedule.families import PLANNED
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODELS = ("gemma2_9b", "qwen3_8b", "llama3_8b", "gpt_4b", "gpt_10b", "gpt_21b")
 H100 = find_hardware("h100")
-ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+ALIKE = H100.alike
 METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
 
 
@@ -92,9 +91,9 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
         "vocab_rows": shards.rows,
     }
     if schedule == DEFAULT_SCHEDULE:
-        alike = evaluate(assigned, job, H100, ALIKE)
+        alike = evaluate(assigned, job, ALIKE)
         passes = alike.iteration_seconds - alike.loss.step
-        found["over_bound"] = passes / least_passes(job, method, H100, ALIKE)
+        found["over_bound"] = passes / least_passes(job, method, ALIKE)
     return found
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -14,7 +13,7 @@ from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.schedule import Placement, VocabMethod
 
 
-def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+def least_passes(job: Job, method: VocabMethod, hardware: Hardware) -> float:
     """Lower bound in seconds on the time of 1F1B's passes, with the best split of layers and rows over equally fast
     ranks.
 
@@ -23,8 +22,8 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware, constants: C
     Filling and draining the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest
     stage in the most even cut replaces ceil(L / p).
     """
-    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
-    layers, p, gaps = job.model.layers, job.pipeline, 2 * constants.gap
+    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
+    layers, p, gaps = job.model.layers, job.pipeline, 2 * hardware.constants.gap
     layer = sum(times.layer()) + 2 * communication.layer_traffic()
     largest, total = -(-layers // p) * layer, layers * layer
     if job.model.pattern:

@@ -18,7 +18,7 @@ import numpy as np
 from evidence import DATA, figures
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
-from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, plan_of, predict_cell, simulator_of, software
+from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, machine, plan_of, predict_cell, simulator_of
 from megatron_vp.cost.paper.tables import Row
 from megatron_vp.cost.prediction.predict import after_passes
 from megatron_vp.cost.prediction.stage_costs import stage_costs
@@ -105,13 +105,13 @@ class PathTime:
 
         took = sum(map(duration, self.path))
         job = jobs()[self.cell]
-        took += after_passes(job, plan_of(self.cell), schedule, A100, software(constants, self.cell.table))
+        took += after_passes(job, plan_of(self.cell), schedule, machine(self.cell.table, constants))
         return 100 * paper_flops(job) / job.gpus / took / PEAK_FLOPS[self.cell.table]
 
 
 def _costs(cell: Cell, constants: Constants) -> StageCosts:
     schedule = simulator_of(cell).schedule
-    return stage_costs(jobs()[cell], plan_of(cell), schedule, A100, software(constants, cell.table))
+    return stage_costs(jobs()[cell], plan_of(cell), schedule, machine(cell.table, constants))
 
 
 def pass_times() -> list[dict[str, float]]:
@@ -162,7 +162,7 @@ def scaling_factors() -> dict[tuple[int, str, int], float]:
 
 def scaling_factor(cell: Cell, method: VocabMethod, constants: Constants) -> float:
     """A factor of Table 3 in percent: the unsplit output layer's time, divided by p times the time of S and T."""
-    times = PassTimes(jobs()[cell], A100, constants)
+    times = PassTimes(jobs()[cell], replace(A100, constants=constants))
     return 100 * sum(times.whole_output()) / cell.gpus / sum(times.output_shard(method))
 
 
@@ -171,7 +171,7 @@ def pass_errors(constants: Constants) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in pass_times():
         job = jobs()[Cell(5, 8, int(row["seq_length"]), "baseline", int(row["vocab_k"]))]
-        times = PassTimes(job, A100, constants)
+        times = PassTimes(job, replace(A100, constants=constants))
         layers, layer, output = job.model.layers // 8, times.layer(), times.whole_output()
         forward = layers * layer.F + constants.gap
         backward = layers * (layer.B + layer.W) + constants.gap

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import figures
 from megatron_vp.cli.result_output import progress_bar
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Measurement
 from megatron_vp.cost.paper.runs import A100, paper_mfu
@@ -166,8 +165,8 @@ def predict_cell(cell: Cell) -> CellPrediction:
     activations of one layer and the tensors that its backward recomputes.
     """
     job, plan = cell.job, cell.plan
-    simulator = make_simulator(job, plan, A100, CALIBRATED, further_orders=False)
-    found = predict(job, plan, A100, CALIBRATED, simulator=simulator)
+    simulator = make_simulator(job, plan, A100, further_orders=False)
+    found = predict(job, plan, A100, simulator=simulator)
     assert plan.layers is not None
     layers: float = resident_layers(simulator.schedule, plan.layers)
     if plan.offload_chunks:

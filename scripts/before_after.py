@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evidence.comparison import predicted
 from evidence.public_rows import PublicRow, read_rows
 from megatron_vp.cli.planning import GIB, Request, read_request
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
@@ -113,8 +112,7 @@ class Run:
         prediction, last = self.prediction, self.schedule.placement.stages - 1
         if prediction.plan.vocab is not VocabMethod.NONE or stage not in (0, last):
             return 0.0
-        even = replace(CALIBRATED, idle_boost=0.0, speed_spread=0.0)
-        costs = stage_costs(prediction.job, prediction.plan, self.schedule, prediction.hardware, even)
+        costs = stage_costs(prediction.job, prediction.plan, self.schedule, prediction.hardware.alike)
         times = [costs.F] if kind is PassKind.F else [costs.B, costs.W]
         return 1 - sum(time[1] for time in times) / sum(time[stage] for time in times)
 

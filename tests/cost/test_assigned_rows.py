@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.stage_costs import order_costs
@@ -17,13 +16,13 @@ H100 = find_hardware("h100")
 TWO = VocabMethod.VOCAB_2
 MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=8, pipeline=4)
-ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+ALIKE = H100.alike
 """All ranks are equally fast, however busy they are."""
 ROWS = (65536, 40960, 24576, 0)
 
 
 def assigned(rows=ROWS, **changes):
-    return predict(replace(JOB, **changes), Plan(vocab=TWO, vocab_rows=rows), H100, ALIKE)
+    return predict(replace(JOB, **changes), Plan(vocab=TWO, vocab_rows=rows), ALIKE)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -31,14 +30,14 @@ def test_vocabulary_passes_take_what_the_rows_of_their_rank_take(tensor):
     job = replace(JOB, tensor=tensor)
     costs = assigned(tensor=tensor).timeline.costs
     for rank in range(4):
-        own = PassTimes(job, H100, CALIBRATED).vocabulary_passes(TWO, ROWS[rank] // tensor)
+        own = PassTimes(job, H100).vocabulary_passes(TWO, ROWS[rank] // tensor)
         assert (costs.S[rank], costs.T[rank], costs.IF[rank], costs.IB[rank]) == pytest.approx(own)
     assert costs.S[3] == costs.T[3] == costs.IF[3] == costs.IB[3] == 0
     assert costs.S[0] > 1.5 * costs.S[1] > 2 * costs.S[2] > 0
 
 
 def test_even_rows_cost_what_even_shards_cost():
-    even = predict(JOB, Plan(vocab=TWO), H100, ALIKE)
+    even = predict(JOB, Plan(vocab=TWO), ALIKE)
     same = assigned((32768,) * 4)
     for kind, values in even.timeline.costs.named().items():
         assert same.timeline.costs.named()[kind] == pytest.approx(values)

@@ -26,7 +26,7 @@ def job(sequence=4096, model=MODEL, **changes):
 
 
 def times(one):
-    return attention_times(one, H100, CALIBRATED)
+    return attention_times(one, H100)
 
 
 @pytest.mark.parametrize("sequence", PUBLISHED)
@@ -62,9 +62,7 @@ def test_layers_with_windows_compute_those_alone():
 
 def test_hardware_without_rates_takes_the_fitted_ones():
     a100, one = HARDWARE["a100"], job(4096, attention=AttentionKernels.FLASH_2)
-    took, flops = attention_times(one, a100, CALIBRATED), attention_flops(one) / 2
+    took, flops = attention_times(one, a100), attention_flops(one) / 2
     assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
     assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
-    assert attention_times(one, HARDWARE["b200"], CALIBRATED) == attention_times(
-        job(4096), HARDWARE["b200"], CALIBRATED
-    )
+    assert attention_times(one, HARDWARE["b200"]) == attention_times(job(4096), HARDWARE["b200"])

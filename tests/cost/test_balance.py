@@ -19,7 +19,6 @@ from megatron_vp.cost.balance.balanced import (
 )
 from megatron_vp.cost.balance.layer_choices import layer_choices
 from megatron_vp.cost.balance.water_filling import fill
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning.candidates import balanced_layers
 from megatron_vp.cost.prediction.predict import predict
@@ -33,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from least_passes import least_passes
 
 H100 = find_hardware("h100")
-ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+ALIKE = H100.alike
 TWO = VocabMethod.VOCAB_2
 MODEL = ModelShape(layers=7, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4)
@@ -101,14 +100,14 @@ def test_no_layout_of_whole_layers_is_faster_for_any_model(ranks, layers, hidden
     job = Job(model, sequence=2048, micro_batch=1, microbatches=rounds * ranks, pipeline=ranks)
     placement = Placement.linear(ranks)
     whole = min(
-        predict(job, Plan(layers=each), H100, ALIKE).iteration_seconds
-        for each in {balanced_layers(job, placement, H100, ALIKE), spread_layers(job, placement)}
+        predict(job, Plan(layers=each), ALIKE).iteration_seconds
+        for each in {balanced_layers(job, placement, ALIKE), spread_layers(job, placement)}
     )
     runs = []
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
         plan = Plan(vocab=method)
-        found = predict(job, balanced(job, plan, H100).plan(plan), H100, ALIKE)
-        runs.append((found.iteration_seconds, found.timeline.makespan / least_passes(job, method, H100, ALIKE)))
+        found = predict(job, balanced(job, plan, H100).plan(plan), ALIKE)
+        runs.append((found.iteration_seconds, found.timeline.makespan / least_passes(job, method, ALIKE)))
     seconds, over_bound = min(runs)
     assert seconds <= whole and over_bound <= 1.02
 

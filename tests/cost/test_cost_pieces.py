@@ -131,7 +131,7 @@ def test_what_cannot_be_split_is_one_line():
 
 
 def test_vocabulary_passes_share_the_whole_layer_s_work():
-    times = PassTimes(job(), A100, CALIBRATED)
+    times = PassTimes(job(), A100)
     whole = sum(times.whole_output())
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
         assert whole < 8 * sum(times.output_shard(method)) < 1.3 * whole
@@ -140,7 +140,7 @@ def test_vocabulary_passes_share_the_whole_layer_s_work():
 
 
 def test_a_fused_cross_entropy_moves_less_in_a_whole_output_layer_alone():
-    eager, native, engine = (PassTimes(job(cross_entropy=each), A100, CALIBRATED) for each in CrossEntropy)
+    eager, native, engine = (PassTimes(job(cross_entropy=each), A100) for each in CrossEntropy)
     logits = 2048 * 128000
     for fused, forward, backward in ((native, 22, 10), (engine, 6, 4)):
         found, before = fused.whole_output(), eager.whole_output()
@@ -152,32 +152,32 @@ def test_a_fused_cross_entropy_moves_less_in_a_whole_output_layer_alone():
 
 
 def test_small_products_wait_for_memory():
-    narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100, CALIBRATED)
+    narrow = PassTimes(job(gpt(vocab=8), sequence=8), A100)
     flops = 2 * 8 * 3072 * 8
     assert 3 * flops / (A100.peak_flops * CALIBRATED.matrix) < narrow.whole_output().F
     copied = narrow.gemm_time(Matrix(8, 16, tokens=1, copies=1000))
     assert copied == narrow.memory_time(2 * 1000 * (8 + 16 + 8 * 16))
-    assert narrow.memory_time(2 * 2 * 2048 * 3072) == PassTimes(job(), A100, CALIBRATED).whole_embedding().F
+    assert narrow.memory_time(2 * 2 * 2048 * 3072) == PassTimes(job(), A100).whole_embedding().F
 
 
 def test_recomputation_repeats_the_forward_and_sequence_parallelism_shares_what_is_no_product():
     changes = ({}, {"recompute": Recompute.FULL}, {"sequence_parallel": True})
-    plain, again, shared = (PassTimes(job(tensor=2, **each), A100, CALIBRATED).layer() for each in changes)
-    sums = CommunicationModel(job(tensor=2), A100, CALIBRATED).layer_traffic()
+    plain, again, shared = (PassTimes(job(tensor=2, **each), A100).layer() for each in changes)
+    sums = CommunicationModel(job(tensor=2), A100).layer_traffic()
     assert sums > 0 and pytest.approx((plain.F, plain.B + plain.F + sums, plain.W)) == (again.F, again.B, again.W)
     own = OWN_SHARE * CALIBRATED.layer_bytes * 2048 * 3072
-    half = PassTimes(job(), A100, CALIBRATED).memory_time(own / 2)
+    half = PassTimes(job(), A100).memory_time(own / 2)
     assert pytest.approx(half) == plain.F - shared.F and pytest.approx(2 * half) == plain.B - shared.B
 
 
 def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks():
     alone, tensor = job(), job(tensor=8, sequence_parallel=True, pipeline=16)
-    launched = replace(CALIBRATED, gap=0.0)
-    one, eighth = (PassTimes(each, A100, launched).embedding_shard() for each in (alone, tensor))
+    launched = replace(A100, constants=replace(CALIBRATED, gap=0.0))
+    one, eighth = (PassTimes(each, launched).embedding_shard() for each in (alone, tensor))
     assert eighth[0] == pytest.approx(one[0] / 8) and eighth[1] < one[1] / 8
     communication, pipelines = (
-        CommunicationModel(tensor, A100, CALIBRATED),
-        CommunicationModel(job(pipeline=16), A100, CALIBRATED),
+        CommunicationModel(tensor, A100),
+        CommunicationModel(job(pipeline=16), A100),
     )
     method = VocabMethod.VOCAB_1
     rows = [
@@ -198,10 +198,10 @@ def test_pipelines_side_by_side_share_the_words_and_wait_for_their_tensor_ranks(
 
 
 def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not_theirs():
-    communication = CommunicationModel(job(), A100, CALIBRATED)
+    communication = CommunicationModel(job(), A100)
     took = communication.all_reduce(8e9, 4, nodes=1)
     assert took == pytest.approx(2 * (4 * LATENCY + 6e9 / communication.bandwidth(True)))
-    spread = CommunicationModel(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100, CALIBRATED)
+    spread = CommunicationModel(job(gpt(experts=8, experts_per_token=2), data=4, expert=4), A100)
     # Tokens go to two experts each and come back; three of four experts are on other ranks.
     moved = 2 * spread.whole_hidden_bytes * 3 / 4
     assert spread.layer_traffic() == pytest.approx(2 * (LATENCY + moved / spread.bandwidth(True)))
@@ -209,14 +209,14 @@ def test_a_ring_moves_all_but_an_own_part_twice_and_experts_exchange_what_is_not
 
 def test_messages_take_the_wires_between_their_ranks():
     # Four GPUs a stage: ranks 0 and 1 share a node of eight, rank 2 is on the next.
-    communication = CommunicationModel(job(pipeline=3, tensor=4, sequence_parallel=True), A100, CALIBRATED)
+    communication = CommunicationModel(job(pipeline=3, tensor=4, sequence_parallel=True), A100)
     count = 2 * 2048 * 3072 / 4
     near, far = LATENCY + count / (0.7 * 300e9), NETWORK_LATENCY + count / (25e9 * CALIBRATED.network)
     forward, back = Channel.ACTIVATION, Channel.GRADIENT
     assert communication.messages(Placement.linear(3)) == pytest.approx(
         {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
     )
-    assert CommunicationModel(job(pipeline=2, tensor=4, context=2), A100, CALIBRATED).node(1) == 1
+    assert CommunicationModel(job(pipeline=2, tensor=4, context=2), A100).node(1) == 1
     assert set(communication.messages(Placement.v_shape(2))) == {
         (0, 1, forward),
         (1, 0, back),
@@ -226,7 +226,7 @@ def test_messages_take_the_wires_between_their_ranks():
 
 
 def test_a_collective_between_nodes_crosses_the_network_once_per_node():
-    communication = CommunicationModel(job(pipeline=32), A100, CALIBRATED)
+    communication = CommunicationModel(job(pipeline=32), A100)
     assert communication.pipeline_nodes == 4
     assert communication.hops(32, 4) == pytest.approx(28 * LATENCY + 4 * NETWORK_LATENCY)
     assert communication.hops(8, 1) == pytest.approx(8 * LATENCY)
@@ -242,17 +242,17 @@ def test_a_collective_between_nodes_crosses_the_network_once_per_node():
 
 
 def test_what_stays_in_a_node_takes_its_links():
-    one, two = (CommunicationModel(job(pipeline=p), A100, CALIBRATED) for p in (8, 9))
+    one, two = (CommunicationModel(job(pipeline=p), A100) for p in (8, 9))
     assert (one.pipeline_nodes, two.pipeline_nodes) == (1, 2)
     assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, nodes=1)
-    node = CommunicationModel(job(tensor=8), A100, CALIBRATED)
+    node = CommunicationModel(job(tensor=8), A100)
     assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, nodes=1)
     assert node.layer_traffic() == 2 * node.tensor_sum
-    wider = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
+    wider = CommunicationModel(job(tensor=8, context=2), A100)
     assert wider.tensor_sum == wider.all_reduce(2 * 1024 * 3072, 8, nodes=1)  # tensor ranks are innermost
     overlapped = replace(node, job=replace(node.job, tensor_overlap=True))
     assert overlapped.tensor_sum == pytest.approx(EXPOSED_SUM * node.tensor_sum)
-    experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100, CALIBRATED)
+    experts = CommunicationModel(job(gpt(experts=8, experts_per_token=2), tensor=4, data=4, expert=4), A100)
     # Two experts a token, four ranks on two nodes: one copy in two goes over the network, one in four stays near.
     moved = experts.whole_hidden_bytes * 2 / 4
     far, near = moved / 2 / experts.bandwidth(False), moved / 4 / experts.bandwidth(True)
@@ -274,10 +274,10 @@ def test_what_stays_in_a_node_takes_its_links():
 def test_replicas_sum_what_they_share():
     # Each expert is on two of the four replicas of a stage, which are four of a node's GPUs.
     sizes = {"data": 2, "context": 2, "expert": 2}
-    communication = CommunicationModel(job(gpt(experts=8, experts_per_token=2), **sizes), A100, CALIBRATED)
+    communication = CommunicationModel(job(gpt(experts=8, experts_per_token=2), **sizes), A100)
     expected = communication.all_reduce(4 * 1e9, 4, nodes=1) + communication.all_reduce(4 * 3e8, 2, nodes=1)
     assert communication.gradient_sync(1e9, 3e8) == pytest.approx(expected)
-    narrow = CommunicationModel(replace(communication.job, wide_gradients=False), A100, CALIBRATED)
+    narrow = CommunicationModel(replace(communication.job, wide_gradients=False), A100)
     assert narrow.gradient_sync(1e9, 0) == pytest.approx(communication.all_reduce(2 * 1e9, 4, nodes=1), rel=1e-3)
     # A distributed optimizer gathers parameters in place of gradients; behind passes, a part remains.
     shared = replace(communication, job=replace(communication.job, distributed_optimizer=True))
@@ -290,7 +290,7 @@ def test_replicas_sum_what_they_share():
 def test_each_flag_hides_its_own_half_and_an_all_reduce_belongs_to_the_backward():
     def seconds(**settings):
         made = job(data=8, distributed_optimizer=True, layers=LayerKind.ENGINE)
-        return CommunicationModel(replace(made, **settings), A100, CALIBRATED).gradient_sync(1e9, 0, 0, 9.0, 9.0)
+        return CommunicationModel(replace(made, **settings), A100).gradient_sync(1e9, 0, 0, 9.0, 9.0)
 
     exposed = seconds()
     sums, gathers = exposed * 4 / 6, exposed * 2 / 6  # in fp32, and in 16 bits
@@ -302,36 +302,36 @@ def test_each_flag_hides_its_own_half_and_an_all_reduce_belongs_to_the_backward(
 
 
 def test_each_of_a_nodes_replicas_has_its_own_port():
-    wide, tall = (CommunicationModel(job(data=16 // t, tensor=t), A100, CALIBRATED) for t in (1, 8))
+    wide, tall = (CommunicationModel(job(data=16 // t, tensor=t), A100) for t in (1, 8))
     near, far = wide.bandwidth(True), wide.bandwidth(False)
     assert wide.replicas_sum(1e9, 16, 16) - wide.hops(16, 2) == pytest.approx(1e9 * 15 / 16 / min(near, 8 * far))
     assert tall.replicas_sum(1e9, 2, 16) - tall.hops(2, 2) == pytest.approx(1e9 / 2 / far)
 
 
 def test_keys_and_values_of_other_context_ranks_are_waited_for_where_attention_is_short():
-    ring = CommunicationModel(job(tensor=8, context=2), A100, CALIBRATED)
+    ring = CommunicationModel(job(tensor=8, context=2), A100)
     hop = NETWORK_LATENCY + 2 * 2 * 1024 * 3072 / 8 / ring.bandwidth(False)
     assert ring.exposed_keys(0.0) == pytest.approx(hop)
     assert ring.exposed_keys(hop) == pytest.approx(hop / 2)
     assert ring.exposed_keys(2 * hop) == 0
-    assert CommunicationModel(job(), A100, CALIBRATED).exposed_keys(0.0) == 0
+    assert CommunicationModel(job(), A100).exposed_keys(0.0) == 0
 
 
 def test_fused_layers_move_what_is_counted_and_local_attention_all_scores():
     engine, local, paper = (
-        PassTimes(job(sequence_parallel=True, layers=kind), HARDWARE["h100"], CALIBRATED)
+        PassTimes(job(sequence_parallel=True, layers=kind), HARDWARE["h100"])
         for kind in (LayerKind.ENGINE, LayerKind.LOCAL, LayerKind.PAPER)
     )
     whole = LayerType.WHOLE
     assert engine.layer_bytes(whole) == local.layer_bytes(whole) < 0.5 * paper.layer_bytes(whole)
     assert local.layer().F > engine.layer().F
-    assert PassTimes(local.job, HARDWARE["cpu"], CALIBRATED).layer_bytes(whole) == paper.layer_bytes(whole)
+    assert PassTimes(local.job, HARDWARE["cpu"]).layer_bytes(whole) == paper.layer_bytes(whole)
 
 
 def recomputing(*modules, **changes):
     """What a layer of H100s keeps, what its backward needs for a moment, and its times, `modules` computed again."""
     one = job(recompute_modules=frozenset(modules), layers=LayerKind.ENGINE, **changes)
-    memory, times = layer_memory(one, split=False), PassTimes(one, HARDWARE["h100"], CALIBRATED).layer()
+    memory, times = layer_memory(one, split=False), PassTimes(one, HARDWARE["h100"]).layer()
     return memory.kept, memory.backward, times.B, times
 
 
@@ -340,7 +340,7 @@ def test_an_mlp_that_is_computed_again_keeps_its_input_alone():
     whole, again = recomputing(model=llama), recomputing("mlp", model=llama)
     dropped = 2048 * (2 * 4096 + 2 * 3 * 14336)  # the norm's result, the first product, and the second one's input
     assert (whole[0] - again[0], again[1] - whole[1]) == (dropped, dropped)
-    times = PassTimes(job(llama, layers=LayerKind.ENGINE), HARDWARE["h100"], CALIBRATED)
+    times = PassTimes(job(llama, layers=LayerKind.ENGINE), HARDWARE["h100"])
     products = sum(map(times.gemm_time, layer_matrices(times.job)[2:]))
     assert again[2] - whole[2] == pytest.approx(products + times.memory_time(2048 * 2 * 3 * 14336))
     assert (again[3].F, again[3].W) == (whole[3].F, whole[3].W)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.sizes.flops import layer_matrices
 from megatron_vp.cost.sizes.layer_types import LayerType
@@ -54,7 +53,7 @@ def test_a_dispatcher_that_is_not_said_is_the_flexible_one_between_nodes():
 
 
 def test_each_product_of_several_experts_takes_its_own_start():
-    times = {ranks: PassTimes(job(data=16, expert=ranks), H100, CALIBRATED) for ranks in (4, 16)}
+    times = {ranks: PassTimes(job(data=16, expert=ranks), H100) for ranks in (4, 16)}
     first = {ranks: layer_matrices(each.job)[-2] for ranks, each in times.items()}
     assert first[4].copies == 4 and first[16].copies == 1 and first[4].flops == first[16].flops
     assert times[4].gemm_time(first[4]) - times[16].gemm_time(first[16]) == pytest.approx(4 * PRODUCT)
@@ -68,7 +67,7 @@ def test_clamped_experts_with_biases_move_more():
     assert separate_activation(job(clamped), WHOLE) == (4096 * 4 * 1024 * 16, 4096 * 4 * 1024 * 24)
     again = separate_activation(job(biased, recompute_modules=frozenset({"moe_act"})), WHOLE)
     assert again == (4096 * 4 * (1024 * 16 + 2048 * 28), 4096 * 4 * (1024 * 40 + 2048 * 36))
-    plain, more = (PassTimes(job(model), H100, CALIBRATED) for model in (MODEL, clamped))
+    plain, more = (PassTimes(job(model), H100) for model in (MODEL, clamped))
     assert pytest.approx(plain.memory_time(4096 * 4 * 1024 * 16)) == more.layer().F - plain.layer().F
     assert pytest.approx(plain.memory_time(4096 * 4 * 1024 * 24)) == more.layer().B - plain.layer().B
 
@@ -79,13 +78,13 @@ def test_what_is_computed_again_is_exchanged_again(changes):
     near, far = (replace(H100, network_bandwidth=rate) for rate in (50e9, 25e9))
     sent = {}
     for name, one in (("kept", job(**sizes)), ("again", job(**sizes, **changes))):
-        took = [PassTimes(one, hardware, CALIBRATED).layer().B for hardware in (near, far)]
+        took = [PassTimes(one, hardware).layer().B for hardware in (near, far)]
         sent[name] = took[1] - took[0]
-    exchange = [CommunicationModel(job(**sizes), each, CALIBRATED).mlp_traffic() for each in (near, far)]
+    exchange = [CommunicationModel(job(**sizes), each).mlp_traffic() for each in (near, far)]
     assert sent["kept"] == 0 and sent["again"] == pytest.approx(exchange[1] - exchange[0]) and sent["again"] > 0
 
 
 def test_gradients_in_fp32_are_read_and_written_in_fp32():
-    wide, narrow = (PassTimes(job(wide_gradients=each), H100, CALIBRATED) for each in (True, False))
+    wide, narrow = (PassTimes(job(wide_gradients=each), H100) for each in (True, False))
     weights = sum(matrix.weights for matrix in layer_matrices(wide.job))
     assert pytest.approx(wide.memory_time(4 * weights)) == wide.layer().W - narrow.layer().W

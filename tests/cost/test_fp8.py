@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.memory.rank_memory import MemoryModel
@@ -54,9 +53,9 @@ def test_bytes_of_an_element(recipe, gpu, moved, weight, inputs):
 
 
 def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
-    found, plain = (PassTimes(job, H100, CALIBRATED).layer() for job in (JOB, WIDE))
+    found, plain = (PassTimes(job, H100).layer() for job in (JOB, WIDE))
     tokens, h = 2048, 2048
-    times = PassTimes(JOB, H100, CALIBRATED)
+    times = PassTimes(JOB, H100)
     gain = 2 * tokens * (3 + 1 + 4 + 4) * h * h * (1 / 700e12 - 1 / 1280e12)
     inputs, outputs = tokens * (1 + 1 + 1 + 4) * h, tokens * (3 + 1 + 4 + 1) * h
     weights = 12 * h * h / 16  # once in 16 microbatches
@@ -64,23 +63,21 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
     assert pytest.approx(plain.B - gain + times.memory_time(6 * outputs)) == found.B
     assert pytest.approx(plain.W - gain) == found.W
     assert times.plain_layer() == plain
-    again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100, CALIBRATED).layer()
+    again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100).layer()
     assert pytest.approx(found.B + found.F) == again.B
-    part, wide = (
-        PassTimes(replace(job, recompute_modules=frozenset(["mlp"])), H100, CALIBRATED).layer() for job in (JOB, WIDE)
-    )
+    part, wide = (PassTimes(replace(job, recompute_modules=frozenset(["mlp"])), H100).layer() for job in (JOB, WIDE))
     faster = 2 * tokens * 8 * h * h * (1 / 700e12 - 1 / 1280e12) - times.memory_time(6 * tokens * 5 * h)
     assert pytest.approx(wide.B - plain.B - faster) == part.B - found.B
 
 
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
-    times = PassTimes(replace(JOB, sequence=8), H100, CALIBRATED)
+    times = PassTimes(replace(JOB, sequence=8), H100)
     (matrix, *_) = fp8_matrices(times.job)
     assert times.fp8_gemm_time(matrix) == pytest.approx(times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144))
 
 
 def test_vocabulary_layers_and_routers_stay_as_they_are():
-    narrow, wide = (PassTimes(job, H100, CALIBRATED) for job in (JOB, WIDE))
+    narrow, wide = (PassTimes(job, H100) for job in (JOB, WIDE))
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
         assert narrow.output_shard(method) == wide.output_shard(method)
     assert narrow.whole_output() == wide.whole_output()
@@ -145,11 +142,8 @@ def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, 
 
 def test_stages_with_layers_in_16_bits_take_longer():
     job = replace(JOB, bf16_at_start=1, bf16_at_end=1)
-    alike = replace(CALIBRATED, speed_spread=0.0)
-    costs, even = (
-        predict(each, Plan("v-half", VocabMethod.VOCAB_1), H100, alike).timeline.costs for each in (job, JOB)
-    )
-    times = PassTimes(JOB, H100, CALIBRATED)
+    costs, even = (predict(each, Plan("v-half", VocabMethod.VOCAB_1), H100.alike).timeline.costs for each in (job, JOB))
+    times = PassTimes(JOB, H100)
     assert costs.F[0] - even.F[0] == pytest.approx(times.plain_layer().F - times.layer().F)
     assert costs.W[7] - even.W[7] == pytest.approx(times.plain_layer().W - times.layer().W)
     assert costs.F[1:7] == even.F[1:7]
@@ -235,7 +229,7 @@ def test_commands_take_the_jobs_fp8_flags(megatron_loaded, command):
 def gains(name, gpu, fp8):
     """A line of the page's table: 1F1B with 64 microbatches, whatever the memory."""
     job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], []).values), microbatches=64, fp8=fp8)
-    times = PassTimes(job, gpu, CALIBRATED)
+    times = PassTimes(job, gpu)
     layers = balanced_layers(job, Placement.linear(job.pipeline), gpu)
     plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}
     if job.model.layers % job.pipeline:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.evaluation import evaluate
@@ -32,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from least_passes import least_passes, loads_of
 
 H100 = find_hardware("h100")
-ALIKE = replace(CALIBRATED, speed_spread=0.0, idle_boost=0.0)
+ALIKE = H100.alike
 MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4, layers=LayerKind.ENGINE)
 EXPERTS = replace(MODEL, experts=8, experts_per_token=2, gated=True)
@@ -132,17 +131,17 @@ def test_the_best_cut_is_never_slower_than_whole_layers(ranks, layers, hidden, u
 
     def fastest(one):
         found = []
-        for candidate in candidates(one, H100, ALIKE):
+        for candidate in candidates(one, ALIKE):
             plan = candidate.plan
             if plan.schedule != schedule:
                 continue
             try:
-                found.append((plan.vocab, evaluate(candidate, one, H100, ALIKE).iteration_seconds))
+                found.append((plan.vocab, evaluate(candidate, one, ALIKE).iteration_seconds))
             except UserError:
                 continue
         whole = min((seconds for vocab, seconds in found if vocab is VocabMethod.NONE), default=None)
         plan = Plan(schedule, VocabMethod.VOCAB_2)
-        assigned = predict(one, balanced(one, plan, H100).plan(plan), H100, ALIKE).iteration_seconds
+        assigned = predict(one, balanced(one, plan, H100).plan(plan), ALIKE).iteration_seconds
         return whole, assigned
 
     try:
@@ -157,8 +156,8 @@ def test_the_best_cut_is_never_slower_than_whole_layers(ranks, layers, hidden, u
 def test_the_bound_of_a_pattern_is_not_above_that_of_whole_layers():
     job = replace(JOB, model=replace(MODEL, layers=7))
     two = VocabMethod.VOCAB_2
-    assert least_passes(hybrid(job), two, H100, ALIKE) <= least_passes(job, two, H100, ALIKE) * (1 + 1e-9)
-    work = letter_seconds(PassTimes(hybrid(job), H100, ALIKE))
+    assert least_passes(hybrid(job), two, ALIKE) <= least_passes(job, two, ALIKE) * (1 + 1e-9)
+    work = letter_seconds(PassTimes(hybrid(job), ALIKE))
     assert len(work) == 14 and work[:2] == work[2:4] and work[0] != work[1]
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 
 from megatron_vp.cli.planning import gains
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.planning import evaluation
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, method_of
@@ -38,8 +37,8 @@ JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=12, pipeline=4)
 def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab, tensor):
     job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3, tensor=tensor)
     placement = place(3)
-    times = PassTimes(job, H100, CALIBRATED)
-    layer = sum(times.layer()) + 2 * CommunicationModel(job, H100, CALIBRATED).layer_traffic()
+    times = PassTimes(job, H100)
+    layer = sum(times.layer()) + 2 * CommunicationModel(job, H100).layer_traffic()
     ends = {placement.first_rank: 0.0} | {placement.last_rank: 0.0}
     ends[placement.first_rank] += sum(times.whole_embedding())
     ends[placement.last_rank] += sum(times.whole_output())

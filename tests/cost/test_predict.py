@@ -40,7 +40,7 @@ def test_vocabulary_parallelism_balances_time_and_memory():
     assert max(split.timeline.busy) < 1.1 * min(split.timeline.busy)
     parameters = [[rank.parameters for rank in found.memory] for found in (plain, split)]
     assert max(parameters[0]) > 1.5 * min(parameters[0]) and len(set(parameters[1])) == 1
-    step = PassTimes(job(), H100, CALIBRATED).optimizer_step(max(parameters[0]) / 2)
+    step = PassTimes(job(), H100).optimizer_step(max(parameters[0]) / 2)
     assert plain.iteration_seconds == pytest.approx(plain.timeline.makespan + step)
     assert plain.mfu < split.mfu < 1 and split.tokens_per_second == 16 * 2048 / split.iteration_seconds
 
@@ -97,7 +97,7 @@ def test_parallel_sizes_share_memory():
 
 def test_passes_take_what_their_layers_and_their_share_of_the_vocabulary_take():
     halved = job(tensor=2)
-    times, communication = PassTimes(halved, H100, CALIBRATED), CommunicationModel(halved, H100, CALIBRATED)
+    times, communication = PassTimes(halved, H100), CommunicationModel(halved, H100)
     layer, traffic, gap = times.layer(), communication.layer_traffic(), CALIBRATED.gap
     split = predict(halved, Plan("zb-h1", VocabMethod.VOCAB_1), H100).timeline
     costs, placement = split.costs, split.schedule.placement
@@ -163,10 +163,13 @@ def test_memory_of_the_v_half_baseline_counts_the_step_s_wide_gradients():
 
 
 def test_constants_carry_over_to_other_models():
-    newer, older = (predict(jobs()[Cell(5, 8, 4096, "baseline", 64)], Plan(), H100, c) for c in (CALIBRATED, FITTED))
+    newer, older = (
+        predict(jobs()[Cell(5, 8, 4096, "baseline", 64)], Plan(), replace(H100, constants=c))
+        for c in (CALIBRATED, FITTED)
+    )
     assert newer.iteration_seconds < older.iteration_seconds
     fitted = replace(H100, rates=None)
-    slow = predict(job(), Plan(), fitted, replace(CALIBRATED, matrix=CALIBRATED.matrix / 2))
+    slow = predict(job(), Plan(), replace(fitted, constants=replace(CALIBRATED, matrix=CALIBRATED.matrix / 2)))
     assert slow.iteration_seconds > 1.3 * predict(job(), Plan(), fitted).iteration_seconds
 
 

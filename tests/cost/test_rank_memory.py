@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
 from megatron_vp.cost.memory.outside import FRAGMENTS
@@ -105,7 +104,7 @@ def test_a_precision_aware_optimizer_keeps_less_and_its_step_widens_no_gradients
     own = memory(replace(large, states=OptimizerStates(8, takes_gradients=False))).rank(0)
     assert own.gradients == (2 + 4) * parameters and own.optimizer == 8 * parameters
     steps = [
-        PassTimes(replace(large, states=each), HARDWARE["h100"], CALIBRATED).optimizer_step(1000)
+        PassTimes(replace(large, states=each), HARDWARE["h100"]).optimizer_step(1000)
         for each in (None, OptimizerStates(6, takes_gradients=True))
     ]
     assert steps[1] / steps[0] == pytest.approx((46 - 2 * 6) / 46)

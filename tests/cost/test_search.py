@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning import charts, planner, search
 from megatron_vp.cost.planning.candidates import candidates
@@ -102,8 +102,8 @@ def test_what_no_sizes_can_run_is_refused(changed, gpus, said):
 def everything(arguments: dict, gpus: int, keep=(), limit: float = H100.memory):
     """All that a search enumerates, simulated: each option with its evaluation."""
     for index, each in enumerate(variants(arguments, gpus, H100, keep)):
-        for option in search._options(index, each, H100, CALIBRATED, 2):
-            evaluation = search._evaluation(option, each.job, H100, CALIBRATED, Front(limit))
+        for option in search._options(index, each, H100, 2):
+            evaluation = search._evaluation(option, each.job, H100, Front(limit))
             if evaluation is not None:
                 yield each.job, option, evaluation
 
@@ -283,7 +283,7 @@ def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
 def test_neighbours_of_the_jobs_sizes_come_before_others():
     arguments = MODEL | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
     tried = variants(arguments, 8, H100)
-    options = sorted(o for i, each in enumerate(tried) for o in search._options(i, each, H100, CALIBRATED, 2))
+    options = sorted(o for i, each in enumerate(tried) for o in search._options(i, each, H100, 2))
     turns = search._by_turns(options, tried)
     assert sorted(turns) == options and turns != options
     own = [option.variant for option in options].count(0)
@@ -350,7 +350,7 @@ def test_every_simulation_is_decided_on_with_the_same_results(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     front, results = Front(100.0), []
     tried = [Variant(None, {}), Variant(None, {}, own=True)]
-    simulations = search._Running(Pool(), tried, H100, CALIBRATED, 2, None, front, 20, results)
+    simulations = search._Running(Pool(), tried, H100, 2, None, front, 20, results)
     for place in range(20):
         option = search._Option(Bound(1.0, 1.0), 0, place, False, None)
         assert simulations.room(option)
@@ -370,7 +370,7 @@ def test_balanced_shards_count_as_the_layouts_they_are_chosen_from():
 
     option = search._Option(Bound(1.0, 1.0), 0, 0, True, None)
     tried = [Variant(None, {})]
-    simulations = search._Running(Pool(), tried, H100, CALIBRATED, 2, None, Front(100.0), 2 * search.BALANCED)
+    simulations = search._Running(Pool(), tried, H100, 2, None, Front(100.0), 2 * search.BALANCED)
     for place in range(2):
         assert simulations.room(option._replace(place=place))
         simulations.start(option._replace(place=place))

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from evidence.roofline import Line, bound, lines, markdown
 from megatron_vp.cli.app import app
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, Rates
 from megatron_vp.cost.sizes.shapes import Job, ModelShape
 from megatron_vp.cost.times.pass_times import PassTimes
@@ -87,20 +86,20 @@ def test_ranks_share_the_rows_of_the_words():
 
 
 def test_the_model_charges_this_projects_kernels_where_it_knows_the_gpu():
-    known, unknown = (PassTimes(JOB, gpu, CALIBRATED) for gpu in (HARDWARE["h100"], HARDWARE["mi300x"]))
+    known, unknown = (PassTimes(JOB, gpu) for gpu in (HARDWARE["h100"], HARDWARE["mi300x"]))
     counted = ShardPasses(HARDWARE["h100"].rates, 2048, JOB.shard_rows, 2048)
     assert known.output_shard(TWO) == counted.output(TWO) and known.embedding_shard() == counted.embedding(4)
     assert sum(known.output_shard(TWO)) < sum(known.eager_output_shard(TWO))
     assert unknown.output_shard(TWO) == unknown.eager_output_shard(TWO) and unknown.placed_rows() == 0
-    narrow = PassTimes(replace(JOB, wide_gradients=False), HARDWARE["h100"], CALIBRATED)
+    narrow = PassTimes(replace(JOB, wide_gradients=False), HARDWARE["h100"])
     assert narrow.own_kernels().gradient_bytes == 2
 
 
 def test_layers_and_shards_multiply_at_the_same_rate():
-    times = PassTimes(JOB, HARDWARE["h100"], CALIBRATED)
+    times = PassTimes(JOB, HARDWARE["h100"])
     assert times.whole_output().F > 2 * 2048 * 2048 * 131072 / 700e12
     slower = replace(HARDWARE["h100"], rates=replace(HARDWARE["h100"].rates, gemm=350e12))
-    assert PassTimes(JOB, slower, CALIBRATED).layer().F > 1.5 * times.layer().F
+    assert PassTimes(JOB, slower).layer().F > 1.5 * times.layer().F
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from evidence.pipeoffload import (
     to_csv,
     to_text,
 )
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.memory.layer_memory import WORKING_SET
 from megatron_vp.cost.memory.rank_memory import WORKSPACES
 from megatron_vp.cost.planning.offloading import copy_load
@@ -94,7 +93,7 @@ def test_po_f_is_published_as_slower_where_its_copies_take_longer_than_its_passe
 @pytest.mark.parametrize("method", ["1f1b", "po-h"])
 def test_the_memory_model_holds_as_many_layers(method):
     cell = Cell("10.5B", 8192, method)
-    schedule = make_simulator(cell.job, cell.plan, A100, CALIBRATED, further_orders=False).schedule
+    schedule = make_simulator(cell.job, cell.plan, A100, further_orders=False).schedule
     model = memory_model(cell.job, cell.plan, schedule, A100)
     unit = cell.job.tokens * cell.job.model.hidden
     held = max(model.rank(rank).activations for rank in range(8)) - WORKSPACES

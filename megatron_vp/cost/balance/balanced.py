@@ -17,7 +17,6 @@ from itertools import accumulate
 from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
 from megatron_vp.cost.balance.pattern_cuts import pattern_choices
 from megatron_vp.cost.balance.water_filling import fill
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.prediction.bounds import ROUNDING, bound
@@ -76,7 +75,6 @@ def balanced(
     job: Job,
     plan: Plan,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     memory_limit: float | None = None,
     layout_given: bool = False,
 ) -> Shards:
@@ -94,7 +92,7 @@ def balanced(
     over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
-    search = _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None)
+    search = _search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
     even = search.even
     if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
         return Shards(even.layers, None)
@@ -124,9 +122,7 @@ def balanced(
     return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
 
 
-def most_rows(
-    job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
-) -> tuple[int, ...] | None:
+def most_rows(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> tuple[int, ...] | None:
     """Find how many rows fit on each pipeline rank, summed over its tensor ranks, with `memory_limit` bytes per GPU.
 
     Returns None on CPU hardware, if only even shards are possible, or if no distribution of the rows fits into memory.
@@ -134,29 +130,27 @@ def most_rows(
     """
     if not hardware.is_gpu:
         return None
-    search = _Search(job, replace(plan, vocab_rows=None), hardware, constants, memory_limit)
+    search = _Search(job, replace(plan, vocab_rows=None), hardware, memory_limit)
     if search.unit is None or family(plan.schedule).fixed is not None:
         return None
     room = search.room(layers_of(job, search.even, search.placement))
     return tuple(search.unit * units for units in room) if sum(room) * search.unit >= job.model.vocab else None
 
 
-def least_of_all(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+def least_of_all(job: Job, plan: Plan, hardware: Hardware) -> float:
     """Lower bound in seconds on the iteration time, for any layers and rows that `balanced` may choose.
 
     The bound is infinite if the schedule or the vocabulary size rules out uneven shards. Raises UserError if the layers
     cannot be distributed over the stages.
     """
-    search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, constants, None)
+    search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
 
 
-def choices(
-    job: Job, plan: Plan, hardware: Hardware, memory_limit: float, constants: Constants = CALIBRATED
-) -> list[Plan]:
+def choices(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> list[Plan]:
     """The plans with uneven shards that `balanced` may simulate."""
     plan = replace(plan, vocab_rows=None, layers=None)
-    return _search(job, plan, hardware, constants, memory_limit if hardware.is_gpu else None).candidates
+    return _search(job, plan, hardware, memory_limit if hardware.is_gpu else None).candidates
 
 
 @dataclass(frozen=True)
@@ -170,15 +164,12 @@ class _Outcome:
 class _Search:
     """Finds candidate plans for one job, predicts their time and memory, and caches values that several plans need."""
 
-    def __init__(
-        self, job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None
-    ) -> None:
-        self.job, self.plan, self.hardware, self.limit = job, plan, hardware, memory_limit
-        self.constants = replace(constants, speed_spread=0.0, idle_boost=0.0)
+    def __init__(self, job: Job, plan: Plan, hardware: Hardware, memory_limit: float | None) -> None:
+        self.job, self.plan, self.hardware, self.limit = job, plan, hardware.alike, memory_limit
         self.sample = sampled(job)
         self.single = single_microbatch(plan, job)
         self.placement = self.single.placement
-        self.times = PassTimes(job, hardware, self.constants)
+        self.times = PassTimes(job, hardware)
         self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
         even = _none_if_equal(even_layers(job.model.layers, self.placement.stages))
         self.even = replace(plan, layers=even if plan.layers is None else plan.layers)
@@ -186,15 +177,15 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def outcome(self, plan: Plan) -> _Outcome:
-        simulator = make_simulator(self.sample, plan, self.hardware, self.constants)
-        found = predict(self.sample, plan, self.hardware, self.constants, simulator=simulator)
+        simulator = make_simulator(self.sample, plan, self.hardware)
+        found = predict(self.sample, plan, self.hardware, simulator=simulator)
         seconds = iteration_seconds(found, self.job)
         memory = max(rank.total for rank in found.memory)
         return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
         """Lower bound on the iteration time, in seconds, if no rank holds more activations than `promised_peak`."""
-        return bound(plan, self.job, self.hardware, self.constants).seconds / (1 + ROUNDING)
+        return bound(plan, self.job, self.hardware).seconds / (1 + ROUNDING)
 
     def least_of_all(self) -> float:
         """Lower bound in seconds on the iteration time, however layers and rows are divided among the ranks. It assumes
@@ -226,7 +217,7 @@ class _Search:
     def _choices(self) -> list[list[LayerChoice]]:
         if self.job.model.pattern:
             return pattern_choices(self.times, self.placement, self.cost)
-        traffic = CommunicationModel(self.job, self.hardware, self.constants).layer_traffic()
+        traffic = CommunicationModel(self.job, self.hardware).layer_traffic()
         layer = sum(self.times.layer()) + 2 * traffic
         return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
 
@@ -296,13 +287,13 @@ class _Search:
     @cached_property
     def _order(self) -> Schedule:
         """The schedule with even shards, whose pass order serves to predict the memory peak of each rank."""
-        return make_simulator(self.sample, self.even, self.hardware, self.constants).schedule
+        return make_simulator(self.sample, self.even, self.hardware).schedule
 
 
 @lru_cache(maxsize=1)
-def _search(job: Job, plan: Plan, hardware: Hardware, constants: Constants, memory_limit: float | None) -> _Search:
+def _search(job: Job, plan: Plan, hardware: Hardware, memory_limit: float | None) -> _Search:
     """Return a cached `_Search`, because `balanced` is often called after `choices` with the same plan."""
-    return _Search(job, plan, hardware, constants, memory_limit)
+    return _Search(job, plan, hardware, memory_limit)
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

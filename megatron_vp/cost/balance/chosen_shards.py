@@ -7,7 +7,6 @@ from dataclasses import replace
 from megatron_vp.cost.balance.balanced import balanced, most_rows
 from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, refilled
 from megatron_vp.cost.balance.measured_run import read_run
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
@@ -40,7 +39,6 @@ def with_shards(
     plan: Plan,
     job: Job,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     memory_limit: float | None = None,
 ) -> Plan:
     """Return a configuration's `plan` with the layers and rows that training would use.
@@ -54,13 +52,13 @@ def with_shards(
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
-        return balanced(job, plan, hardware, constants, memory_limit, layout_given).plan(plan)
+        return balanced(job, plan, hardware, memory_limit, layout_given).plan(plan)
     assert choice.folder is not None
 
     def room(partition: Partition) -> tuple[int, ...] | None:
         if memory_limit is None:
             return None
-        return most_rows(job, with_partition(plan, partition), hardware, memory_limit, constants)
+        return most_rows(job, with_partition(plan, partition), hardware, memory_limit)
 
     return next_rows(choice.folder, measured_job(config, plan, job), room).plan(plan)
 
@@ -78,9 +76,7 @@ def with_partition(plan: Plan, partition: Partition) -> Plan:
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
 
 
-def gain_of_next_start(
-    config: JobConfig, plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED
-) -> str | None:
+def gain_of_next_start(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> str | None:
     """Describe what `--vocab-shards measured:DIR` would change at the next start; None if the job does not use it.
 
     Raises UserError if the folder does not contain a measurement of this job.
@@ -92,5 +88,5 @@ def gain_of_next_start(
     measured_job(config, plan, job).check(choice.folder, run)
     sample, before = sampled(job), with_partition(plan, run.partition)
     after = refilled(run.partition, run.seconds).plan(before)
-    took = [predict(sample, each, hardware, constants).timeline.makespan for each in (before, after)]
+    took = [predict(sample, each, hardware).timeline.makespan for each in (before, after)]
     return next_start(choice.folder, run, took[0] / took[1])

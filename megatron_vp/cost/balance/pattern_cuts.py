@@ -31,7 +31,7 @@ rounding errors.
 def letter_seconds(times: PassTimes) -> list[float]:
     """Seconds that all passes of one microbatch take in each layer of the job's pattern."""
     job = times.job
-    traffic = CommunicationModel(job, times.hardware, times.constants)
+    traffic = CommunicationModel(job, times.hardware)
     kinds = [type_of(letter) for letter in job.model.pattern]
     narrow = {kind: sum(times.layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
     wide = {kind: sum(times.plain_layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.errors import UserError
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
@@ -69,6 +70,7 @@ class Hardware:
     memory_bandwidth: bytes/s.
     link_bandwidth, network_bandwidth: bytes/s of one GPU in one direction, inside a node and between nodes.
     rates: sustained rates; None if they are unknown or this project's kernels do not run on this hardware.
+    constants: the fitted constants of the cost model.
     needs_one_queue: whether Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism.
     """
 
@@ -85,6 +87,12 @@ class Hardware:
     rates: Rates | None = None
     is_gpu: bool = True
     needs_one_queue: bool = True
+    constants: Constants = CALIBRATED
+
+    @property
+    def alike(self) -> Hardware:
+        """This hardware with ranks that all take the same time for the same work."""
+        return replace(self, constants=replace(self.constants, speed_spread=0.0, idle_boost=0.0))
 
 
 _ALL = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_vp.cost.hardware.constants import FITTED, Constants
-from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
@@ -60,9 +60,9 @@ def plan_of(cell: Cell) -> Plan:
     return Plan(schedule, VocabMethod(cell.method))
 
 
-def software(constants: Constants, table: int) -> Constants:
-    """Adapt `constants` to the code base that a table was measured with."""
-    return constants.with_newer_attention() if table == 6 else constants
+def machine(table: int, constants: Constants = FITTED) -> Hardware:
+    """The A100 with `constants`, adapted to the code base that a table was measured with."""
+    return replace(A100, constants=constants.with_newer_attention() if table == 6 else constants)
 
 
 def simulator_of(cell: Cell) -> Simulator:
@@ -85,7 +85,7 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
 def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = None) -> CellPrediction:
     """Predict `cell`, with `plan` instead of its own plan if it is given."""
     plan = plan or plan_of(cell)
-    found = predict(jobs()[cell], plan, A100, software(constants, cell.table), simulator=simulator_of(cell))
+    found = predict(jobs()[cell], plan, machine(cell.table, constants), simulator=simulator_of(cell))
     return CellPrediction(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.peak_memory / GIB, found.fits())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_vp.cost.balance.balanced import choices, least_of_all
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import layer_memory
 from megatron_vp.cost.memory.outside import FRAGMENTS
@@ -16,13 +15,13 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.pass_times import PassTimes
 
 
-def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
+def balanced_bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
     """Lower bounds on time and memory that hold for every layout and row assignment that `balance.balanced` may choose.
 
     The bounds are means over the ranks, because the total work and memory do not depend on the choice. Raises UserError
     if the job cannot run under the plan.
     """
-    seconds = least_of_all(job, plan, hardware, constants)
+    seconds = least_of_all(job, plan, hardware)
     single, model = single_microbatch(plan, job), job.model
     rows = (model.vocab // job.tensor // job.pipeline,) * job.pipeline
     layers = layers_of(job, plan, single.placement)
@@ -33,9 +32,9 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
     always = weights + (1 + FRAGMENTS) * WORKSPACES + outside
     simulated, byte_seconds = sampled(job).microbatches, 0.0
     if not model.pattern:
-        times, kept = PassTimes(job, hardware, constants), layer_memory(job, single.split_backward)
+        times, kept = PassTimes(job, hardware), layer_memory(job, single.split_backward)
         forward, backward = (
-            (1 - constants.idle_boost) * min(layer, wide)
+            (1 - hardware.constants.idle_boost) * min(layer, wide)
             for layer, wide in zip(times.layer()[:2], times.plain_layer()[:2], strict=True)
         )
         held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
@@ -48,10 +47,8 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware, constants: Constant
     return Bound(seconds, always, (HeldBytes(always, byte_seconds, idle),))
 
 
-def bounds_of_choices(
-    plan: Plan, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
-) -> list[Bound]:
+def bounds_of_choices(plan: Plan, job: Job, hardware: Hardware, limit: float) -> list[Bound]:
     """One `Bound` for each distribution of layers and rows that `balance.balanced` may choose for `plan` within `limit`
     bytes per rank.
     """
-    return [bound(each, job, hardware, constants) for each in choices(job, plan, hardware, limit, constants)]
+    return [bound(each, job, hardware) for each in choices(job, plan, hardware, limit)]

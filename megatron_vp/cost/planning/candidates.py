@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.layer_types import type_of
 from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
@@ -65,7 +64,6 @@ def method_of(plan: Plan) -> str:
 def candidates(
     job: Job,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     chunks: int = 2,
     names: Sequence[str] | None = None,
 ) -> list[Candidate]:
@@ -90,33 +88,31 @@ def candidates(
         record = FAMILIES[name]
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
-        even = _even(job, placement, hardware, constants)
+        even = _even(job, placement, hardware)
         for vocab in record.methods:
             method = PLAIN if vocab is VocabMethod.NONE else str(vocab)
             found.append(Candidate(method, Plan(name, vocab, own, even)))
         if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
             continue
-        for layers in dict.fromkeys(_redistributed(job, placement, hardware, constants)):
+        for layers in dict.fromkeys(_redistributed(job, placement, hardware)):
             if layers != even and len(set(layers)) > 1:
                 found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
     return found
 
 
-def balanced_layers(
-    job: Job, placement: Placement, hardware: Hardware, constants: Constants = CALIBRATED
-) -> tuple[int, ...]:
+def balanced_layers(job: Job, placement: Placement, hardware: Hardware) -> tuple[int, ...]:
     """Distribute the layers over the virtual stages so that the busiest rank has as little work as possible. The work
     includes unsplit vocabulary layers.
 
     For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
     there are fewer layers than middle stages, which are all stages except the first and the last.
     """
-    times = PassTimes(job, hardware, constants)
+    times = PassTimes(job, hardware)
     if job.model.pattern:
         work = _vocabulary_work(times, placement)
         found = even_cut(letter_seconds(times), placement, work, may_be_empty=(0, placement.stages - 1))
     else:
-        layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware, constants).layer_traffic()
+        layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware).layer_traffic()
         work = [0.0] * placement.ranks
         if job.fp8 is not None:
             slower = sum(times.plain_layer()) - sum(times.layer())
@@ -129,14 +125,14 @@ def balanced_layers(
     return found
 
 
-def _redistributed(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> list[tuple[int, ...]]:
+def _redistributed(job: Job, placement: Placement, hardware: Hardware) -> list[tuple[int, ...]]:
     """The layouts to try with the method `redistributed`: the result of `balanced_layers` and, if the model's pattern
     repeats, the best layout that cuts only between repetitions, which is sometimes slightly faster.
     """
-    found = [balanced_layers(job, placement, hardware, constants)]
+    found = [balanced_layers(job, placement, hardware)]
     size = unit_length(job.model.pattern)
     if 1 < size < job.model.layers:
-        times = PassTimes(job, hardware, constants)
+        times = PassTimes(job, hardware)
         unit = sum(letter_seconds(times)) / job.model.layers * size
         whole = least_work_layers(job.model.layers // size, unit, _vocabulary_work(times, placement), placement)
         found += [] if whole is None else [tuple(size * count for count in whole)]
@@ -152,14 +148,14 @@ def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
     return work
 
 
-def _even(job: Job, placement: Placement, hardware: Hardware, constants: Constants) -> tuple[int, ...] | None:
+def _even(job: Job, placement: Placement, hardware: Hardware) -> tuple[int, ...] | None:
     """Layers per virtual stage, spread as evenly as possible; None if all stages get the same number.
 
     If the model has a `pattern` (see `ModelShape`), the ranks' work is evened out, not their numbers of layers.
     """
     letters = None
     if job.model.pattern:
-        letters = even_cut(letter_seconds(PassTimes(job, hardware, constants)), placement)
+        letters = even_cut(letter_seconds(PassTimes(job, hardware)), placement)
     if letters is None:
         return spread_layers(job, placement)
     return None if len(set(letters)) == 1 else letters

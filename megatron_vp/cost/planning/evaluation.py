@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import RankMemory
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, too_few_layers
@@ -117,7 +117,7 @@ class Evaluation:
 
 
 @gc_paused()
-def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Evaluation:
+def evaluate(candidate: Candidate, job: Job, hardware: Hardware) -> Evaluation:
     """Predict one candidate. Raises UserError if the job cannot run the candidate.
 
     If there are very many microbatches, only some of them are simulated; see `samples`.
@@ -126,8 +126,8 @@ def evaluate(candidate: Candidate, job: Job, hardware: Hardware, constants: Cons
     if 0 in layers and candidate.method != REDISTRIBUTED:
         raise UserError(too_few_layers(job, len(layers)))
     sample = sampled(job)
-    simulator = make_simulator(sample, candidate.plan, hardware, constants)
-    prediction = predict(sample, candidate.plan, hardware, constants, simulator=simulator)
+    simulator = make_simulator(sample, candidate.plan, hardware)
+    prediction = predict(sample, candidate.plan, hardware, simulator=simulator)
     return evaluation_of(candidate, prediction, simulator, job)
 
 

@@ -12,7 +12,6 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from megatron_vp.cost.balance.balanced import balanced
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
@@ -37,9 +36,7 @@ training job searches with all its microbatches and may find a different shape.
 """
 
 
-def flexible_candidates(
-    job: Job, hardware: Hardware, constants: Constants = CALIBRATED, offload: bool = False
-) -> list[Candidate]:
+def flexible_candidates(job: Job, hardware: Hardware, offload: bool = False) -> list[Candidate]:
     """Candidates for `fitted_evaluation`: each flexible schedule with each vocabulary method.
 
     Each candidate has the same layers per stage as the candidate for the base of its schedule that needs the most
@@ -49,14 +46,14 @@ def flexible_candidates(
     """
     if not 2 <= job.pipeline <= MOST_BALANCED:
         return []
-    tried, found = candidates(job, hardware, constants), []
+    tried, found = candidates(job, hardware), []
     for record in FAMILIES.values():
         # The dict keeps only the last candidate for each `vocab`. For NONE, REDISTRIBUTED candidates come after the
         # PLAIN one.
         fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
         for each in {each.plan.vocab: each for each in fullest}.values():
             found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
-            if offload and copy_load(job, each.plan, 1, hardware, constants) <= MOST_LOAD:
+            if offload and copy_load(job, each.plan, 1, hardware) <= MOST_LOAD:
                 found.append(replace(found[-1], plan=replace(found[-1].plan, offload_chunks=1)))
     return found
 
@@ -66,7 +63,6 @@ def fitted_evaluations(
     jobs: Sequence[Job],
     hardware: Hardware,
     limit: float | None,
-    constants: Constants = CALIBRATED,
     offload: bool = False,
 ) -> list[list[Evaluation]]:
     """Evaluate each job's `flexible_candidates` within `limit` bytes per rank; without a limit, evaluate none."""
@@ -74,17 +70,15 @@ def fitted_evaluations(
         return [[] for _ in jobs]
     running = [
         [
-            pool.submit(fitted_evaluation, candidate, job, hardware, limit, constants)
-            for candidate in flexible_candidates(job, hardware, constants, offload)
+            pool.submit(fitted_evaluation, candidate, job, hardware, limit)
+            for candidate in flexible_candidates(job, hardware, offload)
         ]
         for job in jobs
     ]
     return [[found for future in futures if (found := future.result()) is not None] for futures in running]
 
 
-def fitted_evaluation(
-    candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
-) -> Evaluation | None:
+def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Evaluation | None:
     """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it.
 
     Returns None if the largest base fits, if none of the schedules tried fits, or if a base that fits is at least as
@@ -93,12 +87,12 @@ def fitted_evaluation(
     record = family(candidate.plan.schedule)
     try:
         plans = [replace(candidate.plan, schedule=base.name) for base in record.bases]
-        bases = [_balanced(replace(candidate, plan=plan), job, hardware, limit, constants) for plan in plans]
+        bases = [_balanced(replace(candidate, plan=plan), job, hardware, limit) for plan in plans]
         sample = _sample(job)
         for microbatches in _limits(record, bases, job, hardware, limit):
             plan = replace(bases[0].candidate.plan, schedule=record.name)
             plan = with_limit(sample, plan, hardware, f"{microbatches:g}")
-            found = _balanced(replace(candidate, plan=plan), job, hardware, limit, constants)
+            found = _balanced(replace(candidate, plan=plan), job, hardware, limit)
             if found.fits(limit):
                 rivals = [each.iteration_seconds for each in bases if each.fits(limit)]
                 return found if found.iteration_seconds < min(rivals, default=math.inf) else None
@@ -107,12 +101,12 @@ def fitted_evaluation(
     return None
 
 
-def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants) -> Evaluation:
+def _balanced(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Evaluation:
     """Evaluate a candidate with the distribution of layers and vocabulary rows that training would use."""
     plan = candidate.plan
     if plan.vocab.is_sharded:
-        plan = balanced(job, plan, hardware, constants, limit).plan(plan)
-    return evaluate(replace(candidate, plan=plan), job, hardware, constants)
+        plan = balanced(job, plan, hardware, limit).plan(plan)
+    return evaluate(replace(candidate, plan=plan), job, hardware)
 
 
 def _limits(record: Family, bases: list[Evaluation], job: Job, hardware: Hardware, limit: float) -> list[float]:

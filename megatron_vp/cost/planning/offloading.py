@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.planning.candidates import Candidate, candidates, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
@@ -32,9 +31,7 @@ Each combination takes up to about 50 simulations.
 """
 
 
-def offloaded_evaluations(
-    base: Evaluation, job: Job, hardware: Hardware, limit: float | None, constants: Constants = CALIBRATED
-) -> list[Evaluation]:
+def offloaded_evaluations(base: Evaluation, job: Job, hardware: Hardware, limit: float | None) -> list[Evaluation]:
     """Offload different numbers of chunks in the plan of `base`, which does not offload, and evaluate each variant.
 
     The numbers tried first are half of all chunks and the largest number that MOST_LOAD allows. The numbers directly
@@ -44,13 +41,13 @@ def offloaded_evaluations(
     plan, found = base.candidate.plan, {0: base}
     record = FAMILIES[plan.schedule]
     chunks = record.chunks_of(plan.chunks)
-    allowed = [count for count in range(1, chunks + 1) if copy_load(job, plan, count, hardware, constants) <= MOST_LOAD]
+    allowed = [count for count in range(1, chunks + 1) if copy_load(job, plan, count, hardware) <= MOST_LOAD]
 
     def try_out(counts: Sequence[int]) -> None:
         for count in counts:
             if count in allowed and count not in found:
                 candidate = replace(base.candidate, plan=replace(plan, offload_chunks=count))
-                found[count] = evaluate(candidate, job, hardware, constants)
+                found[count] = evaluate(candidate, job, hardware)
 
     most = max(allowed, default=0)
     try_out([min((chunks + 1) // 2, most), most])
@@ -76,7 +73,6 @@ def with_chosen_offload(
     job: Job,
     hardware: Hardware,
     limit: float | None = None,
-    constants: Constants = CALIBRATED,
 ) -> Plan:
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
@@ -86,10 +82,10 @@ def with_chosen_offload(
     if config.values.get("offload_chunks") != AUTO:
         return plan
     room = hardware.memory if limit is None else limit
-    base = evaluate(Candidate(method_of(plan), plan), job, hardware, constants)
+    base = evaluate(Candidate(method_of(plan), plan), job, hardware)
     if base.fits(room):
         return plan
-    found = offloaded_evaluations(base, job, hardware, room, constants)
+    found = offloaded_evaluations(base, job, hardware, room)
     fitting = [each for each in found if each.fits(room)]
     if not fitting:
         least = min((base, *found), key=lambda each: each.peak_memory)
@@ -101,12 +97,12 @@ def with_chosen_offload(
     return min(fitting, key=lambda each: each.iteration_seconds).candidate.plan
 
 
-def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware, constants: Constants = CALIBRATED) -> float:
+def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
     """The largest ratio of a rank's copy time to its pass time. Each rank offloads the `chunks` chunks that take
     longest to copy.
     """
     single = single_microbatch(plan, job)
-    costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware, constants)
+    costs = stage_costs(job, replace(plan, offload_chunks=chunks), single, hardware)
     loads = []
     for rank, order in enumerate(single.ranks):
         work = sum(costs.duration(single, rank, step) for step in order)
@@ -150,13 +146,13 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
     return found if last < SIZES else [found[round(place * last / (SIZES - 1))] for place in range(SIZES)]
 
 
-def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks: int) -> list[Candidate]:
+def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidate]:
     """For each schedule whose passes can hide one chunk's copies, return the candidate with the lowest time bound."""
     best: dict[str, tuple[Bound, int, Candidate]] = {}
-    for place, each in enumerate(candidates(job, hardware, constants, chunks, WITH_OFFLOAD)):
+    for place, each in enumerate(candidates(job, hardware, chunks, WITH_OFFLOAD)):
         try:
-            found = bound(each.plan, job, hardware, constants), place, each
-            hidden = copy_load(job, each.plan, 1, hardware, constants) <= MOST_LOAD
+            found = bound(each.plan, job, hardware), place, each
+            hidden = copy_load(job, each.plan, 1, hardware) <= MOST_LOAD
         except UserError:
             continue
         if hidden and each.plan.vocab is not VocabMethod.INTERLACED:
@@ -164,14 +160,12 @@ def bases_to_offload(job: Job, hardware: Hardware, constants: Constants, chunks:
     return [candidate for _, _, candidate in best.values()]
 
 
-def offloaded_runs(
-    base: Candidate, job: Job, hardware: Hardware, limit: float, constants: Constants = CALIBRATED
-) -> list[Evaluation]:
+def offloaded_runs(base: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Evaluation]:
     """Evaluate `base` without offloading, and with the numbers of offloaded chunks that `offloaded_evaluations`
     chooses. The list is empty if the job cannot run under the plan of `base`.
     """
     try:
-        found = evaluate(base, job, hardware, constants)
-        return [found, *offloaded_evaluations(found, job, hardware, limit, constants)]
+        found = evaluate(base, job, hardware)
+        return [found, *offloaded_evaluations(found, job, hardware, limit)]
     except UserError:
         return []

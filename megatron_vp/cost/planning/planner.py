@@ -9,7 +9,7 @@ from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
 
 from megatron_vp.cost.balance.balanced import balanced
-from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
@@ -32,7 +32,6 @@ class Infeasible:
 def plan(
     job: Job,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     chunks: int = 2,
     progress: Callable[[int, int], None] = lambda done, of: None,
     limit: float | None = None,
@@ -50,7 +49,7 @@ def plan(
     If `balance.balanced` chooses uneven shards for a candidate, the candidate is also evaluated with these shards.
     Raises UserError if `candidates` does, or if the job cannot run any candidate.
     """
-    tried = candidates(job, hardware, constants, chunks, WITH_OFFLOAD if offload else None)
+    tried = candidates(job, hardware, chunks, WITH_OFFLOAD if offload else None)
     done = 0
     evaluations: list[Evaluation] = []
     infeasible: list[Infeasible] = []
@@ -59,9 +58,7 @@ def plan(
     for candidate in tried:
         shared[candidate.plan.schedule, candidate.plan.vocab].append(candidate)
     with worker_pool(min(len(shared), len(os.sched_getaffinity(0)))) as pool:
-        running = {
-            pool.submit(_evaluate_all, group, job, hardware, constants, limit): group for group in shared.values()
-        }
+        running = {pool.submit(_evaluate_all, group, job, hardware, limit): group for group in shared.values()}
         for future in as_completed(running):
             for found in future.result():
                 if isinstance(found, Evaluation):
@@ -70,9 +67,9 @@ def plan(
                     infeasible.append(found)
             done += len(running[future])
             progress(done, len(tried))
-        fitted = fitted_evaluations(pool, [job], hardware, limit, constants, offload)[0]
+        fitted = fitted_evaluations(pool, [job], hardware, limit, offload)[0]
         if offload:
-            evaluations += _offloaded(pool, evaluations, job, hardware, limit, constants, progress)
+            evaluations += _offloaded(pool, evaluations, job, hardware, limit, progress)
         evaluations += fitted
     if not evaluations:
         raise UserError(f"no schedule can run this job: {infeasible[0].reason}")
@@ -85,30 +82,29 @@ def _offloaded(
     job: Job,
     hardware: Hardware,
     limit: float | None,
-    constants: Constants,
     progress: Callable[[int, int], None],
 ) -> list[Evaluation]:
     """Evaluate the fastest run of each schedule and method again, with activations offloaded to host memory."""
     bases = bases_of(evaluations)
-    running = [pool.submit(offloaded_evaluations, base, job, hardware, limit, constants) for base in bases]
+    running = [pool.submit(offloaded_evaluations, base, job, hardware, limit) for base in bases]
     for done, _ in enumerate(as_completed(running)):
         progress(done + 1, len(running))
     return [each for future in running for each in future.result()]
 
 
 def _evaluate_all(
-    group: Sequence[Candidate], job: Job, hardware: Hardware, constants: Constants, limit: float | None
+    group: Sequence[Candidate], job: Job, hardware: Hardware, limit: float | None
 ) -> list[Evaluation | Infeasible]:
     """Evaluate candidates. If `balanced` chooses uneven shards for a candidate, evaluate it with these too."""
     found: list[Evaluation | Infeasible] = []
     for candidate in group:
         try:
-            found.append(evaluate(candidate, job, hardware, constants))
+            found.append(evaluate(candidate, job, hardware))
             plan = candidate.plan
             if plan.vocab.is_sharded and job.pipeline <= MOST_BALANCED:
-                assigned = balanced(job, plan, hardware, constants, limit).plan(plan)
+                assigned = balanced(job, plan, hardware, limit).plan(plan)
                 if assigned.vocab_rows is not None:
-                    found.append(evaluate(Candidate(candidate.method, assigned), job, hardware, constants))
+                    found.append(evaluate(Candidate(candidate.method, assigned), job, hardware))
         except UserError as error:
             found.append(Infeasible(candidate, str(error)))
     return found

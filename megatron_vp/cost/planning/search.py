@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.balance.balanced import balanced
-from megatron_vp.cost.hardware.constants import CALIBRATED, ERROR_BAND, Constants
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.balanced_bounds import balanced_bound, bounds_of_choices
 from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
@@ -159,7 +159,6 @@ def search(
     tried: Sequence[Variant],
     hardware: Hardware,
     limit: float,
-    constants: Constants = CALIBRATED,
     budget: int = BUDGET,
     chunks: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
@@ -179,7 +178,7 @@ def search(
     Raises UserError if nothing fits.
     """
     with worker_pool(min(WINDOW, len(os.sched_getaffinity(0)))) as pool:
-        running = _Running(pool, tried, hardware, constants, chunks, progress, Front(limit), budget)
+        running = _Running(pool, tried, hardware, chunks, progress, Front(limit), budget)
         return running.search(budget, offload)
 
 
@@ -192,7 +191,6 @@ class _Running:
     pool: ProcessPoolExecutor
     tried: Sequence[Variant]
     hardware: Hardware
-    constants: Constants
     chunks: int
     progress: Callable[[str, int, int], None]
     front: Front
@@ -203,7 +201,7 @@ class _Running:
 
     def search(self, budget: int, offload: bool) -> Search:
         tried, front, found, limit = self.tried, self.front, self.found, self.front.limit
-        asked = self.hardware, self.constants, self.chunks
+        asked = self.hardware, self.chunks
         listed = [self.pool.submit(_options, index, each, *asked) for index, each in enumerate(tried)]
         for done, _ in enumerate(as_completed(listed), start=1):
             self.progress("bounds", done, len(listed))
@@ -247,7 +245,7 @@ class _Running:
     def submit(self, option: _Option) -> Future:
         """Let a worker evaluate `option` (see `_evaluation`)."""
         job = self.tried[option.variant].job
-        return self.pool.submit(_evaluation, option, job, self.hardware, self.constants, self.front)
+        return self.pool.submit(_evaluation, option, job, self.hardware, self.front)
 
     def start(self, option: _Option) -> None:
         self.waits.append((option, self.submit(option)))
@@ -284,12 +282,10 @@ class _Running:
 
     def offloaded(self, sizes: Sequence[int]) -> list[Found]:
         """Evaluate runs that offload chunks, for the variants with these indices."""
-        jobs, pool, hardware, constants = [each.job for each in self.tried], self.pool, self.hardware, self.constants
-        bases = [
-            (index, pool.submit(bases_to_offload, jobs[index], hardware, constants, self.chunks)) for index in sizes
-        ]
+        jobs, pool, hardware = [each.job for each in self.tried], self.pool, self.hardware
+        bases = [(index, pool.submit(bases_to_offload, jobs[index], hardware, self.chunks)) for index in sizes]
         running = [
-            (index, pool.submit(offloaded_runs, base, jobs[index], hardware, self.front.limit, constants))
+            (index, pool.submit(offloaded_runs, base, jobs[index], hardware, self.front.limit))
             for index, future in bases
             for base in future.result()
         ]
@@ -309,7 +305,7 @@ class _Running:
         chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
         self.progress("fitting", 0, len(chosen))
         jobs = [tried[index].job for index in chosen]
-        evaluations = fitted_evaluations(self.pool, jobs, self.hardware, limit, self.constants, offload)
+        evaluations = fitted_evaluations(self.pool, jobs, self.hardware, limit, offload)
         return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
 
     def compare(self, waiting: Sequence[_Option]) -> tuple[list[_Option], list[Found]]:
@@ -405,7 +401,7 @@ class _Option(NamedTuple):
     candidate: Candidate
 
 
-def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Constants, front: Front) -> Evaluation | None:
+def _evaluation(option: _Option, job: Job, hardware: Hardware, front: Front) -> Evaluation | None:
     """Evaluate an option, or return None if it cannot run. A balanced option also gives None if it cannot improve the
     front or if its shards stay even.
     """
@@ -413,17 +409,17 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, constants: Consta
     try:
         if option.balanced:
             plan = candidate.plan
-            if not any(map(front.may_gain, bounds_of_choices(plan, job, hardware, front.limit, constants))):
+            if not any(map(front.may_gain, bounds_of_choices(plan, job, hardware, front.limit))):
                 return None
-            candidate = replace(candidate, plan=balanced(job, plan, hardware, constants, front.limit).plan(plan))
+            candidate = replace(candidate, plan=balanced(job, plan, hardware, front.limit).plan(plan))
             if candidate.plan.vocab_rows is None:
                 return None
-        return evaluate(candidate, job, hardware, constants)
+        return evaluate(candidate, job, hardware)
     except UserError:
         return None
 
 
-def _options(variant: int, what: Variant, hardware: Hardware, constants: Constants, chunks: int) -> list[_Option]:
+def _options(variant: int, what: Variant, hardware: Hardware, chunks: int) -> list[_Option]:
     """The options of one variant: all schedules except `interlaced`, which exists only for comparison.
 
     They include balanced shards if the variant is the job as configured, or if the layers do not divide equally among
@@ -435,21 +431,17 @@ def _options(variant: int, what: Variant, hardware: Hardware, constants: Constan
     elif job.pipeline > min(LARGEST, job.model.layers):
         tried = []  # Only the job itself can set a pipeline size this large. `candidates` would refuse it.
     else:
-        tried = [
-            each
-            for each in candidates(job, hardware, constants, chunks)
-            if each.plan.vocab is not VocabMethod.INTERLACED
-        ]
+        tried = [each for each in candidates(job, hardware, chunks) if each.plan.vocab is not VocabMethod.INTERLACED]
     found = []
     for place, candidate in enumerate(tried):
         plan = candidate.plan
         if 0 in (plan.layers or ()) and candidate.method != REDISTRIBUTED:
             continue  # `evaluate` would refuse stages without layers.
         try:
-            even = bound(plan, job, hardware, constants)
+            even = bound(plan, job, hardware)
             found.append(_Option(even, variant, place, False, candidate))
             if plan.vocab.is_sharded and (what.own or plan.layers is not None) and job.pipeline <= MOST_BALANCED:
-                closest = replace(balanced_bound(plan, job, hardware, constants), expected=even.expected)
+                closest = replace(balanced_bound(plan, job, hardware), expected=even.expected)
                 found.append(_Option(closest, variant, place, True, candidate))
         except UserError:
             continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import layer_memory
 from megatron_vp.cost.memory.outside import FRAGMENTS
@@ -74,7 +73,7 @@ class Bound:
         return least
 
 
-def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIBRATED) -> Bound:
+def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
     """Lower bounds on a plan's time and memory. Raises UserError if the job cannot run `plan`.
 
     A rank does its work for all microbatches after every earlier stage has run its first forward, and before the
@@ -83,7 +82,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     """
     plan.check(job)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
-    placement, costs = single.placement, stage_costs(job, plan, single, hardware, constants)
+    placement, costs = single.placement, stage_costs(job, plan, single, hardware)
     memory = memory_model(job, plan, single, hardware)
     split, sharded = single.split_backward, plan.vocab.is_sharded
     whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))
@@ -91,7 +90,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware, constants: Constants = CALIB
     turn = _turn(plan.vocab, costs)
     layers = {kind: layer_memory(job, split, kind) for kind in model_layers(job)}
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
-    after = after_passes(job, plan, single, hardware, constants)
+    after = after_passes(job, plan, single, hardware)
     simulated = sampled(job).microbatches
     # In seconds: the busiest rank's work on microbatches that are not simulated, plus the work after all passes.
     later = (job.microbatches - simulated) * max(work) + after

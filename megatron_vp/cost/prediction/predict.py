@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
 from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs, stage_times
@@ -59,7 +58,6 @@ def predict(
     job: Job,
     plan: Plan,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     measured: PassCosts | StageCosts | None = None,
     simulator: Simulator | None = None,
 ) -> Prediction:
@@ -71,12 +69,12 @@ def predict(
 
     Raises UserError if the schedule is unknown or cannot run the job, or if the layers do not fit the schedule.
     """
-    simulator = simulator or make_simulator(job, plan, hardware, constants)
-    costs = measured or stage_costs(job, plan, simulator.schedule, hardware, constants)
+    simulator = simulator or make_simulator(job, plan, hardware)
+    costs = measured or stage_costs(job, plan, simulator.schedule, hardware)
     timeline = simulator.simulate(costs)
     memory = memory_model(job, plan, simulator.schedule, hardware)
     ranks = tuple(map(memory.rank, range(job.pipeline)))
-    after = after_passes(job, plan, simulator.schedule, hardware, constants)
+    after = after_passes(job, plan, simulator.schedule, hardware)
     return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
 
 
@@ -85,14 +83,14 @@ def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
     return MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware, plan.shard_rows(job))
 
 
-def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> float:
+def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> float:
     """Seconds that gradient synchronisation and the optimizer take after the last pass, on the rank with the most
     parameters.
     """
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
-    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
     backward = forward = 0.0
     if job.data_overlap or job.gather_overlap:
         stages = stage_times(times, plan.vocab, memory.layers, schedule.split_backward)
@@ -107,7 +105,6 @@ def make_simulator(
     job: Job,
     plan: Plan,
     hardware: Hardware,
-    constants: Constants = CALIBRATED,
     further_orders: bool = True,
 ) -> Simulator:
     """Return a simulator of `plan`'s schedule, whose passes are ordered by the same costs as in training. Results are
@@ -116,7 +113,7 @@ def make_simulator(
     `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """
     plan.check(job)
-    costs = order_costs(job, plan, hardware, constants)
+    costs = order_costs(job, plan, hardware)
     request = plan.request(job, costs=costs, further_orders=further_orders)
     return _simulator(request, bool(plan.offload_chunks) and has_one_queue(job, hardware))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import erfc, prod, sqrt
 
-from megatron_vp.cost.hardware.constants import CALIBRATED, Constants
+from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.sizes.layer_types import stage_layers
@@ -47,10 +46,10 @@ def _schedule(request: ScheduleRequest) -> Schedule:
     return request.schedule()
 
 
-def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, constants: Constants) -> StageCosts:
+def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> StageCosts:
     """Seconds of every pass, message and collective of one microbatch, on the stages and ranks of `schedule`."""
     placement = schedule.placement
-    times, communication = PassTimes(job, hardware, constants), CommunicationModel(job, hardware, constants)
+    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
     stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
     passes = [(0.0,) * 4] * placement.ranks
     if plan.vocab.is_sharded:
@@ -60,7 +59,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware, co
             by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
         passes = [by_rows[each] for each in rows]
     work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
-    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], job.gpus, constants)
+    pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], job.gpus, hardware.constants)
     placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
     vocabulary: dict[str, tuple[float, ...]] = {}
     if plan.vocab.is_sharded:
@@ -96,15 +95,14 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
     return found
 
 
-def order_costs(job: Job, plan: Plan, hardware: Hardware, constants: Constants = CALIBRATED) -> Costs:
+def order_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
     """The costs by which the passes of `plan`'s schedule are ordered, in training and in simulation.
 
     The costs are rounded, so that all ranks compute the same order. Their unit is 1/100 of F + B + W, averaged over the
     ranks. All GPUs are assumed to be equally fast, because it is not known before a run which of them is the slowest.
     """
-    alike = replace(constants, speed_spread=0.0, idle_boost=0.0)
     single = single_microbatch(plan, job)
-    costs = stage_costs(job, plan, single, hardware, alike)
+    costs = stage_costs(job, plan, single, hardware.alike)
     held = stage_layers(job, layers_of(job, plan, single.placement))
     if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):
         mean = costs.nominal(job.pipeline)
@@ -128,7 +126,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     Vocabulary passes are not included. If the vocabulary is not split, the first and the last stage include the
     vocabulary layers.
     """
-    communication = CommunicationModel(times.job, times.hardware, times.constants)
+    communication = CommunicationModel(times.job, times.hardware)
     held = stage_layers(times.job, layers)
     kinds = {kind for stage in held for kind in stage.counts}
     by_kind = {kind: (times.layer(kind), times.plain_layer(kind), communication.layer_traffic(kind)) for kind in kinds}

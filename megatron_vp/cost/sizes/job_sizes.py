@@ -44,7 +44,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     absent = [name for name, other in _REQUIRED.items() if arguments.get(name) is None and arguments.get(other) is None]
     if absent:
         raise UserError(
-            f"{', '.join(absent)} missing: give a configuration, as in `megatron-vp plan llama3_8b [FLAGS]`, or flags "
+            f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing: give a configuration, as in "
+            "`megatron-vp plan llama3_8b [FLAGS]`, or flags "
             f"such as {option_of(absent[0])} N"
         )
     model, micro_batch = _model(a), a.micro_batch_size

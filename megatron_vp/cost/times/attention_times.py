@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.flops import attention_flops
 from megatron_vp.cost.sizes.layer_types import LayerType
@@ -44,18 +43,16 @@ class AttentionTimes(NamedTuple):
     backward: float
 
 
-def attention_times(
-    job: Job, hardware: Hardware, constants: Constants, kind: LayerType = LayerType.WHOLE
-) -> AttentionTimes:
+def attention_times(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> AttentionTimes:
     """Times of the attention in a layer of type `kind` on one rank, without the projections before and after it."""
     causal = attention_flops(job, kind) / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
         # Unfused attention also computes, writes and reads the scores above the diagonal.
         scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
-        moved = scores / (hardware.memory_bandwidth * constants.bandwidth)
-        forward = 2 * causal / (hardware.peak_flops * constants.matrix) + moved
+        moved = scores / (hardware.memory_bandwidth * hardware.constants.bandwidth)
+        forward = 2 * causal / (hardware.peak_flops * hardware.constants.matrix) + moved
         return AttentionTimes(forward, 2 * forward)
-    reached: Iterable[float] = constants.attention_forward, constants.attention_backward
+    reached: Iterable[float] = hardware.constants.attention_forward, hardware.constants.attention_backward
     rates = hardware.rates
     if rates is not None and rates.attention is not None and job.layers is LayerKind.ENGINE:
         share, older = OLDER[job.attention], rates.flash_attention_2 or rates.attention

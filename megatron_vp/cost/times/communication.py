@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
 from megatron_vp.cost.sizes.shapes import Job
@@ -48,7 +47,6 @@ class CommunicationModel:
 
     job: Job
     hardware: Hardware
-    constants: Constants
 
     def node(self, rank: int) -> int:
         """Index of the node with a pipeline rank's first GPU."""
@@ -58,7 +56,7 @@ class CommunicationModel:
         """Bytes/s that one GPU can send inside a node or between nodes."""
         if within_a_node:
             return self.hardware.link_bandwidth * LINK_SHARE
-        return self.hardware.network_bandwidth * self.constants.network
+        return self.hardware.network_bandwidth * self.hardware.constants.network
 
     def message(self, source: int, target: int, count: float) -> float:
         """Seconds to send `count` bytes from one pipeline rank to another."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.flops import Matrix, attention_matrices, layer_matrices
 from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
@@ -78,7 +77,6 @@ class PassTimes:
 
     job: Job
     hardware: Hardware
-    constants: Constants
 
     def compute(self, flops: float, share: float) -> float:
         """Seconds that `flops` operations take at the fraction `share` of the hardware's peak rate."""
@@ -86,13 +84,13 @@ class PassTimes:
 
     def memory_time(self, count: float) -> float:
         """Seconds to read and write memory, `count` bytes in total."""
-        return count / (self.hardware.memory_bandwidth * self.constants.bandwidth)
+        return count / (self.hardware.memory_bandwidth * self.hardware.constants.bandwidth)
 
     def gemm_time(self, matrix: Matrix) -> float:
         """Seconds of one matrix product: the longer of its arithmetic and its memory traffic."""
         operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
         rates = self.hardware.rates
-        arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.constants.matrix)
+        arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.hardware.constants.matrix)
         arithmetic += PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
         return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
 
@@ -129,13 +127,13 @@ class PassTimes:
 
     def plain_layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
         """Seconds of one layer without fp8."""
-        job, constants = self.job, self.constants
+        job = self.job
         matrices = layer_matrices(job, kind)
         products = sum(map(self.gemm_time, matrices))
         elementwise = self.memory_time(self.layer_bytes(kind))
-        attention, twice = attention_times(job, self.hardware, constants, kind)
+        attention, twice = attention_times(job, self.hardware, kind)
         separate = separate_activation(job, kind)
-        communication = CommunicationModel(job, self.hardware, constants)
+        communication = CommunicationModel(job, self.hardware)
         # The backward sends keys and values again, and also their gradients.
         keys = communication.exposed_keys(attention, kind), 2 * communication.exposed_keys(twice / 2, kind)
         mlp = mlp_of(job.model, kind)
@@ -184,7 +182,7 @@ class PassTimes:
     def gap(self) -> float:
         """Constant time in seconds that every pass takes for kernel launches and the transition to the next pass."""
         rates = self.hardware.rates
-        return rates.gap if rates and rates.gap else self.constants.gap
+        return rates.gap if rates and rates.gap else self.hardware.constants.gap
 
     def layer_bytes(self, kind: LayerType) -> float:
         """Bytes that a layer's forward moves outside its matrix products; the backward moves twice as many.
@@ -197,7 +195,7 @@ class PassTimes:
         if not (self.counted or self.fused_local):
             # Without sequence parallelism, only the work between a block's two matrix products is divided by t.
             inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
-            return kind.share * self.constants.layer_bytes * inner
+            return kind.share * self.hardware.constants.layer_bytes * inner
         wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
         if kind.attends:
             # Query and key norms, rotary embedding, and the split of the joint projection are each counted as one read
@@ -260,13 +258,13 @@ class PassTimes:
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
         early = method is VocabMethod.VOCAB_2
         hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.output_tokens * job.model.hidden
-        softmax = self.memory_time((self.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
+        softmax = self.memory_time((self.hardware.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
         first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
         products = 2 if early else 1
-        scores = products * product + first * softmax + self.constants.gap
+        scores = products * product + first * softmax + self.hardware.constants.gap
         added = self.memory_time(self.accumulated * matrix.weights)
         gradients = (3 - products) * product + (1 - first) * softmax + added
-        return scores, gradients + self.constants.gap
+        return scores, gradients + self.hardware.constants.gap
 
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """Seconds of IF and IB.
@@ -278,8 +276,8 @@ class PassTimes:
             return own.embedding(job.pipeline * job.tensor if rows is None else job.model.vocab / rows)
         units, weights = job.tokens * job.model.hidden / job.tensor, (rows or job.shard_rows) * job.model.hidden
         return (
-            self.memory_time(EMBED_FORWARD * units) + self.constants.gap,
-            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * weights) + self.constants.gap,
+            self.memory_time(EMBED_FORWARD * units) + self.hardware.constants.gap,
+            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * weights) + self.hardware.constants.gap,
         )
 
     def placed_rows(self) -> float:
