@@ -23,7 +23,7 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.reports.job_partition import layers_given
-from megatron_vp.mcore.settled import RunSettings, replay, words
+from megatron_vp.mcore.settled import RunSettings, Words, replay, words
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import Costs
 from megatron_vp.schedule.flex import shaped
@@ -46,13 +46,14 @@ class Prediction:
     """The cost model's inputs for the job that parsed arguments ask for.
 
     args: `SettledJob.given`, into which neither the plug-in nor Megatron writes.
+    typed: the words from which they were parsed; by default, those of this process.
 
     A replay has the inputs of the whole job, so that the replayed rank gets the same rows and order of passes.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
         self._args = args
-        self._words = words().all
+        self._words = (typed or words()).all
 
     @cached_property
     def vocabulary(self) -> int | None:

@@ -107,7 +107,11 @@ def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known. The
     last line may warn of ranks without layers.
     """
-    rows, layers, left_out = describe_rows(job), layers_given(job.args), ", ".join(Prediction(job.given).uncounted)
+    rows, layers, left_out = (
+        describe_rows(job),
+        layers_given(job.args),
+        ", ".join(Prediction(job.given, job.words).uncounted),
+    )
     with suppress(UserError):  # The cost model does not cover every job.
         sizes, plan, _ = Prediction(job.given).planned(job.args, job.settings)
         layers = layers or layers_of(sizes, plan, job.placement)
