@@ -45,7 +45,7 @@ FILES = {
 OF_SIZES = [
     (
         "plan",
-        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size missing",
+        "hidden_size, num_attention_heads, seq_length, micro_batch_size, num_layers, vocab_size are missing",
     ),
     ("plan nowhere.yaml", "cannot read configuration file nowhere.yaml: No such file or directory"),
     (
@@ -114,14 +114,17 @@ OF_SIZES = [
     ("simulate LLAMA --pipeline-schedule v_half", "nearest name is 'v-half'"),
     ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks, but 8 are requested"),
     ("simulate LLAMA --pipeline-schedule {}/no_json.json", "schedule file is not in megatron_vp's JSON format"),
-    ("simulate LLAMA --pipeline-schedule {}/no_keys.json", "no_keys.json: the schedule file lacks the key 'placement'"),
+    (
+        "simulate LLAMA --pipeline-schedule {}/no_keys.json",
+        "no_keys.json: the schedule file lacks the key 'microbatches'",
+    ),
     ("simulate LLAMA --pipeline-schedule {}/notes.txt", "a file whose name ends in .json or .csv"),
     ("simulate LLAMA --pipeline-schedule interlaced", "add --vocab-parallel"),
     ("simulate LLAMA --pipeline-schedule interleaved", "needs at least two chunks per rank"),
     ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "does not match 32 layers on 8 stages"),
     ("simulate LLAMA --pipeline-model-parallel-layout hello", "cannot be parsed"),
     ("simulate LLAMA --global-batch-size 999999", "simulate accepts at most"),
-    ("simulate LLAMA --trace nowhere", "nowhere is not a folder"),
+    ("simulate LLAMA --trace nowhere", "nowhere contains no rank_*.json"),
     ("simulate LLAMA --lr nan", "--lr nan is not a finite number"),
     ("simulate LLAMA --lr 1e-3 2e-3", "--lr takes fewer values: leave out 2e-3"),
     ("simulate LLAMA --fp16", "bf16 and fp16 are both on"),
@@ -161,7 +164,6 @@ OF_ARGUMENTS = [
     ("sbatch MOCK --dry-run --slurm ''", "--slurm '' names no option"),
     ("sbatch MOCK --dry-run --vocab-paralel", "the nearest known option is --vocab-parallel"),
     ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "21 ranks cannot be divided into replicas of 8 ranks"),
-    ("sbatch MOCK --dry-run --padded-vocab-size 1000", "smaller than the tokenizer's vocabulary of 128256"),
     (
         "sbatch MOCK --dry-run --vocab-parallel --pipeline-trace-iterations 5-3",
         "is not a range of iterations: give A-B with 1 <= A <= B",

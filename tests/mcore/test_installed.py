@@ -265,6 +265,7 @@ INSTANCES = (
             "--async-save needs the package nvidia-resiliency-ext",
         ),
         (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
+        (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is not installed"),
         (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is not installed"),
         ((), "cc=9.0", "cc=ninety", "cc=ninety cannot be parsed: use a compute capability such as cc=9.0"),
         ((), "einops=no", "einops=maybe", "einops=maybe cannot be parsed: use einops=yes or einops=no"),
@@ -348,7 +349,6 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
 @pytest.mark.parametrize(
     ("nodes", "given", "line"),
     [
-        ("te=no,einops=no", [*INSTANCES], "einops, which is not installed"),
         ("te=no", ["--transformer-impl", "transformer_engine"], "cannot work without Transformer Engine"),
         ("te=2.7.0,apex=yes", ["--pipeline-schedule", "zb-h1"], "needs Transformer Engine 2.8 or newer"),
         ("te=no,apex=no", ["--fp8-format", "hybrid"], "--fp8-format and --transformer-impl local cannot work"),

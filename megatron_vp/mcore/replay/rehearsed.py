@@ -119,7 +119,7 @@ class _Unbuilt:
                 try:
                     return original(*args, **kwargs)
                 except Exception as error:
-                    if isinstance(error, UserError) or (uses_cpu([]) and is_raised_on_purpose(error)):
+                    if isinstance(error, UserError) or (uses_cpu([]) and _is_of_the_job(error)):
                         raise
                     reason = f": {line_of(error)}"
             else:
@@ -155,9 +155,14 @@ def _until_started(main: Callable[[], None], said: list[str]) -> None:
     except _Started:
         pass
     except Exception as error:
-        if uses_cpu([]) or is_raised_on_purpose(error):  # A UserError is.
+        if _is_of_the_job(error) or (uses_cpu([]) and current().nodes is None):
             raise
-        said.append(f"the rest of the start could not be rehearsed without a GPU: {line_of(error)}")
+        said.append(f"the rest of the start could not be rehearsed on this machine: {line_of(error)}")
+
+
+def _is_of_the_job(error: Exception) -> bool:
+    """Whether an error shows a mistake in the job, and not that this machine lacks a package that its nodes have."""
+    return is_raised_on_purpose(error) and not (current().nodes is not None and isinstance(error, ImportError))
 
 
 @contextlib.contextmanager

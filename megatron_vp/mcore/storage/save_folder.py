@@ -89,7 +89,7 @@ class SaveFolder:
         except FileNotFoundError:
             return False
         if same and opens:
-            with suppress(PermissionError):  # Whoever may write to the folder may lock it, too.
+            with suppress(PermissionError):  # All who may write to the folder may lock it, too.
                 os.fchmod(self._descriptor, self._path.parent.stat().st_mode & 0o666)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, _own_name().encode(), 0)
