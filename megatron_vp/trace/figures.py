@@ -97,14 +97,16 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     took: dict[tuple, list[float]] = defaultdict(list)
     collectives: dict[tuple[int, str], float] = {}
     for trace in traces:
+        for span in _passes(trace):
+            step = Pass.parse(span.name)
+            took[step.kind, trace.rank, step.chunk].append(span.duration)
         for span in trace.spans:
-            duration = span.end - span.start
             if span.category == COLLECTIVE:
                 key = (span.iteration, span.name)
-                collectives[key] = min(duration, collectives.get(key, duration))
-            elif span.lane is Lane.COMPUTE and span.category not in (LOAD, LOSS):
-                step = Pass.parse(span.name)
-                took[step.kind, trace.rank, step.chunk].append(duration)
+                collectives[key] = min(span.duration, collectives.get(key, span.duration))
+    for (kind, *seat), durations in list(took.items()):
+        if kind is PassKind.BW:  # A chunk whose backward is never split has BW instead of B and W.
+            took.setdefault((PassKind.B, *seat), durations)
     by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
     for (_, name), duration in collectives.items():
         kind = CollectiveKind(name.partition(":")[0])  # type: ignore[call-arg]  # a look-up, no new entry
@@ -112,26 +114,22 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     means = {kind: fmean(durations) for kind, durations in by_kind.items()}
 
     placement = Placement(traces[0].placement)
-
-    def by_stage(kind: PassKind) -> tuple[float, ...]:
-        seats = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-        # A chunk whose backward is never split has BW instead of B and W. This BW counts as B.
-        kinds = (kind, PassKind.BW) if kind is PassKind.B else (kind,)
-        return tuple(fmean(next((took[one, *seat] for one in kinds if (one, *seat) in took), (0.0,))) for seat in seats)
-
-    def by_rank(kind: PassKind) -> tuple[float, ...]:
-        return tuple(fmean(took.get((kind, trace.rank, 0), (0.0,))) for trace in traces)
-
     ranks = range(placement.ranks)
+    stages = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
+
+    def mean(kind: PassKind) -> tuple[float, ...]:
+        seats = stages if kind.per_chunk else [(rank, 0) for rank in ranks]
+        return tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)
+
     message = fmean(means.values()) if means else 0.0
     return StageCosts(
-        F=by_stage(PassKind.F),
-        B=by_stage(PassKind.B),
-        W=by_stage(PassKind.W),
-        S=by_rank(PassKind.S),
-        T=by_rank(PassKind.T),
-        IF=by_rank(PassKind.IF),
-        IB=by_rank(PassKind.IB),
+        F=mean(PassKind.F),
+        B=mean(PassKind.B),
+        W=mean(PassKind.W),
+        S=mean(PassKind.S),
+        T=mean(PassKind.T),
+        IF=mean(PassKind.IF),
+        IB=mean(PassKind.IB),
         messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
         collectives=means,
     )
@@ -140,9 +138,8 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
 def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
     """For each traced iteration: durations of a rank's passes in milliseconds, by kind of pass."""
     found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
-    for span in _compute(trace.spans):
-        if span.category != LOSS:
-            found[span.iteration][span.category].append(span.end - span.start)
+    for span in _passes(trace):
+        found[span.iteration][span.category].append(span.duration)
     return list(found.values())
 
 
@@ -161,8 +158,10 @@ def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
     return events
 
 
-def _passes(trace: RankTrace, iteration: int) -> list[TracedSpan]:
-    return [span for span in _compute(trace.spans) if span.iteration == iteration and span.category != LOSS]
+def _passes(trace: RankTrace, iteration: int | None = None) -> list[TracedSpan]:
+    """The passes of an iteration, or of all iterations."""
+    passes = [span for span in _compute(trace.spans) if span.category != LOSS]
+    return passes if iteration is None else [span for span in passes if span.iteration == iteration]
 
 
 def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
@@ -211,7 +210,7 @@ def scalars(ranks: Sequence[RankFigures]) -> dict[str, float]:
 
 def _total(spans: Iterable[TracedSpan]) -> float:
     """Sum of the durations of `spans`."""
-    return sum(span.end - span.start for span in spans)
+    return sum(span.duration for span in spans)
 
 
 def _overlap(some: Sequence[TracedSpan], others: Sequence[TracedSpan]) -> float:

@@ -46,6 +46,11 @@ class TracedSpan:
     end: float
     posted: float | None = None
 
+    @property
+    def duration(self) -> float:
+        """Milliseconds from start to end."""
+        return self.end - self.start
+
 
 @dataclass(frozen=True)
 class RankTrace:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,7 @@ class TwoRuns:
     def largest_loss_difference(self) -> tuple[int, float]:
         """The iteration with the largest relative difference, and the absolute value of that difference."""
         differences = self.differences()
-        iteration = max(differences, key=lambda each: abs(differences[each]))
-        return iteration, abs(differences[iteration])
+        return max(((each, abs(by)) for each, by in differences.items()), key=itemgetter(1))
 
     def document(self) -> dict[str, Any]:
         """The comparison as a JSON object."""
@@ -140,14 +140,10 @@ def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = Non
 
     Raises UserError if a report or log is missing, invalid or ambiguous, or if `TwoRuns` refuses the runs.
     """
-    reports = [read_reports(folder) for folder in (plain, split)]
-    paths = logs if logs is not None else (_log_in(plain), _log_in(split))
-    return TwoRuns(
-        *(
-            RecordedRun(tuple(ranks), read_losses(log, ranks[0].log_interval))
-            for ranks, log in zip(reports, paths, strict=True)
-        )
-    )
+    reports = read_reports(plain), read_reports(split)
+    logs = logs or (_log_in(plain), _log_in(split))
+    losses = (read_losses(log, ranks[0].log_interval) for log, ranks in zip(logs, reports, strict=True))
+    return TwoRuns(*map(RecordedRun, map(tuple, reports), losses))
 
 
 def read_losses(log: Path, interval: int = 1) -> dict[int, float]:
@@ -190,12 +186,8 @@ def _log_in(folder: Path) -> Path:
     candidates = [path for path in sorted(folder.glob("*")) if path.suffix in LOG_SUFFIXES and path.is_file()]
     found = [path for path in candidates if ITERATION.search(read_text(path, "log", LONGEST_LOG, errors="replace"))]
     if len(found) != 1:
-        what = (
-            f"contains several logs ({', '.join(path.name for path in found)})"
-            if found
-            else "contains no log with losses"
-        )
-        raise UserError(f"{folder} {what}: name the logs of both runs with --logs PLAIN_LOG VP_LOG")
+        what = f"several logs ({', '.join(path.name for path in found)})" if found else "no log with losses"
+        raise UserError(f"{folder} contains {what}: name the logs of both runs with --logs PLAIN_LOG VP_LOG")
     return found[0]
 
 
