@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from megatron_vp import __version__
-from megatron_vp.cli import (
-    check,
-    compare,
-    data,
-    env,
-    paper,
-    patch_list,
-    plan,
-    replay,
-    run,
-    sbatch,
-    schedule,
-    simulate,
-    trace,
-)
+from megatron_vp.cli import paper
+from megatron_vp.cli.check import check
+from megatron_vp.cli.compare import report
+from megatron_vp.cli.data import data
+from megatron_vp.cli.env import env, flags
 from megatron_vp.cli.help_pages import Sections, add_examples
+from megatron_vp.cli.job import TAKES_A_JOB
+from megatron_vp.cli.patch_list import patches
+from megatron_vp.cli.plan import plan
+from megatron_vp.cli.replay import replay
+from megatron_vp.cli.run import run
+from megatron_vp.cli.sbatch import sbatch
+from megatron_vp.cli.schedule import schedule
+from megatron_vp.cli.simulate import simulate
 from megatron_vp.cli.standard_streams import checked_output
+from megatron_vp.cli.trace import trace
 from megatron_vp.errors import UserError, say
 
 app = typer.Typer(
@@ -36,22 +37,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    schedule,
-    plan,
-    simulate,
-    data,
-    env,
-    check,
-    patch_list,
-    run,
-    replay,
-    trace,
-    compare,
-    sbatch,
-    paper,
+JOB_COMMANDS: dict[Callable[..., Any], str] = {
+    plan: "Rank all schedules for a job by predicted time.",
+    simulate: "Predict time and memory of every rank of a job.",
+    check: "Check a job's arguments without starting it.",
+    replay: "Run one rank of a large job alone.",
+    sbatch: "Check a job and submit it to SLURM.",
+}
+OTHER_COMMANDS: dict[Callable[..., Any], str] = {
+    schedule: "Generate, read, draw and convert schedules.",
+    data: "Turn text into a dataset for Megatron.",
+    env: "List the software that a run would use.",
+    flags: "List the training flags that the plug-in adds.",
+    patches: "List what is patched in Megatron-Core, and why.",
+    trace: "Show where the time of a traced run went.",
+    report: "Compare a plain and a vocabulary-parallel run.",
+}
+for commands, settings in (
+    (JOB_COMMANDS, TAKES_A_JOB),
+    ({run: "Run your Megatron script with the plug-in."}, TAKES_A_JOB | {"allow_interspersed_args": False}),
+    (OTHER_COMMANDS, {}),
 ):
-    command.register(app)
+    for command, summary in commands.items():
+        app.command(command.__name__, context_settings=settings, short_help=summary)(command)
+paper.register(app)
 add_examples(app)
 
 

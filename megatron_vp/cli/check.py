@@ -9,14 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
+from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.jobs.command_line import arguments, option_of
 from megatron_vp.jobs.known_options import files_and_flags
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("check", context_settings=TAKES_A_JOB, short_help="Check a job's arguments without starting it.")(check)
 
 
 def check(

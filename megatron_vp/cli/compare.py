@@ -20,11 +20,6 @@ class Format(StrEnum):
     PNG = "png"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("report", short_help="Compare a plain and a vocabulary-parallel run.")(report)
-
-
 def report(
     plain: Annotated[Path, typer.Argument(metavar="PLAIN", help="The --rank-report folder of the plain run.")],
     split: Annotated[

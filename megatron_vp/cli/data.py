@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("data", short_help="Turn text into a dataset for Megatron.")(data)
-
-
 def data(
     inputs: Annotated[
         list[str],

@@ -5,12 +5,6 @@ from __future__ import annotations
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("env", short_help="List the software that a run would use.")(env)
-    app.command("flags", short_help="List the training flags that the plug-in adds.")(flags)
-
-
 def env() -> None:
     """List the software that a run would use on this machine, and the effect of each missing component.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from megatron_vp.cost.planning.planner import Choice, Infeasible
     from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Plan
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("plan", context_settings=TAKES_A_JOB, short_help="Rank all schedules for a job by predicted time.")(
-        plan
-    )
 
 
 def plan(

@@ -14,18 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
+from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.cli.result_output import check_destination, write
 from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 
 if TYPE_CHECKING:
     from megatron_vp.mcore.replay.one_rank import Replayed
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("replay", context_settings=TAKES_A_JOB, short_help="Run one rank of a large job alone.")(replay)
 
 
 def replay(

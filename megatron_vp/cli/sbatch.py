@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument
+from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import arguments, flags_in, name_of, spelled
 from megatron_vp.jobs.known_options import files_and_flags, known_options
@@ -36,11 +36,6 @@ _SHORT = {
     **{"-A": "--account", "-C": "--constraint", "-p": "--partition", "-q": "--qos", "-t": "--time"},
     **{"-w": "--nodelist", "-x": "--exclude"},
 }
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("sbatch", context_settings=TAKES_A_JOB, short_help="Check a job and submit it to SLURM.")(sbatch)
 
 
 def sbatch(

@@ -34,11 +34,6 @@ class Format(StrEnum):
     PROGRAMS = "programs"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("schedule", short_help="Generate, read, draw and convert schedules.")(schedule)
-
-
 def schedule(
     name: Annotated[
         str | None,

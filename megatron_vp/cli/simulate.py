@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.job import TAKES_A_JOB, ConfigOption, JobArgument, options_of
+from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.planning import (
     GIB,
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
 MOST_FORWARDS = 131_072
 """Limit on pipeline ranks x microbatches x chunks; at this limit, a simulation takes half a minute on one core."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("simulate", context_settings=TAKES_A_JOB, short_help="Predict time and memory of every rank of a job.")(
-        simulate
-    )
 
 
 def simulate(

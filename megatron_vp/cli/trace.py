@@ -11,11 +11,6 @@ from megatron_vp.cli.result_output import check_destination, write
 from megatron_vp.errors import UserError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("trace", short_help="Show where the time of a traced run went.")(trace)
-
-
 def trace(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --pipeline-trace folder of the run.")],
     output: Annotated[

@@ -3,10 +3,9 @@
 import os
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from megatron_vp.cli import data
+from megatron_vp.cli.app import app
 from megatron_vp.data.tokenizer import check_tokenizer
 from megatron_vp.errors import UserError
 
@@ -14,9 +13,6 @@ from megatron_vp.errors import UserError
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # the command sets it for its own process
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    data.register(app)
     return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 

@@ -9,10 +9,9 @@ import sys
 import types
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from megatron_vp.cli import patch_list as command
+from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.patches import Patch
@@ -165,9 +164,6 @@ def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason()
 
 
 def invoke(*arguments):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    command.register(app)
     return CliRunner().invoke(app, ["patches", *arguments])
 
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from megatron_vp.cli import trace as command
+from megatron_vp.cli.app import app
 from megatron_vp.cost.balance.measured_rows import refilled
 from megatron_vp.cost.balance.measured_run import read_run
 from megatron_vp.errors import UserError
@@ -22,10 +21,6 @@ from megatron_vp.trace.rank_reports import read_reports
 from megatron_vp.trace.two_runs import RecordedRun, TwoRuns
 from tests.harness.ranks import process_group, run_ranks
 from tests.harness.training import tiny_model, train
-
-app = typer.Typer()
-app.callback()(lambda: None)
-command.register(app)
 
 RANKS = 2
 

@@ -10,18 +10,14 @@ from importlib import import_module
 from itertools import pairwise
 
 import pytest
-import typer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from megatron_vp import files
-from megatron_vp.cli import schedule as command
+from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, evaluation, generate, lower, simulate
 
-app = typer.Typer()
-app.callback()(lambda: None)
-command.register(app)
 FAMILY = ["1f1b", "-p", "3", "-m", "4", "--vocab", "vocab-2"]
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from megatron_vp.cli import trace as command
+from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import CollectiveKind, Pass, PassCosts, PassKind, StageCosts, draw, family, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
@@ -28,10 +27,6 @@ from megatron_vp.trace.rank_files import (
 
 COSTS = PassCosts(F=3, B=6, W=0, S=1, T=1.5, IF=0.5, IB=0.25)
 START = {4: 10.0, 5: 200.0}
-
-app = typer.Typer()
-app.callback()(lambda: None)
-command.register(app)
 
 
 def recorded(scale=1.0, schedule=None):
