@@ -56,8 +56,7 @@ def data(
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from megatron_vp.data.texts import TextFiles
-    from megatron_vp.mcore.storage.dataset import prepare
-    from megatron_vp.mcore.storage.split_check import MEGATRONS_SPLIT
+    from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare
 
     if workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)

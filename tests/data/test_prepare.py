@@ -12,8 +12,7 @@ import pytest
 
 from megatron_vp.data.tokenizer import END_OF_TEXT, check_tokenizer, load_tokenizer, train_tokenizer
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.storage import split_check
-from megatron_vp.mcore.storage.dataset import prepare
+from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare, split_for
 
 TEXTS = [
     "def area(radius):\n    return 3.14159 * radius ** 2\n",
@@ -203,9 +202,7 @@ def test_tokenizer_without_end_of_text(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3, 17, 52, 683, 10_000])
-@pytest.mark.parametrize("split", ["98,1,1", "969, 30, 1", "1", "90,10", "1,0,1", "0,1,0", "33,33,34", ".5,.25,.25"])
-def test_a_split_is_cut_as_megatron_cuts_it(documents, split):
-    """And what is recommended gives every part that was asked for a document, or all to training."""
+def test_a_split_gives_each_part_a_document_or_all_to_training(documents):
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.blended_megatron_dataset_config import (
         BlendedMegatronDatasetConfig,
@@ -238,7 +235,6 @@ def test_a_split_is_cut_as_megatron_cuts_it(documents, split):
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(shares))
         return builder._build_megatron_dataset_splits("data", matrix, [1, 1, 1])
 
-    for shares in (split, split_check.split_with_documents(split, documents)):
-        ours = [place and list(range(*place)) for place in split_check.split_documents(shares, documents)]
-        assert ours == [part and part.indices for part in parts(shares)]
-    assert all(place is None or place[0] < place[1] for place in split_check.split_documents(shares, documents))
+    recommended = split_for(documents)
+    assert all(parts(recommended or MEGATRONS_SPLIT)) or recommended == "1,0,0"
+    assert recommended is None or not all(part and part.indices for part in parts(MEGATRONS_SPLIT))

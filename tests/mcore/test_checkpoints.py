@@ -212,7 +212,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ),
         (
             {"load": good},
-            "was written with --use-distributed-optimizer, and Megatron cannot read it without that option: add the",
+            "was written with --use-distributed-optimizer, and Megatron cannot read it without that option: add --use",
         ),
         ({"load": good, "no_load_optim": True}, None),
         ({"load": good, "optimizer": "sgd"}, "--optimizer sgd cannot resume from"),

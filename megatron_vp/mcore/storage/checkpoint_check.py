@@ -54,9 +54,16 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"the checkpoint {folder} does not exist; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
-        if any(folder.glob("mp_rank_*")):
-            return _check_ranks_own_files(args, folder)
-        raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
+        if not any(folder.glob("mp_rank_*")):
+            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
+        # Megatron's older format has one file per rank, so ranks must hold the same layers as in plain Megatron.
+        if args.vocab_parallel or run_settings(args).places_chunks:
+            raise UserError(
+                f"{folder} is in Megatron's older torch format, which this run cannot load: convert it in a run that "
+                "has the checkpoint's parallel sizes but neither --vocab-parallel nor --pipeline-schedule "
+                "(--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
+            )
+        return
     damage = _damage(folder)
     if damage is not None:
         raise UserError(f"{damage}; {_others(folder)}")
@@ -64,10 +71,22 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
     written_by = common.get("args")
     if written_by is None:
         return
-    _check_tying(args, written_by, folder)
-    if not (args.no_load_rng or finetunes or folder.name == "release"):
-        _check_random_state(written_by, folder)
-    if not (args.no_load_optim or finetunes or args.skip_train or folder.name == "release"):
+    untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
+    if untied and not args.untie_embeddings_and_output_weights:  # Megatron would silently ignore the output layer.
+        raise UserError(
+            f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
+            "--untie-embeddings-and-output-weights"
+        )
+    if finetunes or folder.name == "release":
+        return
+    # Megatron cannot load a checkpoint without its random states, but would still exit with status 0.
+    stateless = getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False)
+    if stateless and not args.no_load_rng:
+        raise UserError(
+            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
+            "Megatron can load: add --no-load-rng"
+        )
+    if not (args.no_load_optim or args.skip_train):
         check_optimizer(args, written_by, common, folder)
 
 
@@ -169,16 +188,6 @@ def _number(folder: Path) -> int:
     return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
 
 
-def _check_ranks_own_files(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse Megatron's older format (one file per rank) unless ranks hold the same layers as in plain Megatron."""
-    if args.vocab_parallel or run_settings(args).places_chunks:
-        raise UserError(
-            f"{folder} is in Megatron's older torch format, which this run cannot load: convert it in a run that has "
-            f"the checkpoint's parallel sizes but neither --vocab-parallel nor --pipeline-schedule (--ckpt-format "
-            f"torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
-        )
-
-
 def _damage(folder: Path) -> str | None:
     """Describe the first fault in a checkpoint's files; return None if the metadata is readable and no file is missing
     or shorter than the metadata states.
@@ -214,27 +223,6 @@ def _common_state(folder: Path) -> dict[str, Any]:
             return load_common_state_dict(str(folder))
         except Exception as error:
             raise UserError(f"the checkpoint {folder} is corrupt ({_brief(error)}); {_others(folder)}") from error
-
-
-def _check_tying(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse to load an untied output layer into a tied model, because Megatron would silently ignore the layer."""
-    untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
-    if untied and not args.untie_embeddings_and_output_weights:
-        raise UserError(
-            f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
-            f"--untie-embeddings-and-output-weights"
-        )
-
-
-def _check_random_state(written_by: argparse.Namespace, folder: Path) -> None:
-    """Refuse a checkpoint without Megatron's random states. Megatron cannot load such a checkpoint, but would still
-    exit with status 0.
-    """
-    if getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False):
-        raise UserError(
-            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
-            "Megatron can load: add --no-load-rng"
-        )
 
 
 def _others(folder: Path) -> str:

@@ -24,7 +24,6 @@ from megatron_vp.data.tokenizer import (
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.storage.conversations import check_conversations
-from megatron_vp.mcore.storage.split_check import split_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 Documents = Iterable[tuple[str, str]]
 # Reports progress, given the name of a step and the number of characters read.
 Progress = Callable[[str, int], None]
+
+MEGATRONS_SPLIT = "969,30,1"
+"""Megatron's default split for --data-path."""
 
 # Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
 _BATCH_CHARACTERS = 4_000_000
@@ -56,6 +58,21 @@ class Prepared:
             *("--tokenizer-model", str(self.tokenizer)),
             *(("--split", split) if split else ()),
         ]
+
+
+def split_for(documents: int) -> str | None:
+    """Return a --split that gives training, validation and test a document each, or training all if there are too few;
+    None if Megatron's default split leaves no part empty. Megatron's `BlendedMegatronDatasetBuilder` rounds alike.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(MEGATRONS_SPLIT))
+    if all(round(begin * documents) < round(end * documents) for begin, end in shares):
+        return None
+    return f"{documents - 2},1,1" if documents > 2 else "1,0,0"
 
 
 def prepare(

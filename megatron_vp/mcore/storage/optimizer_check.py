@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
 
 # The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers. The value
@@ -38,11 +39,25 @@ def check_optimizer(
     if args.optimizer == "sgd":
         raise UserError(
             f"--optimizer sgd cannot resume from {folder}, because Megatron cannot load the state of this optimizer: "
-            f"add --no-load-optim to start with a fresh optimizer"
+            "add --no-load-optim to start with a fresh optimizer"
         )
     _check_form(args, written_by, common, folder)
-    _check_decoupled_rates(args, written_by, folder)
-    _check_schedule(args, common, folder)
+    _check_rates(args, written_by, common.get("opt_param_scheduler", {}), folder)
+
+
+def _refuse(folder: Path, fault: str, instead: str) -> NoReturn:
+    raise UserError(
+        f"the optimizer state in {folder} {fault}: {instead}, or add --no-load-optim to start with a fresh optimizer"
+    )
+
+
+def _check_given(folder: Path, option: str, there: bool, here: bool, value: str = "") -> None:
+    """Refuse optimizer state that was written with `option` to a run without it, and the reverse."""
+    if there != here:
+        before, now, instead = (
+            ("with", "without", f"add {option}{value}") if there else ("without", "with", f"leave {option} out")
+        )
+        _refuse(folder, f"was written {before} {option}, and Megatron cannot read it {now} that option", instead)
 
 
 def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
@@ -51,39 +66,27 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
     format.
     """
     if (written := getattr(written_by, "optimizer", args.optimizer)) != args.optimizer:
-        raise UserError(
-            f"the optimizer state in {folder} was written with --optimizer {written}, and --optimizer "
-            f"{args.optimizer} cannot read it: use --optimizer {written}, or add --no-load-optim to start with a fresh "
-            f"optimizer"
-        )
-    distributed = _is_distributed(written_by, _is_distributed(args))
-    if distributed != _is_distributed(args):
-        raise UserError(
-            f"the optimizer state in {folder} was written {'with' if distributed else 'without'} "
-            f"--use-distributed-optimizer, and Megatron cannot read it {'without' if distributed else 'with'} that "
-            f"option: {'add the option' if distributed else 'leave the option out'}, or add --no-load-optim to start "
-            f"with a fresh optimizer"
-        )
+        fault = f"was written with --optimizer {written}, and --optimizer {args.optimizer} cannot read it"
+        _refuse(folder, fault, f"use --optimizer {written}")
+    distributed = _is_distributed(args)
+    _check_given(folder, "--use-distributed-optimizer", _is_distributed(written_by, distributed), distributed)
     there, here = (getattr(each, "expert_model_parallel_size", 1) for each in (written_by, args))
     # Experts that are distributed over ranks have a separate optimizer. In a checkpoint, the state of two optimizers
     # has different keys from the state of one optimizer for all parameters.
     if args.num_experts and (there > 1) != (here > 1):
-        raise UserError(
-            f"the optimizer state in {folder} was written with --expert-model-parallel-size {there}, and Megatron "
-            f"cannot read it with size {here}: use size 1 in both runs or a larger size in both, or add "
-            f"--no-load-optim to start with a fresh optimizer"
-        )
+        fault = f"was written with --expert-model-parallel-size {there}, and Megatron cannot read it with size {here}"
+        _refuse(folder, fault, "use size 1 in both runs or a larger size in both")
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if form != "dp_reshardable":
         return
     written, asked = _layout(written_by), _layout(args)
     for name, there in written.items():
         if there != (here := asked[name]):
-            raise UserError(
-                f"the optimizer state in {folder} is in the distributed optimizer's default format (dp_reshardable), "
-                f"which only a run with the same model split can read, but {name} was {there} in the run that wrote it "
-                f"and is {here} in this run: resume with the old split and save with "
-                "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh optimizer"
+            _refuse(
+                folder,
+                "is in the distributed optimizer's default format (dp_reshardable), which only a run with the same "
+                f"model split can read, but {name} was {there} in the run that wrote it and is {here} in this run",
+                "resume with the old split and save with --dist-ckpt-optim-fully-reshardable",
             )
 
 
@@ -104,41 +107,32 @@ def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
-def _check_decoupled_rates(args: argparse.Namespace, written_by: argparse.Namespace, folder: Path) -> None:
-    """Compare both decoupled learning rates with the checkpoint's: Megatron matches parameter groups by these rates."""
+def _check_rates(
+    args: argparse.Namespace, written_by: argparse.Namespace, written: dict[str, Any], folder: Path
+) -> None:
+    """Compare learning rates with the checkpoint's. Megatron matches parameter groups by both decoupled rates, and
+    requires the same schedule by default.
+    """
+    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     for name in ("decoupled_lr", "decoupled_min_lr"):
-        here, there = getattr(args, name), getattr(written_by, name, None)
-        if here == there:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if name == "decoupled_lr" and None in (here, there):
-            raise UserError(
-                f"the optimizer state in {folder} was written {'without' if there is None else 'with'} {option}, and "
-                f"Megatron cannot read it {'with' if there is None else 'without'} that option: "
-                f"{f'leave {option} out' if there is None else f'add {option} {there}'}, or add --no-load-optim to "
-                f"start with a fresh optimizer"
-            )
-        if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
+        option, here, there = option_of(name), getattr(args, name), getattr(written_by, name, None)
+        if name == "decoupled_lr":
+            _check_given(folder, option, there is not None, here is not None, f" {there}")
+        if here != there and not told:
             raise UserError(
                 f"{option} was {there} in the run that wrote {folder}, but is {here} in this run: add "
                 "--override-opt-param-scheduler to continue with the new learning rate, or "
                 "--use-checkpoint-opt-param-scheduler to continue with the old one"
             )
-
-
-def _check_schedule(args: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Check that the learning rate schedule equals the checkpoint's, which Megatron requires by default."""
-    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run of unknown length.
         return
-    written = common.get("opt_param_scheduler", {})
     for name, here in learning_course(args).items():
         if (there := written.get(name, here)) != here:
             raise UserError(
                 f"the schedule of learning rate and weight decay differs from the schedule in {folder}: {name} was "
                 f"{there} and is now {here} (steps are counted in samples); add --override-opt-param-scheduler to "
-                f"continue with the new values, for example after a change of --train-iters or the batch size, or "
-                f"--use-checkpoint-opt-param-scheduler to continue with the old values"
+                "continue with the new values, for example after a change of --train-iters or the batch size, or "
+                "--use-checkpoint-opt-param-scheduler to continue with the old values"
             )
 
 
