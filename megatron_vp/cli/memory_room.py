@@ -33,7 +33,8 @@ def memory_room(
     if not found.is_tight(limit):
         return [line]
     ways = ["a run in the table above that needs less memory"] if searched else []
-    roomy = next((each for each in others if not each.is_tight(limit) and _offered(each)), None)
+    offered = (each for each in others if not each.is_tight(limit) and each.candidate.method != "interlaced")
+    roomy = next(offered, None)
     if roomy is not None:
         plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
         ways.append(
@@ -42,17 +43,11 @@ def memory_room(
         )
     if job.recompute.value == "none":
         ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
-    if job.distributed_optimizer:
-        ways.append("more nodes (--nodes), so that each rank holds less optimizer state")
-    else:
-        ways.append("more nodes (--nodes) with --use-distributed-optimizer")
+    less = ", so that each rank holds less optimizer state"
+    ways.append(f"more nodes (--nodes){less if job.distributed_optimizer else ' with --use-distributed-optimizer'}")
     if not searched:
         ways.append("different parallel sizes (megatron-vp plan --search)")
     return [
         f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",
     ]
-
-
-def _offered(each: Evaluation) -> bool:
-    return each.candidate.method != "interlaced"

@@ -10,7 +10,7 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.plan_check import Checked, choose_checked, megatrons_check
+from megatron_vp.cli.plan_check import choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
     GIB,
@@ -25,8 +25,8 @@ from megatron_vp.cli.planning import (
     how_to_run,
     read_cluster,
     read_request,
-    rendered,
     seconds,
+    table,
     what_to_set,
 )
 from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
@@ -101,29 +101,25 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
-    from megatron_vp.cost.planning.offloading import frontier
+    from megatron_vp.cost.planning.front import frontier
     from megatron_vp.cost.planning.planner import plan as make_plan
     from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.cost.sizes.shapes import Recompute
 
     output_format = format_for(asked_format, output, Format)
+    asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
     if search:
         if write_schedule is not None:
             raise UserError(
                 "--write-schedule cannot be combined with --search: search first, then plan the job that was found"
             )
-        asked = read_cluster(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-        search_job(*asked, keep or (), search_budget, offload, output_format, output)
+        search_job(*read_cluster(*asked), keep or (), search_budget, offload, output_format, output)
         return
-    if keep:
-        raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
-    if search_budget is not None:
-        raise UserError(
-            f"--search-budget {search_budget} has no effect without --search: add --search, or leave out "
-            "--search-budget"
-        )
+    for option, value in (("--keep", keep and keep[0]), ("--search-budget", search_budget)):
+        if value:
+            raise UserError(f"{option} {value} has no effect without --search: add --search, or leave out {option}")
     check_destination(False, write_schedule)
-    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
+    request = read_request(*asked)
     if offload and request.job.recompute is Recompute.FULL:
         raise UserError(
             "--offload cannot be combined with --recompute-granularity full, which leaves almost no activations to "
@@ -141,10 +137,10 @@ def plan(
                 limit=request.limit,
                 offload=offload,
             )
-        checked = choose_checked(request, evaluations, check)
+        choice, refused, note = choose_checked(request, evaluations, check)
     next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
-    chosen = checked.choice.chosen
-    infeasible = [*infeasible, *checked.refused]
+    chosen, best = choice.chosen, frontier(evaluations) if offload else []
+    infeasible = [*infeasible, *refused]
     if write_schedule is not None:
         from megatron_vp.cost.prediction.predict import make_simulator
         from megatron_vp.schedule import to_json
@@ -153,12 +149,12 @@ def plan(
         write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            less = _frontier_table(frontier(evaluations)) if offload else ""
-            content: str | bytes = _table(request, evaluations, infeasible, checked, next_start, less)
+            notes = [line for line in (note, next_start) if line]
+            content: str | bytes = _table(request, evaluations, infeasible, choice, best, notes)
         case Format.JSON:
-            document = _document(request, evaluations, infeasible, checked)
+            document = _document(request, evaluations, infeasible, choice, note)
             if offload:
-                document |= {"frontier": [evaluations.index(each) for each in frontier(evaluations)]}
+                document |= {"frontier": [*map(evaluations.index, best)]}
             content = json.dumps(document, indent=1) + "\n"
         case Format.PNG:
             from megatron_vp.cost.planning.charts import plan_chart
@@ -171,25 +167,26 @@ def _table(
     request: Request,
     evaluations: list[Evaluation],
     infeasible: list[Infeasible],
-    checked: Checked,
-    next_start: str | None,
-    less_memory: str,
+    choice: Choice,
+    best: list[Evaluation],
+    notes: list[str],
 ) -> str:
-    from rich.table import Table
-
     from megatron_vp.cost.sizes.job_plan import settings_of
 
-    chosen = checked.choice.chosen
-    table = Table()
-    table.add_column("schedule", no_wrap=True)
-    table.add_column("vocabulary", no_wrap=True)
-    table.add_column("shards", no_wrap=True)
-    for heading in ("s / iteration", "tokens / s", "MFU %", "bubble %", "GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    for each in sorted(evaluations, key=lambda one: (not one.fits(request.limit), one.iteration_seconds)):
-        table.add_row(
+    limit = request.limit
+    headings = [
+        "<schedule",
+        "<vocabulary",
+        "<shards",
+        "s / iteration",
+        "tokens / s",
+        "MFU %",
+        "bubble %",
+        "GiB",
+        "<fits",
+    ]
+    rows = [
+        (
             each.candidate.plan.label,
             each.candidate.method,
             _shards(each.candidate.plan),
@@ -198,41 +195,31 @@ def _table(
             f"{100 * each.mfu:.1f}",
             f"{100 * each.bubble_fraction:.1f}",
             f"{each.peak_memory / GIB:.1f}",
-            "yes" if each.fits(request.limit) else "no",
-            each.bound_by(request.limit),
-            style="bold" if each is chosen else None,
+            "yes" if each.fits(limit) else "no",
+            each.bound_by(limit),
         )
-    lines = [
-        request.title,
-        request.job.layers.line,
-        request.shards,
-        rendered(table) + less_memory + "\n".join(request.notes),
+        for each in sorted(evaluations, key=lambda one: (not one.fits(limit), one.iteration_seconds))
     ]
+    tables = table([*headings, "<bound by"], rows) + (_frontier_table(best) if best else "")
+    lines = [request.title, request.job.layers.line, request.shards, tables + "\n".join(request.notes)]
     lines += [
         f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
     ]
-    lines += _comparison(checked.choice, request.tie, request.limit)
-    lines += memory_room(request, chosen, evaluations)
-    lines += [line for line in (checked.note, next_start) if line]
-    settings = settings_of(request.config, chosen.candidate.plan, request.job)
-    lines += how_to_run(settings, request, None if chosen.candidate.without_split else checked.choice.gain)
-    return "\n".join(lines)
+    lines += _comparison(choice, request.tie, limit)
+    lines += memory_room(request, choice.chosen, evaluations)
+    lines += notes
+    settings = settings_of(request.config, choice.chosen.candidate.plan, request.job)
+    return "\n".join([*lines, *how_to_run(settings, request, choice)])
 
 
 def _frontier_table(best: list[Evaluation]) -> str:
-    """Format a table of the frontier: the runs that no other run beats in both time and memory."""
-    from rich.table import Table
-
-    table = Table(title="runs that no other run beats in both memory and time, fastest first", title_justify="left")
-    for heading in ("GiB", "s / iteration", "host GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("schedule", "vocabulary"):
-        table.add_column(heading, no_wrap=True)
+    rows = []
     for each in best:
         host = max((copies.host for copies in each.copies), default=0.0)
         figures = f"{each.peak_memory / GIB:.1f}", seconds(each.iteration_seconds), f"{host / GIB:.1f}" if host else ""
-        table.add_row(*figures, each.candidate.plan.label, each.candidate.method)
-    return rendered(table)
+        rows.append((*figures, each.candidate.plan.label, each.candidate.method))
+    title = "runs that no other run beats in both memory and time, fastest first"
+    return table(["GiB", "s / iteration", "host GiB", "<schedule", "<vocabulary"], rows, title)
 
 
 def _shards(plan: Plan) -> str:
@@ -242,27 +229,28 @@ def _shards(plan: Plan) -> str:
 def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
     """Lines that compare the recommended run with others, and state which runs tie for fastest."""
     chosen = choice.chosen
-    lines = gains(chosen, choice.without_split, choice.in_megatron)
+    lines = gains(choice)
     if len(choice.tied) > 1:
         fastest = choice.tied[0]
         avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
         ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
-        said = "is also the fastest" if chosen is fastest else f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
+        said = (
+            f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
+            if chosen is not fastest
+            else "it is also the fastest"
+        )
         lines.append(
             f"a tie: the iteration times of {len(choice.tied)} runs differ by at most {tie.text}; "
             f"{chosen.candidate.name} is the simplest"
-            + (" that leaves memory free; " if avoided else "; ")
-            + (said if chosen is not fastest else f"it {said}")
+            f"{' that leaves memory free' if avoided else ''}; {said}"
         )
     return lines
 
 
 def _document(
-    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], checked: Checked
+    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], choice: Choice, note: str | None
 ) -> dict[str, object]:
     from megatron_vp.cost.sizes.job_plan import settings_of
-
-    choice = checked.choice
 
     def entry(each: Evaluation) -> dict[str, object]:
         settings = settings_of(request.config, each.candidate.plan, request.job)
@@ -271,12 +259,12 @@ def _document(
     return request.document() | {
         "best": evaluations.index(choice.chosen),
         "tie_band": request.tie.share,
-        "tied": [evaluations.index(each) for each in choice.tied],
-        "without_split": None if choice.without_split is None else evaluations.index(choice.without_split),
+        "tied": [*map(evaluations.index, choice.tied)],
+        "without_split": choice.without_split and evaluations.index(choice.without_split),
         "gain": choice.gain,
-        "in_megatron": None if choice.in_megatron is None else evaluations.index(choice.in_megatron),
+        "in_megatron": choice.in_megatron and evaluations.index(choice.in_megatron),
         "gain_over_megatron": choice.gain_over_megatron,
-        "check": checked.note,
+        "check": note,
         "plans": [entry(each) for each in evaluations],
         "impossible": [
             {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}

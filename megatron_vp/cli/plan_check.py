@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +25,6 @@ UNCHECKED = (
     "this plan was not checked, because Megatron is not installed; run megatron-vp check where Megatron is installed"
 )
 """Note for a plan that was not checked with Megatron's argument validation, because Megatron is not installed."""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """The result of `choose_checked`: a choice, the plans left out because training refuses them, and a note for the
-    user.
-    """
-
-    choice: Choice
-    refused: list[Infeasible]
-    note: str | None
 
 
 Ask = Callable[[list[str], int], str | None]
@@ -71,18 +59,22 @@ def _load_megatron() -> None:
     load_megatron()
 
 
-def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask = refusal_here) -> Checked:
-    """Choose a plan as `planner.choose` does, but leave out plans that training refuses.
+def choose_checked(
+    request: Request, evaluations: Sequence[Evaluation], ask: Ask
+) -> tuple[Choice, list[Infeasible], str | None]:
+    """Choose a plan as `planner.choose` does, but leave out plans that training refuses. Return the choice, the plans
+    left out, and a note for the user.
 
     If training refuses a plan for a reason that also applies to the simplest of all plans, the cause is the job itself.
     Such a plan is kept, and the result's note gives the reason. Raises UserError if `planner.choose` does.
     """
-    from megatron_vp.cost.planning.planner import Infeasible, choose
+    from megatron_vp.cost.planning.planner import Infeasible, choose, simplicity
 
     left, band = list(evaluations), request.tie.share
     refused: list[Infeasible] = []
     if not can_check():
-        return Checked(choose(left, request.limit, band), [], UNCHECKED)
+        return choose(left, request.limit, band), [], UNCHECKED
+    plainest = min(evaluations, key=simplicity).candidate.plan
     check = cache(lambda plan: refusal(request, plan, ask))
     while True:
         choice = choose(left, request.limit, band)
@@ -91,20 +83,14 @@ def choose_checked(request: Request, evaluations: Sequence[Evaluation], ask: Ask
             reason = check(each.candidate.plan)
             if reason is None:
                 continue
-            if reason == check(_plainest(evaluations).candidate.plan):
+            if reason == check(plainest):
                 note = f"training would refuse this job under every schedule: {reason}"
                 continue
             refused.append(Infeasible(each.candidate, reason))
             left.remove(each)
             break
         else:
-            return Checked(choice, refused, note)
-
-
-def _plainest(evaluations: Sequence[Evaluation]) -> Evaluation:
-    from megatron_vp.cost.planning.planner import simplicity
-
-    return min(evaluations, key=simplicity)
+            return choice, refused, note
 
 
 def can_check() -> bool:
@@ -114,7 +100,7 @@ def can_check() -> bool:
     )
 
 
-def refusal(request: Request, plan: Plan, ask: Ask = refusal_here) -> str | None:
+def refusal(request: Request, plan: Plan, ask: Ask) -> str | None:
     """Return why training would refuse the job with this plan, or None if training would start."""
     from megatron_vp.cost.sizes.job_plan import settings_of
 
@@ -130,10 +116,8 @@ def _words(values: dict[str, Any]) -> list[str]:
         if name not in known or value is None:
             continue
         if known[name].nargs == 0:
-            if value:
-                words.append(option_of(name))
-            elif f"no_{name}" in known:
-                words.append(option_of(f"no_{name}"))
+            negative = f"no_{name}"
+            words += [option] if value else [option_of(negative)] if negative in known else []
         elif isinstance(value, list):
             words += [option, *map(str, value)]
         elif known[name].nargs is not None:

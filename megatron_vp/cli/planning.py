@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,10 +19,9 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megatron_vp.cost.hardware.gpus import Hardware
     from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.planner import Choice
     from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
@@ -108,26 +107,15 @@ class Request:
             return rows
         return f"{rows}; layers by stage: {','.join(map(str, plan.layers))}"
 
-    def segments_of(self, plan: Plan) -> list[str]:
-        """A line with the segments into which the plan cuts a hybrid model's layer pattern; no line for a GPT model."""
-        from megatron_vp.cost.sizes.job_plan import bars_of
-
-        text = bars_of(self.config, plan, self.job)
-        return [] if text is None else [f"segments by stage: {text}"]
-
     @property
     def notes(self) -> list[str]:
         """Lines that state what the predictions leave out, what they assume, and how accurate they are."""
-        lines = []
-        if self.uncounted:
-            lines.append(
-                f"options that change time or memory but are not counted in the prediction: {', '.join(self.uncounted)}"
-            )
-        if self.assumed:
-            lines.append(f"assumptions about what the job does not specify: {'; '.join(self.assumed)}")
-        if self.unused:
-            lines.append(f"options on which the prediction does not depend: {', '.join(self.unused)}")
-        return [*lines, self.caveat]
+        said = (
+            ("options that change time or memory but are not counted in the prediction", ", ", self.uncounted),
+            ("assumptions about what the job does not specify", "; ", self.assumed),
+            ("options on which the prediction does not depend", ", ", self.unused),
+        )
+        return [f"{what}: {mark.join(found)}" for what, mark, found in said if found] + [self.caveat]
 
     @property
     def uncounted(self) -> list[str]:
@@ -141,11 +129,9 @@ class Request:
         """Assumptions about settings that affect time but that the job does not specify."""
         from megatron_vp.cost.times.assumptions import assumed
 
-        growing = "the last batch size of --step-batch-size-schedule"
-        return [
-            *assumed(self.job, self.hardware),
-            *([growing] if self.config.values.get("step_batch_size_schedule") is not None else []),
-        ]
+        grows = self.config.values.get("step_batch_size_schedule") is not None
+        growing = ["the last batch size of --step-batch-size-schedule"] if grows else []
+        return [*assumed(self.job, self.hardware), *growing]
 
     @property
     def unused(self) -> list[str]:
@@ -172,56 +158,38 @@ class Request:
     @property
     def caveat(self) -> str:
         """One paragraph that states how accurate the prediction is and why."""
-        from megatron_vp.cost.hardware.constants import ERROR_BAND
-
-        time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
-        return (
-            f"Predicted, not measured. {self._vocabulary_passes} On A100 setups to which the cost model was not "
-            f"fitted, its error was at most {time} in time and {memory} in memory; these limits do not apply to other "
-            f"hardware (docs/evidence/predictions.md). {self._evidence}"
-        )
-
-    @property
-    def _evidence(self) -> str:
-        """A sentence on the prediction errors for published runs of this kind of job."""
-        from megatron_vp.cost.hardware.constants import compared
+        from megatron_vp.cost.hardware.constants import ERROR_BAND, compared
 
         job, found = self.job, None
         if not job.model.is_hybrid:
             found = compared(self.hardware.name, fp8=job.fp8 is not None, experts=job.model.experts > 0)
-        if found is None:
-            return "No published run of this kind has been compared with a prediction."
-        return (
-            f"For {found.runs} published runs of this kind ({found.kind}, without vocabulary parallelism), the mean "
-            f"error of predicted tokens/s is {found.mean} % and the largest {found.worst} %; some constants were "
-            "fitted to these runs."
-        )
-
-    @property
-    def _vocabulary_passes(self) -> str:
-        if self.hardware.rates is None:
-            return (
-                "The times of the vocabulary passes S and T assume the paper's eager code, because there is no "
-                f"estimate of how fast this project's kernels run on {self.hardware.name}."
+        evidence = "No published run of this kind has been compared with a prediction."
+        if found is not None:
+            evidence = (
+                f"For {found.runs} published runs of this kind ({found.kind}, without vocabulary parallelism), the "
+                f"mean error of predicted tokens/s is {found.mean} % and the largest {found.worst} %; some constants "
+                "were fitted to these runs."
             )
+        passes = "are estimated from the bytes and operations of this project's kernels"
+        if self.hardware.rates is None:
+            passes = (
+                "assume the paper's eager code, because there is no estimate of how fast this project's kernels run on "
+                f"{self.hardware.name}"
+            )
+        time, memory = (f"{100 * ERROR_BAND[name]:.0f} %" for name in ("time", "memory"))
         return (
-            "The times of the vocabulary passes S and T are estimated from the bytes and operations of this project's "
-            "kernels."
+            f"Predicted, not measured. The times of the vocabulary passes S and T {passes}. On A100 setups to which "
+            f"the cost model was not fitted, its error was at most {time} in time and {memory} in memory; these limits "
+            f"do not apply to other hardware (docs/evidence/predictions.md). {evidence}"
         )
 
     def document(self) -> dict[str, Any]:
         """The request as part of a JSON document."""
         job = self.job
+        sizes = ["gpus", "pipeline", "tensor", "context", "data", "microbatches", "shard_rows", "shard_imbalance"]
         return {
             "hardware": self.hardware.name,
-            "gpus": job.gpus,
-            "pipeline": job.pipeline,
-            "tensor": job.tensor,
-            "context": job.context,
-            "data": job.data,
-            "microbatches": job.microbatches,
-            "shard_rows": job.shard_rows,
-            "shard_imbalance": job.shard_imbalance,
+            **{name: getattr(job, name) for name in sizes},
             "fp8_recipe": job.fp8,
             "layers": job.layers,
             "limit_bytes": self.limit,
@@ -245,7 +213,7 @@ def read_request(
     from megatron_vp.cost.sizes.fp8 import refuse_fp8
     from megatron_vp.cost.sizes.job_sizes import job_of
 
-    config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
+    config, machine, gpus, limit = read_cluster(paths, flags, hardware, nodes, memory, commands_own)
     job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
     refuse_fp8(job, machine)
     return Request(config, job, machine, limit)
@@ -258,22 +226,8 @@ def read_cluster(
     nodes: int | None,
     memory: float | None,
     commands_own: Sequence[str] = (),
-) -> tuple[JobConfig, Hardware, int, float]:
-    """Read the input of a search: job, hardware, number of GPUs, and bytes of memory per GPU. Raises UserError."""
-    config, machine, gpus, limit = _read(paths, flags, hardware, nodes, memory, commands_own)
-    if gpus is None:
-        raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")
-    return config, machine, gpus, limit
-
-
-def _read(
-    paths: Sequence[Path],
-    flags: Sequence[str],
-    hardware: str,
-    nodes: int | None,
-    memory: float | None,
-    commands_own: Sequence[str],
 ) -> tuple[JobConfig, Hardware, int | None, float]:
+    """Read a job, its hardware, the number of GPUs if `nodes` gives it, and bytes of memory per GPU."""
     from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.jobs.job_config import read_sizes
 
@@ -281,13 +235,13 @@ def _read(
     config = read_sizes(paths, flags, commands_own)
     if memory is not None:
         _refuse_memory(memory, machine)
-    if nodes is not None and nodes * machine.gpus_per_node > MOST_GPUS:
+    each, gpus = machine.gpus_per_node, None if nodes is None else nodes * machine.gpus_per_node
+    if gpus is not None and gpus > MOST_GPUS:
         raise UserError(
-            f"--nodes {nodes} is too large: no cluster has {nodes * machine.gpus_per_node:,} GPUs; give at most "
-            f"{MOST_GPUS // machine.gpus_per_node} nodes of {machine.gpus_per_node} GPUs"
+            f"--nodes {nodes} is too large: no cluster has {gpus:,} GPUs; give at most {MOST_GPUS // each} nodes of "
+            f"{each} GPUs"
         )
-    limit = machine.memory if memory is None else memory * GIB
-    return config, machine, None if nodes is None else nodes * machine.gpus_per_node, limit
+    return config, machine, gpus, machine.memory if memory is None else memory * GIB
 
 
 def _refuse_memory(memory: float, machine: Hardware) -> None:
@@ -303,27 +257,20 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
     raise UserError(f"--memory must be {LEAST_MEMORY} to {most} GiB per rank; got {memory:.15g}{meant}")
 
 
-def gains(
-    chosen: Evaluation,
-    without_split: Evaluation | None,
-    in_megatron: Evaluation | None,
-    name: Callable[[Evaluation], str] = lambda each: each.candidate.name,
-) -> list[str]:
+def gains(choice: Choice, name: Callable[[Evaluation], str] = lambda each: each.candidate.name) -> list[str]:
     """Lines that state the gain over the best run without vocabulary parallelism, and over Megatron's own best run."""
     from megatron_vp.cost.planning.planner import gain_over
 
     def gain(other: Evaluation, what: str) -> str:
-        return f"{gain_over(other, chosen):.2f} times as fast as the best run {what} ({name(other)})"
+        return f"{gain_over(other, choice.chosen):.2f} times as fast as the best run {what} ({name(other)})"
 
+    chosen, without_split, in_megatron = choice.chosen.candidate, choice.without_split, choice.in_megatron
     if without_split is None:
         return ["no run without vocabulary parallelism fits in memory"]
-    if chosen.candidate.in_megatron:
+    if chosen.in_megatron:
         return []
-    lines = (
-        []
-        if chosen.candidate.without_split
-        else [gain(without_split, "that fits in memory and does not use vocabulary parallelism")]
-    )
+    split = "that fits in memory and does not use vocabulary parallelism"
+    lines = [] if chosen.without_split else [gain(without_split, split)]
     if in_megatron is None:
         return [*lines, "Megatron itself supports none of the runs that fit in memory"]
     if lines and in_megatron is without_split:
@@ -339,13 +286,11 @@ def what_to_set(settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, "flags": flags_of(settings), "unset": unset, "overlay": yaml_of(settings)}
 
 
-def how_to_run(settings: dict[str, Any], request: Request, gain: float | None) -> list[str]:
-    """Lines that show how to configure a run: the flags to add, and an overlay file with the same settings.
-
-    gain: speed-up over the best run without vocabulary parallelism, if there is one.
-    """
+def how_to_run(settings: dict[str, Any], request: Request, choice: Choice) -> list[str]:
+    """Lines that show how to configure the chosen run: the flags to add, and an overlay file with the same settings."""
     unset = [name for name, value in settings.items() if value is None or value is False]
-    use = "use: " if gain is None or gain >= 1 else "no gain in time; to run with this memory, use: "
+    slower = not choice.chosen.candidate.without_split and choice.gain is not None and choice.gain < 1
+    use = "no gain in time; to run with this memory, use: " if slower else "use: "
     lines = ["", use + (flags_of(settings) or "the configuration without changes")]
     if unset:
         lines.append(f"and unset {', '.join(unset)} with a configuration file, such as the one below")
@@ -362,10 +307,19 @@ def seconds(value: float) -> str:
     return f"{value:.{max(0, digits)}f}"
 
 
-def rendered(table: Table) -> str:
-    """Format a table of the `rich` library as text that is at most 160 characters wide."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> str:
+    """Format a table as text that is at most 160 characters wide. Columns are aligned right, or left if their headings
+    start with `<`.
+    """
     from rich.console import Console
+    from rich.table import Table
 
+    made = Table(title=title, title_justify="left")
+    for heading in headings:
+        left = heading.startswith("<")
+        made.add_column(heading[left:], justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
     console = Console(width=160, file=io.StringIO(), force_terminal=False)
-    console.print(table)
+    console.print(made)
     return console.file.getvalue()

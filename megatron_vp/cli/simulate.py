@@ -21,8 +21,8 @@ from megatron_vp.cli.planning import (
     OutputOption,
     Request,
     read_request,
-    rendered,
     seconds,
+    table,
 )
 from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
@@ -30,10 +30,9 @@ from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from megatron_vp.cost.memory.outside import OutsideMemory
+    from megatron_vp.cost.memory.rank_memory import RankMemory
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.prediction.copies import RankCopies
     from megatron_vp.cost.sizes.shapes import Job, Plan
 
 MOST_FORWARDS = 131_072
@@ -82,14 +81,12 @@ def simulate(
     plan = plan_of(request.config)
     plan = own = with_chosen_offload(request.config, plan, request.job, request.hardware, request.limit)
     _refuse_endless(request.job, plan)
-    measured = None
     if trace is None:
         plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=request.limit)
     else:
         plan = with_partition(plan, read_traces(trace)[0].partition)
     plan = with_given_limit(request.config, plan, request.job, request.hardware)
-    if trace is not None:
-        measured = traced_costs(trace, request.job, plan)
+    measured = None if trace is None else traced_costs(trace, request.job, plan)
     with gc_paused():
         simulator = make_simulator(request.job, plan, request.hardware)
         if measured is not None and plan.offload_chunks:
@@ -102,11 +99,10 @@ def simulate(
         found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
         match output_format:
             case Format.TABLE:
-                content: str | bytes = _table(
-                    request, found, gain_of_next_start(request.config, own, request.job, request.hardware)
-                )
+                next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
+                content: str | bytes = _table(request, found, next_start)
             case Format.JSON:
-                content = json.dumps(_document(request, found), indent=1) + "\n"
+                content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
             case Format.PNG:
                 from megatron_vp.cost.planning.charts import rank_chart
 
@@ -126,20 +122,27 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
 
 
 def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
-    from rich.table import Table
-
-    parts = list(found.memory[0].parts())
-    table = Table(title="memory in GiB by kind of data", title_justify="left")
-    for heading in ("rank", "busy s", "idle %", "GiB", *parts):
-        table.add_column(heading, justify="right", no_wrap=True)
-    makespan = found.iteration_seconds - found.loss.step
-    for rank, (busy, memory) in enumerate(zip(found.busy, found.memory, strict=True)):
-        held = [f"{memory.parts()[part] / GIB:.1f}" for part in parts]
-        table.add_row(
-            str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}", f"{memory.total / GIB:.1f}", *held
-        )
+    from megatron_vp.cost.sizes.job_plan import bars_of
     from megatron_vp.schedule import VocabMethod
 
+    makespan = found.iteration_seconds - found.loss.step
+    memory = table(
+        ["rank", "busy s", "idle %", "GiB", *found.memory[0].parts()],
+        (
+            [str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}", *_sizes(held, 1)]
+            for rank, (busy, held) in enumerate(zip(found.busy, found.memory, strict=True))
+        ),
+        "memory in GiB by kind of data",
+    )
+    outside = table(
+        ["rank", "communicators", "outside", *found.memory[0].outside.parts()],
+        (
+            [str(rank), str(held.outside.communicators), *_sizes(held.outside, 2)]
+            for rank, held in enumerate(found.memory)
+        ),
+        "number of communicators that this project adds, and estimated memory in GiB outside PyTorch's allocator",
+    )
+    bars = bars_of(request.config, found.candidate.plan, request.job)
     plan, loss = found.candidate.plan, found.loss
     fits = "fits" if found.fits(request.limit) else "does not fit"
     return "\n".join(
@@ -147,7 +150,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.title,
             f"schedule {plan.schedule}{f' ({plan.shape})' if plan.shape else ''}, vocabulary {found.candidate.method}"
             + (f"; {request.shards_of(plan)}" if plan.vocab is not VocabMethod.NONE else ""),
-            *request.segments_of(plan),
+            *([] if bars is None else [f"segments by stage: {bars}"]),
             *([next_start] if next_start else []),
             request.job.layers.line,
             "",
@@ -163,43 +166,35 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             f"bound by {found.bound_by(request.limit)}",
             *memory_room(request, found),
             "",
-            rendered(table) + rendered(_outside(found)) + _copies(request, found) + "\n".join(request.notes),
+            memory + outside + _copies(request, found) + "\n".join(request.notes),
             "",
         ]
     )
 
 
-def _outside(found: Evaluation) -> Table:
-    from rich.table import Table
-
-    parts = list(found.memory[0].outside.parts())
-    title = "number of communicators that this project adds, and estimated memory in GiB outside PyTorch's allocator"
-    table = Table(title=title, title_justify="left")
-    for heading in ("rank", "communicators", "outside", *parts):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rank, memory in enumerate(found.memory):
-        outside = memory.outside
-        held = [f"{outside.parts()[part] / GIB:.2f}" for part in parts]
-        table.add_row(str(rank), str(outside.communicators), f"{outside.total / GIB:.2f}", *held)
-    return table
+def _sizes(memory: RankMemory | OutsideMemory, digits: int) -> list[str]:
+    """The total and the parts of `memory` in GiB."""
+    return [f"{size / GIB:.{digits}f}" for size in (memory.total, *memory.parts().values())]
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    from rich.table import Table
-
     from megatron_vp.cost.prediction.copies import fullest_node, host_room
     from megatron_vp.cost.prediction.predict import has_one_queue
 
     if not found.copies:
         return ""
-    title = "activations in host memory (predicted; never measured on a GPU)"
-    table = Table(title=title, title_justify="left")
-    for heading in ("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *_WAITS):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rank, each in enumerate(found.copies):
-        chunks = ",".join(map(str, each.chunks)) or "-"
-        sizes = f"{each.host / GIB:.2f}", f"{each.bytes / GIB:.3f}", f"{100 * each.load:.0f}"
-        table.add_row(str(rank), chunks, *sizes, *(f"{wait:.3g}" for wait in _waits(each)))
+    waits = "copy-out wait s", "copy-back wait s", "queue wait s"
+    rows = [
+        [
+            str(rank),
+            ",".join(map(str, each.chunks)) or "-",
+            f"{each.host / GIB:.2f}",
+            f"{each.bytes / GIB:.3f}",
+            f"{100 * each.load:.0f}",
+            *(f"{wait:.3g}" for wait in (each.wait_out, each.wait_back, each.wait_in_queue)),
+        ]
+        for rank, each in enumerate(found.copies)
+    ]
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
     lines = [
         f"host memory for offloaded activations on the fullest node: {taken / GIB:.0f} of "
@@ -221,15 +216,9 @@ def _copies(request: Request, found: Evaluation) -> str:
             f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
             "queued after it (queue wait s)"
         )
-    return rendered(table) + "\n".join(lines) + "\n"
-
-
-_WAITS = ("copy-out wait s", "copy-back wait s", "queue wait s")
-
-
-def _waits(copies: RankCopies) -> tuple[float, float, float]:
-    return copies.wait_out, copies.wait_back, copies.wait_in_queue
-
-
-def _document(request: Request, found: Evaluation) -> dict[str, object]:
-    return request.document() | {"plan": found.document(request.limit)}
+    shown = table(
+        ["rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *waits],
+        rows,
+        "activations in host memory (predicted; never measured on a GPU)",
+    )
+    return shown + "\n".join(lines) + "\n"

@@ -10,11 +10,11 @@ from megatron_vp.cost.planning import offloading, planner
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
+from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.planning.offloading import (
     WITH_OFFLOAD,
     bases_of,
     copy_load,
-    frontier,
     offloaded_evaluations,
     with_chosen_offload,
 )

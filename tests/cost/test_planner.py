@@ -13,7 +13,7 @@ from megatron_vp.cost.planning import evaluation
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, method_of
 from megatron_vp.cost.planning.evaluation import Loss, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluation, fitted_evaluations, flexible_candidates
-from megatron_vp.cost.planning.planner import choose, plan
+from megatron_vp.cost.planning.planner import Choice, choose, plan
 from megatron_vp.cost.prediction import samples
 from megatron_vp.cost.prediction.limit import with_limit
 from megatron_vp.cost.sizes.job_plan import settings_of
@@ -271,7 +271,7 @@ def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
 def test_the_gains_are_said(chosen, without_split, in_megatron, lines):
     other = without_split and _made(*without_split, 1.5)
     own = other if in_megatron == "the same" else in_megatron and _made(*in_megatron, 2.0)
-    assert gains(_made(*chosen, 1.0), other, own) == lines
+    assert gains(Choice(_made(*chosen, 1.0), (), other, own)) == lines
 
 
 def test_interlaced_is_never_chosen():

@@ -25,9 +25,9 @@ from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.planning import charts, planner, search
 from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluation, flexible_candidates
-from megatron_vp.cost.planning.front import SLOWEST, Front
+from megatron_vp.cost.planning.front import SLOWEST, Front, time_and_memory
 from megatron_vp.cost.planning.variants import Variant, is_neighbour, variants
 from megatron_vp.cost.prediction.bounds import Bound, HeldBytes
 from megatron_vp.cost.prediction.predict import predict
@@ -118,8 +118,8 @@ def frontier(points, limit: float) -> list[tuple[float, float]]:
 KINDS = ("in_megatron", "without_split")
 
 
-def fastest(runs: list[search.Found], kind: str) -> float:
-    return min(each.seconds for each in runs if getattr(each.evaluation.candidate, kind))
+def fastest(runs: list[Evaluation], kind: str) -> float:
+    return min(each.iteration_seconds for each in runs if getattr(each.candidate, kind))
 
 
 def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
@@ -137,11 +137,11 @@ def assert_finds_all(arguments: dict, gpus: int, limit: float, keep=()) -> None:
         assert option.bound.memory_within(seconds) <= memory * (1 + 1e-9), (job, option.candidate, option.balanced)
     result = found(arguments, gpus, keep, limit, budget=10**6)
     expected = frontier([(each.iteration_seconds, each.peak_memory) for _, _, each in simulated], limit)
-    simulated_ones = replace(result, found=[each for each in result.found if not each.evaluation.candidate.plan.shape])
-    assert [(each.seconds, each.memory) for each in simulated_ones.frontier(limit)] == expected
-    assert not result.partial and result.dominated > 0
+    simulated_ones = replace(result, found=[each for each in result.found if not each.candidate.plan.shape])
+    assert [time_and_memory(each) for each in simulated_ones.frontier(limit)] == expected
+    assert not result.untried and result.dominated > 0
     for kind in KINDS:
-        fitting = [search.Found(0, each) for _, _, each in simulated if each.fits(limit)]
+        fitting = [each for _, _, each in simulated if each.fits(limit)]
         assert fastest(simulated_ones.without_split(limit), kind) == fastest(fitting, kind)
     return result, simulated
 
@@ -261,8 +261,9 @@ def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
     planned = planner.choose(evaluations, H100.memory)
     result = found(arguments, 8, budget=1)
     fastest = result.fitting(H100.memory)[0]
-    assert fastest.seconds <= planned.tied[0].iteration_seconds * (1 + 1e-9)
-    assert result.tied(H100.memory)[0].seconds <= (1 + ERROR_BAND["time"]) * planned.chosen.iteration_seconds
+    assert fastest.iteration_seconds <= planned.tied[0].iteration_seconds * (1 + 1e-9)
+    simplest = result.tied(H100.memory)[0]
+    assert simplest.iteration_seconds <= (1 + ERROR_BAND["time"]) * planned.chosen.iteration_seconds
 
 
 def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
@@ -276,7 +277,7 @@ def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
     ]
     assert fitted
     result = found(arguments, 4, SOME | {"pipeline"}, limit)
-    shaped = [each.evaluation for each in result.found if each.evaluation.candidate.plan.shape]
+    shaped = [each for each in result.found if each.candidate.plan.shape]
     assert sorted(shaped, key=str) == sorted(fitted, key=str)
 
 
@@ -297,17 +298,19 @@ def test_layers_that_the_ranks_cannot_share_equally_come_with_balanced_shards():
     result = found(arguments, 4, SOME | {"pipeline"})
     (variant,) = result.variants
     fastest = result.fitting(H100.memory)[0]
-    rows = fastest.evaluation.candidate.plan.vocab_rows
+    rows = fastest.candidate.plan.vocab_rows
     assert rows is not None and sum(rows) == variant.job.model.vocab
-    even = min(each.seconds for each in result.found if each.evaluation.candidate.plan.vocab_rows is None)
-    assert fastest.seconds < 0.95 * even
+    even = min(each.iteration_seconds for each in result.found if each.candidate.plan.vocab_rows is None)
+    assert fastest.iteration_seconds < 0.95 * even
 
 
 def test_a_spent_budget_leaves_the_fastest_runs_without_vocabulary_parallelism():
     # The fastest of them all, zb-h1, needs the plug-in: Megatron's own fastest run is searched for separately.
     job = (MODEL | {"pipeline_model_parallel_size": 4, "global_batch_size": 32}, 16, SOME | {"pipeline"})
     whole, result = found(*job), found(*job, budget=1)
-    assert fastest(whole.without_split(H100.memory), "in_megatron") > whole.without_split(H100.memory)[0].seconds
+    assert (
+        fastest(whole.without_split(H100.memory), "in_megatron") > whole.without_split(H100.memory)[0].iteration_seconds
+    )
     assert [fastest(result.without_split(H100.memory), kind) for kind in KINDS] == [
         fastest(whole.without_split(H100.memory), kind) for kind in KINDS
     ]
@@ -317,13 +320,13 @@ def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be(monkeypat
     monkeypatch.setattr(search, "COMPARED", 0)
     whole = found(MODEL, 8, SOME)
     result = found(MODEL, 8, SOME, budget=3)
-    assert not whole.partial and whole.untried_seconds == math.inf
-    assert result.partial and result.untried > 0 and result.count == whole.count
+    assert not whole.untried and whole.untried_seconds == math.inf
+    assert result.untried > 0 and result.count == whole.count
     own = sum(result.variants[each.variant].own for each in result.found)
     assert 1 <= len(result.found) - own <= 3
     assert not whole.likely and 0 < result.likely <= result.untried
-    missing = {(each.seconds, each.memory) for each in whole.frontier(H100.memory)}
-    missing -= {(each.seconds, each.memory) for each in result.found}
+    missing = {*map(time_and_memory, whole.frontier(H100.memory))}
+    missing -= {*map(time_and_memory, result.found)}
     assert missing and min(seconds for seconds, _ in missing) >= result.untried_seconds * (1 - 1e-9)
 
 
@@ -357,7 +360,7 @@ def test_every_simulation_is_decided_on_with_the_same_results(monkeypatch):
         assert len(results) == max(0, place - search.WINDOW + 1), "results are taken in turn, however soon they come"
         simulations.start(option)
     assert not simulations.room(option) and len(results) == 20, "the budget is spent"
-    assert [each.memory for each in results] == list(range(20)), "in the order of their start"
+    assert [each.peak_memory for each in results] == list(range(20)), "in the order of their start"
     assert simulations.room(option._replace(variant=1)), "the job's own sizes come on top"
 
 

@@ -47,15 +47,16 @@ def test_sizes_that_nothing_beats_in_both_are_offloaded_and_of_many_evenly_space
 def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
     plain, offloaded = plain_and_offloaded
     assert plain.offload_sizes is None and offloaded.offload_sizes in range(1, SIZES + 2)
-    kept = [(each.variant, each.evaluation.candidate) for each in offloaded.found]
+    kept = [(each.variant, each.candidate) for each in offloaded.found]
     assert len({*kept}) == len(kept)
-    assert {(each.variant, each.evaluation.candidate) for each in plain.found} <= {*kept}
+    assert {(each.variant, each.candidate) for each in plain.found} <= {*kept}
     limit = 100 * GIB
+    best = offloaded.frontier(limit)
     for each in plain.frontier(limit):
-        assert any(one.seconds <= each.seconds and one.memory <= each.memory for one in offloaded.frontier(limit))
-    away = [each for each in offloaded.frontier(limit) if each.evaluation.candidate.plan.offload_chunks]
-    assert min(each.memory for each in away) < 0.95 * min(each.memory for each in plain.frontier(limit))
-    assert all(rank.load <= 0.91 for each in away for rank in each.evaluation.copies)
+        assert any(one.iteration_seconds <= each.iteration_seconds and one.fits(each.peak_memory) for one in best)
+    away = [each for each in best if each.candidate.plan.offload_chunks]
+    assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier(limit))
+    assert all(rank.load <= 0.91 for each in away for rank in each.copies)
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_the_command_says_how_many_runs_were_offloaded(plain_and_offloaded, tmp_
     path.write_text(yaml.safe_dump(MODEL))
     words = [path, "--search", "--nodes", 1, "--hardware", "h200"]
     text = run("plan", *words, "--offload").stdout
-    runs = sum(1 for each in plain_and_offloaded[1].found if each.evaluation.candidate.plan.offload_chunks)
+    runs = sum(1 for each in plain_and_offloaded[1].found if each.candidate.plan.offload_chunks)
     assert f"parallel sizes, {runs} runs simulated" in text and "offloaded" in text
     document = json.loads(run("plan", *words, "--offload", "--format", "json").stdout)
     assert any(each["offload_chunks"] and "--offload-chunks" in each["flags"] for each in document["frontier"])

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_vp.cost.planning.offloading import frontier
+from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.sizes.shapes import Recompute
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.planning.search import Found, Search
+    from megatron_vp.cost.planning.search import Search
 
 GIB = 2**30
 PARTS = {
@@ -89,8 +89,8 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
     are left out.
     """
 
-    def dot(each: Found) -> _Dot:
-        job, candidate = search.variants[each.variant].job, each.evaluation.candidate
+    def dot(each: Evaluation) -> _Dot:
+        job, candidate = search.variants[each.variant].job, each.candidate
         parallel = "".join(
             f", {name}-parallel size {size}"
             for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
@@ -98,7 +98,8 @@ def search_chart(search: Search, limit: float, title: str) -> bytes:
         )
         again = ", with recomputation" if job.recompute is not Recompute.NONE else ""
         group = f"{job.pipeline:3d} pipeline rank{'s' * (job.pipeline > 1)}"
-        return _Dot(each.seconds, each.memory, group, f"{candidate.plan.label}, {candidate.method}{parallel}{again}")
+        words = f"{candidate.plan.label}, {candidate.method}{parallel}{again}"
+        return _Dot(each.iteration_seconds, each.peak_memory, group, words)
 
     return _scatter(
         sorted(map(dot, search.found), key=lambda each: each.group), [*map(dot, search.frontier(limit))], limit, title

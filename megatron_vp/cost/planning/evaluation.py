@@ -65,6 +65,8 @@ class Evaluation:
     """Vocabulary rows of every pipeline rank, summed over its tensor ranks; None if the vocabulary is not split."""
     copies: tuple[RankCopies, ...] = ()
     """Copies between device and host, by pipeline rank; empty without offloading."""
+    variant: int = 0
+    """In a search, the index of the run's parallel sizes in `Search.variants`."""
 
     @property
     def peak_memory(self) -> float:

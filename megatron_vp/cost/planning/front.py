@@ -1,14 +1,36 @@
-"""Keeps the frontier of time and memory during a search, and decides whether further runs may improve the frontier."""
+"""Finds the frontier of time and memory, and decides during a search whether further runs may improve it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_vp.cost.prediction.bounds import ROUNDING, Bound
 
 SLOWEST = 1.5
 """The frontier leaves out runs whose time is above this multiple of the fastest run's time."""
+
+
+def time_and_memory(run: Any) -> tuple[float, float]:
+    """The iteration time and peak memory of an evaluated run."""
+    return run.iteration_seconds, run.peak_memory
+
+
+def frontier[Run](runs: Iterable[Run], point: Callable[[Run], tuple[float, float]] = time_and_memory) -> list[Run]:
+    """Return the runs that no other run beats in both time and memory, fastest first."""
+    found: list[Run] = []
+    for run in sorted(runs, key=point):
+        if not found or point(run)[1] < point(found[-1])[1]:
+            found.append(run)
+    return found
+
+
+def thinned[Item](items: list[Item], most: int) -> list[Item]:
+    """Select `most` evenly spaced items, including the first and the last; all if there are not more than `most`."""
+    last = len(items) - 1
+    return items if last < most else [items[round(place * last / (most - 1))] for place in range(most)]
 
 
 @dataclass
@@ -23,11 +45,7 @@ class Front:
     def add(self, seconds: float, memory: float) -> None:
         """Add a simulated run."""
         if memory <= self.limit:
-            kept: list[tuple[float, float]] = []
-            for point in sorted([*self.points, (seconds, memory)]):
-                if not kept or point[1] < kept[-1][1]:
-                    kept.append(point)
-            self.points = kept
+            self.points = frontier([*self.points, (seconds, memory)], lambda point: point)
 
     def may_gain(self, bound: Bound) -> bool:
         """Whether a run with these lower bounds may improve the front.

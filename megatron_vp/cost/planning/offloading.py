@@ -10,6 +10,7 @@ from dataclasses import replace
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.planning.candidates import Candidate, candidates, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
+from megatron_vp.cost.planning.front import frontier, thinned
 from megatron_vp.cost.prediction.bounds import Bound, bound
 from megatron_vp.cost.prediction.copies import fullest_node, host_room
 from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
@@ -115,20 +116,9 @@ def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Return the fastest run for each combination of schedule and vocabulary method."""
     found: dict[tuple[str, str], Evaluation] = {}
     for each in evaluations:
-        candidate: Candidate = each.candidate
-        key = candidate.plan.schedule, candidate.plan.vocab
-        if key not in found or each.iteration_seconds < found[key].iteration_seconds:
-            found[key] = each
+        key = each.candidate.plan.schedule, each.candidate.plan.vocab
+        found[key] = min(found.get(key, each), each, key=lambda one: one.iteration_seconds)
     return list(found.values())
-
-
-def frontier(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the runs that no other run beats in both time and memory, fastest first."""
-    found: list[Evaluation] = []
-    for each in sorted(evaluations, key=lambda one: (one.iteration_seconds, one.peak_memory)):
-        if not found or each.peak_memory < found[-1].peak_memory:
-            found.append(each)
-    return found
 
 
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
@@ -137,13 +127,8 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 
     least: for each run, its lower bounds without the memory of activations, and the index of its variant.
     """
-    kept: list[tuple[Bound, int]] = []
-    for each in sorted(least):
-        if not kept or each[0].memory < kept[-1][0].memory:
-            kept.append(each)
-    found = list(dict.fromkeys(variant for _, variant in kept))
-    last = len(found) - 1
-    return found if last < SIZES else [found[round(place * last / (SIZES - 1))] for place in range(SIZES)]
+    kept = frontier(sorted(least), lambda each: (each[0].seconds, each[0].memory))
+    return thinned(list(dict.fromkeys(variant for _, variant in kept)), SIZES)
 
 
 def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidate]:

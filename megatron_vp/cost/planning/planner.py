@@ -60,11 +60,9 @@ def plan(
     with worker_pool(min(len(shared), len(os.sched_getaffinity(0)))) as pool:
         running = {pool.submit(_evaluate_all, group, job, hardware, limit): group for group in shared.values()}
         for future in as_completed(running):
-            for found in future.result():
-                if isinstance(found, Evaluation):
-                    evaluations.append(found)
-                else:
-                    infeasible.append(found)
+            found, impossible = future.result()
+            evaluations += found
+            infeasible += impossible
             done += len(running[future])
             progress(done, len(tried))
         fitted = fitted_evaluations(pool, [job], hardware, limit, offload)[0]
@@ -85,8 +83,7 @@ def _offloaded(
     progress: Callable[[int, int], None],
 ) -> list[Evaluation]:
     """Evaluate the fastest run of each schedule and method again, with activations offloaded to host memory."""
-    bases = bases_of(evaluations)
-    running = [pool.submit(offloaded_evaluations, base, job, hardware, limit) for base in bases]
+    running = [pool.submit(offloaded_evaluations, base, job, hardware, limit) for base in bases_of(evaluations)]
     for done, _ in enumerate(as_completed(running)):
         progress(done + 1, len(running))
     return [each for future in running for each in future.result()]
@@ -94,9 +91,9 @@ def _offloaded(
 
 def _evaluate_all(
     group: Sequence[Candidate], job: Job, hardware: Hardware, limit: float | None
-) -> list[Evaluation | Infeasible]:
+) -> tuple[list[Evaluation], list[Infeasible]]:
     """Evaluate candidates. If `balanced` chooses uneven shards for a candidate, evaluate it with these too."""
-    found: list[Evaluation | Infeasible] = []
+    found, infeasible = list[Evaluation](), list[Infeasible]()
     for candidate in group:
         try:
             found.append(evaluate(candidate, job, hardware))
@@ -106,8 +103,8 @@ def _evaluate_all(
                 if assigned.vocab_rows is not None:
                     found.append(evaluate(Candidate(candidate.method, assigned), job, hardware))
         except UserError as error:
-            found.append(Infeasible(candidate, str(error)))
-    return found
+            infeasible.append(Infeasible(candidate, str(error)))
+    return found, infeasible
 
 
 _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
@@ -118,7 +115,7 @@ class Choice:
     """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared."""
 
     chosen: Evaluation
-    tied: tuple[Evaluation, ...]
+    tied: Sequence[Evaluation]
     """The fastest run that fits, followed by the runs that tie with it."""
     without_split: Evaluation | None
     """The fastest run without vocabulary parallelism that fits."""
@@ -152,11 +149,8 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
     fitting = [each for each in offered if each.fits(limit)]
     if fitting:
-        tied = tuple(each for each in fitting if each.iteration_seconds <= (1 + band) * fitting[0].iteration_seconds)
-        chosen = min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each)))
-        without_split = next((each for each in fitting if each.candidate.without_split), None)
-        in_megatron = next((each for each in fitting if each.candidate.in_megatron), None)
-        return Choice(chosen, tied, without_split, in_megatron)
+        tied = near_fastest(fitting, band)
+        return compared(min(tied, key=lambda each: (each.is_tight(limit), *simplicity(each))), tied, fitting)
     if not offered:
         raise UserError(
             "only the schedule `interlaced` can run this job, but `plan` never recommends it, because it exists only "
@@ -169,6 +163,23 @@ def choose(evaluations: Sequence[Evaluation], limit: float, band: float = ERROR_
         f"{least.candidate.method}, needs {least.peak_memory / 2**30:.1f} GiB; use more pipeline or tensor ranks, "
         "recomputation, or larger GPUs"
     )
+
+
+def near_fastest(fitting: Sequence[Evaluation], band: float) -> tuple[Evaluation, ...]:
+    """The runs that take at most (1 + `band`) times as long as the first, which is the fastest."""
+    return tuple(each for each in fitting if each.iteration_seconds <= (1 + band) * fitting[0].iteration_seconds)
+
+
+def compared(
+    chosen: Evaluation,
+    tied: Sequence[Evaluation],
+    fitting: Sequence[Evaluation],
+    accepts: Callable[[Evaluation], bool] = lambda each: True,
+) -> Choice:
+    """Compare `chosen` with the fastest runs of `fitting` that `accepts` takes."""
+    plain = [each for each in fitting if each.candidate.without_split]
+    own = [each for each in plain if each.candidate.in_megatron]
+    return Choice(chosen, tied, *(next(filter(accepts, each), None) for each in (plain, own)))
 
 
 def simplicity(evaluation: Evaluation) -> tuple[float, ...]:

@@ -30,9 +30,9 @@ from megatron_vp.cost.planning.balanced_bounds import balanced_bound, bounds_of_
 from megatron_vp.cost.planning.candidates import LARGEST, MOST_BALANCED, PLAIN, REDISTRIBUTED, Candidate, candidates
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.flexible import fitted_evaluations
-from megatron_vp.cost.planning.front import SLOWEST, Front
+from megatron_vp.cost.planning.front import SLOWEST, Front, frontier, time_and_memory
 from megatron_vp.cost.planning.offloading import bases_to_offload, offloaded_runs, sizes_to_offload
-from megatron_vp.cost.planning.planner import simplicity
+from megatron_vp.cost.planning.planner import near_fastest, simplicity
 from megatron_vp.cost.planning.variants import Variant, is_neighbour
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.prediction.bounds import Bound, bound
@@ -57,24 +57,6 @@ WINDOW = 16
 
 
 @dataclass(frozen=True)
-class Found:
-    """A simulated combination. `variant` is an index into `Search.variants`."""
-
-    variant: int
-    evaluation: Evaluation
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per iteration."""
-        return self.evaluation.iteration_seconds
-
-    @property
-    def memory(self) -> float:
-        """Memory of the fullest rank, in bytes."""
-        return self.evaluation.peak_memory
-
-
-@dataclass(frozen=True)
 class Search:
     """The results of a search.
 
@@ -91,7 +73,7 @@ class Search:
     """
 
     variants: Sequence[Variant]
-    found: Sequence[Found]
+    found: Sequence[Evaluation]
     too_large: int
     dominated: int
     budget: int = BUDGET
@@ -99,60 +81,43 @@ class Search:
     untried_seconds: float = math.inf
     offload_sizes: int | None = None
     likely: int = 0
-    compared: Sequence[Found] = ()
-
-    @property
-    def partial(self) -> bool:
-        """Whether a combination that was not tried may be on the frontier."""
-        return self.untried > 0
+    compared: Sequence[Evaluation] = ()
 
     @property
     def count(self) -> int:
         """Number of combinations."""
         return len(self.found) + self.too_large + self.dominated + self.untried
 
-    def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Found]:
+    def tied(self, limit: float, band: float = ERROR_BAND["time"]) -> list[Evaluation]:
         """Runs that fit in memory and are within `band` of the fastest (see `ties.tie_of`).
 
         Runs whose free memory exceeds the error of predicted memory precede all others. In both groups, simpler runs
         come first.
         """
-        fitting = self.fitting(limit)
-        near = [each for each in fitting if each.seconds <= (1 + band) * fitting[0].seconds]
 
-        def simplest(each: Found) -> tuple[float, ...]:
+        def simplest(each: Evaluation) -> tuple[float, ...]:
             job = self.variants[each.variant].job
             recomputes = job.recompute is not Recompute.NONE
-            return (
-                each.evaluation.is_tight(limit),
-                job.context,
-                recomputes,
-                job.tensor,
-                job.expert,
-                *simplicity(each.evaluation),
-            )
+            return each.is_tight(limit), job.context, recomputes, job.tensor, job.expert, *simplicity(each)
 
-        return sorted(near, key=simplest)
+        return sorted(near_fastest(self.fitting(limit), band), key=simplest)
 
-    def fitting(self, limit: float) -> list[Found]:
+    def fitting(self, limit: float) -> list[Evaluation]:
         """Runs that need at most `limit` bytes per rank, fastest first."""
-        return [each for each in self.found if each.memory <= limit]
+        return [each for each in self.found if each.fits(limit)]
 
-    def without_split(self, limit: float) -> list[Found]:
+    def without_split(self, limit: float) -> list[Evaluation]:
         """Runs in `found` or `compared` that have no vocabulary parallelism and stay within `limit`, fastest first."""
-        runs = [each for each in [*self.found, *self.compared] if each.evaluation.candidate.without_split]
-        return sorted((each for each in runs if each.memory <= limit), key=lambda each: each.seconds)
+        runs = [each for each in [*self.found, *self.compared] if each.candidate.without_split and each.fits(limit)]
+        return sorted(runs, key=lambda each: each.iteration_seconds)
 
-    def frontier(self, limit: float) -> list[Found]:
+    def frontier(self, limit: float) -> list[Evaluation]:
         """Runs within `limit` that no other run beats in both time and memory, fastest first.
 
         Runs that take more than SLOWEST times as long as the fastest run are left out.
         """
-        kept: list[Found] = []
-        for each in self.fitting(limit):
-            if not kept or (each.memory < kept[-1].memory and each.seconds <= SLOWEST * kept[0].seconds):
-                kept.append(each)
-        return kept
+        best = frontier(self.fitting(limit))
+        return [each for each in best if each.iteration_seconds <= SLOWEST * best[0].iteration_seconds]
 
 
 def search(
@@ -196,7 +161,7 @@ class _Running:
     front: Front
     left: int
     """Simulations that the budget still allows."""
-    found: list[Found] = field(default_factory=list)
+    found: list[Evaluation] = field(default_factory=list)
     waits: deque[tuple[_Option, Future]] = field(default_factory=deque)
 
     def search(self, budget: int, offload: bool) -> Search:
@@ -224,7 +189,7 @@ class _Running:
             sizes = self.sizes_to_offload(options)
             found += self.offloaded(sizes)
         found += self.fitted(offload)
-        found.sort(key=lambda each: (each.seconds, each.memory, each.variant))
+        found.sort(key=_order)
         untried = [option for option in waiting if front.may_gain(option.bound)]
         result = Search(
             tried,
@@ -268,8 +233,8 @@ class _Running:
         if evaluation is None:
             self.spend(option, 1 - BALANCED if option.balanced else -1)
         else:
-            self.found.append(Found(option.variant, evaluation))
-            self.front.add(evaluation.iteration_seconds, evaluation.peak_memory)
+            self.found.append(evaluation)
+            self.front.add(*time_and_memory(evaluation))
 
     def sizes_to_offload(self, options: Sequence[_Option]) -> list[int]:
         """Indices of the variants for which to try offloading: the job's own, and others that offloading may bring onto
@@ -280,7 +245,7 @@ class _Running:
         least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
         return list(dict.fromkeys([*own, *sizes_to_offload(each for each in least if self.front.may_gain(each[0]))]))
 
-    def offloaded(self, sizes: Sequence[int]) -> list[Found]:
+    def offloaded(self, sizes: Sequence[int]) -> list[Evaluation]:
         """Evaluate runs that offload chunks, for the variants with these indices."""
         jobs, pool, hardware = [each.job for each in self.tried], self.pool, self.hardware
         bases = [(index, pool.submit(bases_to_offload, jobs[index], hardware, self.chunks)) for index in sizes]
@@ -289,26 +254,25 @@ class _Running:
             for index, future in bases
             for base in future.result()
         ]
-        known, made = {(each.variant, each.evaluation.candidate) for each in self.found}, []
+        known, made = {(each.variant, each.candidate) for each in self.found}, []
         for done, (index, future) in enumerate(running, start=1):
-            made += [Found(index, each) for each in future.result() if (index, each.candidate) not in known]
+            made += [replace(each, variant=index) for each in future.result() if (index, each.candidate) not in known]
             self.progress("offloading", done, len(running))
         return made
 
-    def fitted(self, offload: bool) -> list[Found]:
+    def fitted(self, offload: bool) -> list[Evaluation]:
         """Fit flexible schedules to the limit, and evaluate them. Use the parallel sizes of the job itself, and those
         of the fastest run that stays within the limit.
         """
         limit, tried = self.front.limit, self.tried
-        fitting = [each for each in self.found if each.memory <= limit]
-        fastest = [min(fitting, key=lambda each: (each.seconds, each.memory, each.variant)).variant] if fitting else []
+        fastest = [each.variant for each in sorted(self.found, key=_order) if each.fits(limit)][:1]
         chosen = list(dict.fromkeys([index for index, each in enumerate(tried) if each.own] + fastest))
         self.progress("fitting", 0, len(chosen))
         jobs = [tried[index].job for index in chosen]
         evaluations = fitted_evaluations(self.pool, jobs, self.hardware, limit, offload)
-        return [Found(index, each) for index, made in zip(chosen, evaluations, strict=True) for each in made]
+        return [replace(each, variant=index) for index, made in zip(chosen, evaluations, strict=True) for each in made]
 
-    def compare(self, waiting: Sequence[_Option]) -> tuple[list[_Option], list[Found]]:
+    def compare(self, waiting: Sequence[_Option]) -> tuple[list[_Option], list[Evaluation]]:
         """Search for the fastest run that fits, once among runs that Megatron itself supports, and once among runs
         without vocabulary parallelism. In each search, simulate options until no other option can be faster.
 
@@ -316,20 +280,12 @@ class _Running:
         front are added to `front` and `found`. Returns the remaining options, and the simulated runs that do not
         improve the front.
         """
-        front, found, left, others = self.front, self.found, list(waiting), list[Found]()
-        kinds: tuple[Callable[[Candidate], bool], ...] = (
-            lambda each: each.in_megatron,
-            lambda each: each.without_split,
-        )
-        for is_of_kind in kinds:
-            fitting = [
-                each
-                for each in [*found, *others]
-                if each.memory <= front.limit and is_of_kind(each.evaluation.candidate)
-            ]
-            best = min((each.seconds for each in fitting), default=math.inf)
+        front, found, left, others = self.front, self.found, list(waiting), list[Evaluation]()
+        for kind in ("in_megatron", "without_split"):
+            fitting = [each for each in [*found, *others] if each.fits(front.limit) and getattr(each.candidate, kind)]
+            best = min((each.iteration_seconds for each in fitting), default=math.inf)
             turns = sorted(
-                (option for option in left if is_of_kind(option.candidate)),
+                (option for option in left if getattr(option.candidate, kind)),
                 key=lambda option: (option.bound.expected > front.limit, option),
             )
             for done in range(0, COMPARED, TOGETHER):
@@ -343,32 +299,31 @@ class _Running:
                 running = list(map(self.submit, batch))
                 for option, future in zip(batch, running, strict=True):
                     left.remove(option)
-                    evaluation = future.result()
-                    if evaluation is None:
+                    run = future.result()
+                    if run is None:
                         continue
-                    run = Found(option.variant, evaluation)
-                    front.add(run.seconds, run.memory)
-                    (found if (run.seconds, run.memory) in front.points else others).append(run)
-                    if run.memory <= front.limit:
-                        best = min(best, run.seconds)
+                    point = time_and_memory(run)
+                    front.add(*point)
+                    (found if point in front.points else others).append(run)
+                    if run.fits(front.limit):
+                        best = min(best, run.iteration_seconds)
             self.progress("comparing", COMPARED, COMPARED)
         return left, others
 
 
-def _nothing_fits(limit: float, found: Sequence[Found], options: Sequence[_Option], result: Search) -> str:
+def _nothing_fits(limit: float, found: Sequence[Evaluation], options: Sequence[_Option], result: Search) -> str:
     here = f"{limit / 2**30:.4g} GiB per rank on these GPUs"
-    if result.partial:
+    if result.untried:
         return (
             f"none of the {len(found)} runs simulated within --search-budget {result.budget} fits into {here}, but "
             f"{result.untried} others may: give a larger --search-budget"
         )
     if found:
-        return (
-            f"no run fits into {here}: the smallest needs {min(each.memory for each in found) / 2**30:.1f} GiB; use "
-            "more or larger GPUs"
-        )
-    least = max(limit, min((each.bound.memory for each in options), default=limit))
-    return f"no run fits into {here}: every run needs more than {least / 2**30:.1f} GiB; use more or larger GPUs"
+        needs = f"the smallest needs {min(each.peak_memory for each in found) / 2**30:.1f} GiB"
+    else:
+        least = max(limit, min((each.bound.memory for each in options), default=limit))
+        needs = f"every run needs more than {least / 2**30:.1f} GiB"
+    return f"no run fits into {here}: {needs}; use more or larger GPUs"
 
 
 def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Option]:
@@ -385,6 +340,10 @@ def _by_turns(options: Sequence[_Option], tried: Sequence[Variant]) -> list[_Opt
         if option.variant in near:
             best.setdefault(option.variant, option)
     return list(dict.fromkeys([*first, *best.values(), *options]))
+
+
+def _order(run: Evaluation) -> tuple[float, ...]:
+    return *time_and_memory(run), run.variant
 
 
 class _Option(NamedTuple):
@@ -414,7 +373,7 @@ def _evaluation(option: _Option, job: Job, hardware: Hardware, front: Front) -> 
             candidate = replace(candidate, plan=balanced(job, plan, hardware, front.limit).plan(plan))
             if candidate.plan.vocab_rows is None:
                 return None
-        return evaluate(candidate, job, hardware)
+        return replace(evaluate(candidate, job, hardware), variant=option.variant)
     except UserError:
         return None
 
