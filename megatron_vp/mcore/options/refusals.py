@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,6 @@ def _mtp_rank_holds_rows(a: argparse.Namespace) -> bool:
     return a.vocab_rows is None or a.vocab_rows[rank] > 0 or rank in placement.vocab_members(())
 
 
-def _keeps_layers_in_a_v(a: argparse.Namespace) -> bool:
-    """Whether Megatron's own vocabulary layers run in a schedule whose last stage is on the first rank."""
-    return run_settings(a).last_stage_elsewhere and not a.vocab_parallel
-
-
 def _delays_weights(a: argparse.Namespace) -> bool:
     """Whether pass W computes the weight gradients of Transformer Engine's layers."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
@@ -73,10 +68,6 @@ def _cannot_resume(a: argparse.Namespace) -> bool:
     """Whether Transformer Engine would refuse to load the delayed-scaling state in this job's checkpoints."""
     guarded = is_te_min_version(FIRST_WITHOUT_PICKLES) and os.environ.get(UNSAFE_STATE) != "1"
     return guarded and a.fp8 and a.fp8_recipe == "delayed" and (a.save or a.load)
-
-
-def _needs_emerging_optimizers(a: argparse.Namespace) -> bool:
-    return a.optimizer not in ("adam", "sgd") and not installed().emerging_optimizers
 
 
 def _chunks(a: argparse.Namespace) -> int:
@@ -117,17 +108,13 @@ def _misplaced(a: argparse.Namespace, file: Schedule) -> bool:
     return bool(file.placement.stage_of[0][0]) or not (last_anywhere or last_chunk) or not linear
 
 
-def _starts_late(schedule: Schedule) -> bool:
+def _starts_late(_: argparse.Namespace, schedule: Schedule) -> bool:
     """Whether, in some chunk, the first weight gradient to be computed belongs to a microbatch other than 0."""
     gives = {PassKind.W if schedule.split_backward else PassKind.B, PassKind.BW}
-    for order in schedule.ranks:
-        seen: set[int] = set()
-        for step in order:
-            if step.kind in gives and step.chunk not in seen:
-                seen.add(step.chunk)
-                if step.microbatch:
-                    return True
-    return False
+    firsts = (
+        {step.chunk: step.microbatch for step in reversed(order) if step.kind in gives} for order in schedule.ranks
+    )
+    return any(any(first.values()) for first in firsts)
 
 
 def _of_file(fault: Callable[[argparse.Namespace, Schedule], Any], message: str) -> Refusal:
@@ -182,7 +169,7 @@ REFUSALS = (
         "placement that does",
     ),
     _of_file(
-        lambda a, file: _starts_late(file),
+        _starts_late,
         "is not supported: in every chunk, the weight gradient of microbatch 0 must be computed first, because it "
         "initialises the sum; use an order in which it comes first",
     ),
@@ -197,7 +184,11 @@ REFUSALS = (
         "--pipeline-model-parallel-size 2 or more, or leave the option out",
     ),
     Refusal(
-        lambda a: _keeps_layers_in_a_v(a) and (a.mtp_num_layers or not a.untie_embeddings_and_output_weights),
+        lambda a: (
+            run_settings(a).last_stage_elsewhere
+            and not a.vocab_parallel
+            and (a.mtp_num_layers or not a.untie_embeddings_and_output_weights)
+        ),
         "--pipeline-schedule {pipeline_schedule} with tied embeddings or --mtp-num-layers and without --vocab-parallel "
         "is not supported: both chunks of the first rank would hold the word embedding; add --vocab-parallel, or use "
         "zb-h1 or interleaved",
@@ -221,7 +212,11 @@ REFUSALS = (
             "option out",
         )
         for option, package, applies in (
-            ("--optimizer {optimizer}", "emerging-optimizers", _needs_emerging_optimizers),
+            (
+                "--optimizer {optimizer}",
+                "emerging-optimizers",
+                lambda a: a.optimizer not in ("adam", "sgd") and not installed().emerging_optimizers,
+            ),
             (
                 "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
                 "einops",
@@ -358,9 +353,7 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise one UserError that lists every option and combination that excludes a run with validated arguments."""
     reasons, found = Reasons(), _words(args)
     with reasons.collected():
-        refused = [message.format_map(found) for message in _said(args, warnings=False)]
-        if refused:
-            raise Refused(refused)
+        _refuse(message.format_map(found) for message in _said(args, warnings=False))
     for refusal in REFUSALS:
         with reasons.collected():
             if refusal.applies(args):
@@ -385,10 +378,11 @@ def warnings_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raise a UserError that lists the sizes in parsed arguments that are out of range, and other infinite numbers."""
-    refused = [
-        f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value))
-    ]
-    if refused:
+    _refuse(f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value)))
+
+
+def _refuse(reasons: Iterable[str]) -> None:
+    if refused := list(reasons):
         raise Refused(refused)
 
 
@@ -407,7 +401,7 @@ def check_sizes(args: argparse.Namespace) -> None:
     }
     # Megatron can reduce the batch size of training, but not that of evaluation.
     reduced = args.decrease_batch_size_if_needed and args.eval_global_batch_size
-    refused = [
+    _refuse(
         message.format_map(found)
         for fault, message in (
             (args.world_size % replica, UNEVEN_RANKS),
@@ -418,9 +412,7 @@ def check_sizes(args: argparse.Namespace) -> None:
             (args.mock_data and args.data_path, MOCK_DATA),
         )
         if fault
-    ]
-    if refused:
-        raise Refused(refused)
+    )
 
 
 UNEVEN_HEADS = (

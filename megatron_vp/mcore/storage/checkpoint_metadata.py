@@ -46,16 +46,13 @@ class _Unpickler(pickle.Unpickler):
                 return found
             if module in _RECORDS:
                 found = getattr(importlib.import_module(module), name, None)
-                if _is_record(found) and found.__module__ == module:
+                is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
+                if is_record and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(
             f"the pickle refers to {module}.{name}, which does not belong in a checkpoint's metadata and was not "
             "executed"
         )
-
-
-def _is_record(found: Any) -> bool:
-    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
 
 
 def read_metadata(folder: Path) -> Any:
