@@ -51,10 +51,13 @@ def test_the_papers_models_are_the_tables():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"hidden_size": None}, "hidden_size missing: give a configuration, as in .* or flags such as --hidden-size N"),
+        (
+            {"hidden_size": None},
+            "hidden_size is missing: give a configuration, as in .* or flags such as --hidden-size N",
+        ),
         (
             {"num_layers": None, "seq_length": None},
-            "seq_length, num_layers missing: give a configuration, as in",
+            "seq_length, num_layers are missing: give a configuration, as in",
         ),
         ({"pipeline_model_parallel_size": 3}, "8 ranks cannot be divided into replicas of 3"),
         (

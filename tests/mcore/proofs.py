@@ -118,8 +118,12 @@ PROOFS = (
         "mcore/test_bad_numbers.py::test_an_id_outside_the_vocabulary_is_named",
     ),
     Proof(
-        "truncated data files; a vocabulary smaller than the tokenizer's",
-        "mcore/test_inputs.py::test_what_does_not_fit_is_refused_in_one_line",
+        "a vocabulary smaller than the tokenizer's",
+        "mcore/test_inputs.py::test_a_vocabulary_that_does_not_fit_is_refused_in_one_line",
+    ),
+    Proof(
+        "truncated data files, missing tokenizers and other input that Megatron's constructors refuse",
+        "mcore/test_rehearsed_starts.py::test_a_check_says_what_the_start_says",
     ),
     Proof(
         "data made with a larger vocabulary",

@@ -216,10 +216,6 @@ REFUSED = [
     ({**TWO_STAGES, "yaml_cfg": "x.yaml"}, "use --config"),
     ({**TWO_STAGES, "config": "no_such.yaml"}, "no_such.yaml"),
     ({**TWO_STAGES, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, "no/such/data"),
-    (
-        {**TWO_STAGES, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "no/such/tokenizer"},
-        "no/such/tokenizer",
-    ),
 ]
 
 
@@ -333,11 +329,9 @@ def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environ
     assert code == 2 and said in text and text.count("\n") == 1 and len(text) < 300
 
 
-@pytest.mark.parametrize("option", ["save", "tensorboard_dir", "load", "rank_report", "tokenizer_model"])
+@pytest.mark.parametrize("option", ["save", "tensorboard_dir", "load", "rank_report"])
 def test_a_path_that_cannot_be_is_one_line_before_ranks_are_connected(option, tmp_path):
-    paths = {option: tmp_path / ("x" * 300), "save_interval": 1, "tokenizer_type": "HuggingFaceTokenizer"}
-    if option != "tokenizer_model":
-        del paths["tokenizer_type"]
+    paths = {option: tmp_path / ("x" * 300), "save_interval": 1}
     ((code, text),) = run_ranks(1, start, tiny_model(**paths), {})
     assert code == 2 and "error: File name too long: " in text
     assert text.count("error") == 1 and "Traceback" not in text
