@@ -173,7 +173,7 @@ def test_a_terminal_of_40_columns_without_unicode_gets_no_traceback(words):
 
 
 def test_an_interruption_ends_the_command_and_its_workers_with_status_130():
-    command = start("tables")
+    command = start("plan", "llama3_8b", "--nodes", "4")
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
     deadline = time.monotonic() + 60
     while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
