@@ -281,7 +281,7 @@ def _unbuilt_samples(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_length(self.dataset)
             kind = f"{type(self).__name__}_indices"
             _check_cache(self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
-        return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), samples + 1) for _ in range(3))
+        return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), max(samples, 0) + 1) for _ in range(3))
 
     return indices
 
