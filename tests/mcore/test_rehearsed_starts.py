@@ -89,8 +89,8 @@ DIES = {
 }
 
 DRAWN = ("datasets by split", "a weight of 0", "a name on the Hub", "biases of experts")
-IN_OTHER_WORDS = {"a cache that cannot be written"}
-"""A check tests whether the folder could be written, and a start writes it."""
+IN_OTHER_WORDS = {"a cache that cannot be written", "no package for fault tolerance"}
+"""A check tests whether the folder could be written, and imports the package elsewhere than Megatron does."""
 
 
 @pytest.fixture(scope="module")
