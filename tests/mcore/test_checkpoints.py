@@ -204,8 +204,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases = [
         ({**as_before, "train_iters": 2}, None),
         ({**as_before, "use_checkpoint_opt_param_scheduler": True}, None),
-        (as_before, "wd_incr_steps was 16 and is now 24 (steps are counted in samples); add --override-opt-param"),
-        ({**as_before, "lr": 1e-2}, "max_lr was 0.001 and is now 0.01"),
+        (as_before, "total number of weight decay iterations do not match; steps are counted in samples): add --over"),
+        ({**as_before, "lr": 1e-2}, "input value 0.01 and checkpointvalue 0.001 for learning rate"),
         (
             {**as_before, "no_load_optim": True, "untie_embeddings_and_output_weights": None},
             "an untied output layer",

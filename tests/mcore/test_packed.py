@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.storage.conversations import check_conversations
+from megatron_vp.mcore.storage.dataset import check_conversations
 from megatron_vp.mcore.training.packed_sequences import check_packed
 from megatron_vp.runtime.model import Shapes
 from tests.harness.ranks import run_ranks

@@ -133,35 +133,24 @@ def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
     Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If there is also a
     non-persistent checkpoint, Megatron loads it unless the persistent one is newer.
     """
-    load, finetunes = args.load, args.finetune
+    option, load, finetunes = "--load", args.load, args.finetune
     if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
         return None
-    option = "--load"
     if args.pretrained_checkpoint is not None and (load is None or not (Path(load) / TRACKER).is_file()):
         option, load, finetunes = "--pretrained-checkpoint", args.pretrained_checkpoint, True
     if load is None or args.non_persistent_ckpt_type == "local":
         return None
     load = Path(load)
-    fleeting = None
-    if args.non_persistent_ckpt_type == "global":
-        fleeting = _last(Path(args.non_persistent_global_ckpt_dir or load / NON_PERSISTENT))
-    if fleeting is None:
-        folder = _persistent(args, load, option)
-        return None if folder is None else (folder, finetunes)
-    persistent = load / f"iter_{args.ckpt_step:07d}" if args.ckpt_step is not None else _last(load)
-    return (fleeting if persistent is None or _number(fleeting) >= _number(persistent) else persistent), finetunes
-
-
-def _persistent(args: argparse.Namespace, load: Path, option: str) -> Path | None:
-    """Return the directory of the iteration to load; None if the run starts from scratch."""
-    if args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file()):
-        return load / f"iter_{args.ckpt_step:07d}"
-    if (last := _last(load)) is not None:
-        return last
-    resumes_later = args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint
-    if resumes_later and option == "--load":
-        return None
-    then = "; for a new run that saves to this directory, keep --load and set --save to it" * (option == "--load")
+    fleeting = Path(args.non_persistent_global_ckpt_dir or load / NON_PERSISTENT)
+    named = args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file())
+    saved = [_last(fleeting) if args.non_persistent_ckpt_type == "global" else None]
+    saved += [load / f"iter_{args.ckpt_step:07d}" if named else _last(load)]
+    if found := max(filter(None, saved), key=_number, default=None):
+        return found, finetunes
+    to_load = option == "--load"
+    if to_load and args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint:
+        return None  # The first attempt of a run that resumes later.
+    then = "; for a new run that saves to this directory, keep --load and set --save to it" * to_load
     raise UserError(
         f"{option} {load} contains no checkpoint (no file {TRACKER}): use the directory that a run saved to, or leave "
         f"{option} out{then}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -23,7 +24,6 @@ from megatron_vp.data.tokenizer import (
 )
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.storage.conversations import check_conversations
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -220,6 +220,24 @@ def check_inputs(args: argparse.Namespace) -> None:
                 f"the dataset {path} has no file {path}.bin or no file {path}.idx: correct the path, or write the "
                 "dataset with 'megatron-vp data'"
             )
+
+
+def check_conversations(path: str) -> None:
+    """Raise UserError unless the first line of a file is a conversation that Megatron's `SFTDataset` can read."""
+    complete = False
+    try:
+        with open(path, encoding="utf-8") as file:
+            messages = json.loads(file.readline())["messages"]
+            complete = bool(messages) and all({"role", "content"} <= message.keys() for message in messages)
+    except OSError as error:
+        raise UserError(f"cannot read the conversations in {path}: {error.strerror}; check --data-path") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if not complete:
+        raise UserError(
+            f"the first line of {path} is not a conversation, but --sft needs a conversation on every line: write each "
+            'line in the form {"messages": [{"role": "system", "content": "..."}, ...]}'
+        )
 
 
 def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Placement
+from megatron_vp.schedule import Placement
 
 # The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers. The value
 # given here is assumed if a checkpoint does not record the argument.
@@ -124,39 +126,22 @@ def _check_rates(
                 "--override-opt-param-scheduler to continue with the new learning rate, or "
                 "--use-checkpoint-opt-param-scheduler to continue with the old one"
             )
-    if told or not (args.train_iters or args.train_samples):  # Megatron refuses a run of unknown length.
+    if told or not written or not (args.train_iters or args.train_samples):  # Megatron refuses a run without length.
         return
-    for name, here in learning_course(args).items():
-        if (there := written.get(name, here)) != here:
-            raise UserError(
-                f"the schedule of learning rate and weight decay differs from the schedule in {folder}: {name} was "
-                f"{there} and is now {here} (steps are counted in samples); add --override-opt-param-scheduler to "
-                "continue with the new values, for example after a change of --train-iters or the batch size, or "
-                "--use-checkpoint-opt-param-scheduler to continue with the old values"
-            )
+    from megatron.training import training  # Importing it takes long, and most runs load no optimizer state here.
 
-
-def learning_course(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments with which Megatron's `get_optimizer_param_scheduler` would create the scheduler."""
-    if args.train_iters:
-        batch = args.global_batch_size
-        length, decay, warmup = args.train_iters, args.lr_decay_iters, args.lr_warmup_iters
-    else:
-        batch = 1
-        length, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
-    decay_steps = (length if decay is None else decay) * batch
-    fraction = args.lr_warmup_fraction
-    return {
-        "max_lr": args.lr,
-        "min_lr": args.min_lr,
-        "lr_warmup_steps": warmup * batch if fraction is None else fraction * decay_steps,
-        "lr_decay_steps": decay_steps,
-        "lr_decay_style": args.lr_decay_style,
-        "start_wd": args.start_weight_decay,
-        "end_wd": args.end_weight_decay,
-        "wd_incr_steps": length * batch,
-        "wd_incr_style": args.weight_decay_incr_style,
-    }
+    ours = argparse.Namespace(**vars(args))  # Megatron writes defaults into the arguments.
+    with mock.patch.object(training, "get_args", lambda: ours):
+        course = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+    try:
+        course.load_state_dict(written)
+    except AssertionError as error:
+        raise UserError(
+            f"the schedule of learning rate and weight decay differs from the schedule in {folder} ({error}; steps are "
+            "counted in samples): add --override-opt-param-scheduler to continue with the new values, for example "
+            "after a change of --train-iters or the batch size, or --use-checkpoint-opt-param-scheduler to continue "
+            "with the old values"
+        ) from error
 
 
 def _layout(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,8 +159,4 @@ def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[
     if recorded is not None:
         return tuple(map(tuple, recorded))
     ranks, chunks = layout["pipeline_model_parallel_size"], layout["virtual_pipeline_model_parallel_size"] or 1
-    # Our older checkpoints do not record the placement, but they name the schedule family.
-    family = FAMILIES.get(getattr(args, "pipeline_schedule", None) or DEFAULT_SCHEDULE)
-    if family is not None and not family.in_rounds:
-        return family.placement_of(ranks).stage_of
     return Placement.round_robin(ranks, chunks).stage_of
