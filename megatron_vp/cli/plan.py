@@ -10,7 +10,6 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.plan_check import choose_checked, megatrons_check
 from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
     GIB,
@@ -101,7 +100,9 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
     from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
+    from megatron_vp.cost.planning.candidates import refusal
     from megatron_vp.cost.planning.front import frontier
+    from megatron_vp.cost.planning.planner import Infeasible, choose
     from megatron_vp.cost.planning.planner import plan as make_plan
     from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.cost.sizes.shapes import Recompute
@@ -126,21 +127,23 @@ def plan(
             "offload: leave out one of the two"
         )
     own = plan_of(request.config)
-    with megatrons_check() as check:
-        with progress_bar() as bar:
-            task = bar.add_task("predicting", total=None)
-            evaluations, infeasible = make_plan(
-                request.job,
-                request.hardware,
-                chunks=own.chunks or 2,
-                progress=lambda done, of: bar.update(task, completed=done, total=of),
-                limit=request.limit,
-                offload=offload,
-            )
-        choice, refused, note = choose_checked(request, evaluations, check)
+    with progress_bar() as bar:
+        task = bar.add_task("predicting", total=None)
+        evaluations, infeasible = make_plan(
+            request.job,
+            request.hardware,
+            chunks=own.chunks or 2,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
+            limit=request.limit,
+            offload=offload,
+        )
+    for each in list(evaluations):
+        if reason := refusal(request.config.values, each.candidate.plan):
+            evaluations.remove(each)
+            infeasible.append(Infeasible(each.candidate, reason))
+    choice = choose(evaluations, request.limit, request.tie.share)
     next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
     chosen, best = choice.chosen, frontier(evaluations) if offload else []
-    infeasible = [*infeasible, *refused]
     if write_schedule is not None:
         from megatron_vp.cost.prediction.predict import make_simulator
         from megatron_vp.schedule import to_json
@@ -149,10 +152,10 @@ def plan(
         write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            notes = [line for line in (note, next_start) if line]
+            notes = [next_start] if next_start else []
             content: str | bytes = _table(request, evaluations, infeasible, choice, best, notes)
         case Format.JSON:
-            document = _document(request, evaluations, infeasible, choice, note)
+            document = _document(request, evaluations, infeasible, choice)
             if offload:
                 document |= {"frontier": [*map(evaluations.index, best)]}
             content = json.dumps(document, indent=1) + "\n"
@@ -248,7 +251,7 @@ def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
 
 
 def _document(
-    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], choice: Choice, note: str | None
+    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], choice: Choice
 ) -> dict[str, object]:
     from megatron_vp.cost.sizes.job_plan import settings_of
 
@@ -264,7 +267,6 @@ def _document(
         "gain": choice.gain,
         "in_megatron": choice.in_megatron and evaluations.index(choice.in_megatron),
         "gain_over_megatron": choice.gain_over_megatron,
-        "check": note,
         "plans": [entry(each) for each in evaluations],
         "impossible": [
             {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.plan_check import UNCHECKED, Ask, can_check, megatrons_check, refusal
 from megatron_vp.cli.planning import GIB, Format, Request, gains, how_to_run, seconds, table, what_to_set
 from megatron_vp.cli.result_output import progress_bar, write
 from megatron_vp.errors import UserError
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 SHOWN = 12
 """The table shows at most this many runs of the frontier; JSON and the picture show all."""
 
-MOST_REFUSED = 20
-"""If training refuses this many runs in a row, the job itself is taken to be the cause."""
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -39,10 +35,6 @@ class Answer:
     search: Search
     choice: Choice
     """The recommended run, and the runs with which it is compared."""
-    refused: Sequence[tuple[Evaluation, str]]
-    """Runs that would have been preferred, but that training would refuse, with the reasons."""
-    note: str | None
-    """A note that is printed with the recommendation."""
 
     def request(self, found: Evaluation) -> Request:
         """The planning request for the job with the parallel sizes of the run `found`."""
@@ -118,20 +110,19 @@ def search_job(
         if name not in DIMENSIONS:
             raise UserError(f"--keep {name} is not a setting that --search varies; use {', '.join(DIMENSIONS)}")
     tried = variants(config.values, gpus, hardware, keep)
-    with megatrons_check() as check:
-        with progress_bar() as bar:
-            tasks: dict[str, int] = {}
+    with progress_bar() as bar:
+        tasks: dict[str, int] = {}
 
-            def progress(what: str, done: int, of: int) -> None:
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what, total=of)
-                bar.update(tasks[what], completed=done, total=of)
+        def progress(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done, total=of)
 
-            chunks = chunks_given(config) or 2
-            found = search(
-                tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress, offload=offload
-            )
-        answer = _answer(config, hardware, gpus, limit, found, check)
+        chunks = chunks_given(config) or 2
+        found = search(
+            tried, hardware, limit, budget=budget or BUDGET, chunks=chunks, progress=progress, offload=offload
+        )
+    answer = _answer(config, hardware, gpus, limit, found)
     match output_format:
         case Format.TABLE:
             content: str | bytes = _table(answer)
@@ -142,27 +133,18 @@ def search_job(
     write(content, output)
 
 
-def _answer(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search, ask: Ask) -> Answer:
+def _answer(config: JobConfig, hardware: Hardware, gpus: int, limit: float, found: Search) -> Answer:
     """From the runs that tie for fastest, choose the simplest run that training accepts."""
+    from megatron_vp.cost.planning.candidates import refusal
     from megatron_vp.cost.planning.planner import compared
     from megatron_vp.cost.planning.ties import tie_of
 
+    def accepted(each: Evaluation) -> bool:
+        return refusal(config.values | found.variants[each.variant].settings, each.candidate.plan) is None
+
     tied, others = found.tied(limit, tie_of(found.variants[0].job, hardware).share), found.without_split(limit)
-    answer = Answer(config, hardware, gpus, limit, found, compared(tied[0], tied, others), (), UNCHECKED)
-    if not can_check():
-        return answer
-
-    def why_not(each: Evaluation) -> str | None:
-        return refusal(answer.request(each), each.candidate.plan, ask)
-
-    refused: list[tuple[Evaluation, str]] = []
-    for each in tied[:MOST_REFUSED]:
-        reason = why_not(each)
-        if reason is None:
-            choice = compared(each, tied, others, lambda other: why_not(other) is None)
-            return replace(answer, choice=choice, refused=refused, note=None)
-        refused.append((each, reason))
-    return replace(answer, note=f"training would refuse this run, like all others that were tried: {refused[0][1]}")
+    chosen = next(filter(accepted, tied), tied[0])
+    return Answer(config, hardware, gpus, limit, found, compared(chosen, tied, others, accepted))
 
 
 def _table(answer: Answer) -> str:
@@ -195,10 +177,6 @@ def _table(answer: Answer) -> str:
         *memory_room(request, chosen, searched=True),
         *request.notes,
     ]
-    for each, reason in answer.refused:
-        sizes = [_said(name, value) for name, value in answer.sizes(each).items()]
-        lines.append(f"not possible: {', '.join([*sizes, each.candidate.name])}: {reason}")
-    lines += [answer.note] if answer.note else []
     return "\n".join([*lines, *how_to_run(answer.settings(chosen), request, answer.choice)])
 
 
@@ -271,6 +249,5 @@ def _document(answer: Answer) -> dict[str, object]:
         **{name: getattr(found, name) for name in ["budget", "offload_sizes", "likely"]},
         "partial": found.untried > 0,
         "heading": answer.heading,
-        "check": answer.note,
         "note": answer.request(choice.chosen).caveat,
     }

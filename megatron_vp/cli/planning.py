@@ -298,6 +298,7 @@ def how_to_run(settings: dict[str, Any], request: Request, choice: Choice) -> li
         lines.append(
             f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"
         )
+    lines.append("Megatron has not checked these settings: run megatron-vp check with them before you train")
     return [*lines, "", yaml_of(settings)]
 
 

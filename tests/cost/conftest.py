@@ -5,12 +5,6 @@ import pytest
 from tests.cost.small_job import SMALL
 
 
-@pytest.fixture(scope="session")
-def megatron_loaded():
-    """Megatron in this process: each `plan` would start one of its own to load it."""
-    import megatron.training.arguments  # noqa: F401
-
-
 @pytest.fixture
 def small(tmp_path):
     """A configuration file of a small job."""

@@ -192,7 +192,7 @@ def test_hardware_without_the_recipe_is_refused(gpu, recipe):
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_commands_take_the_jobs_fp8_flags(megatron_loaded, command):
+def test_commands_take_the_jobs_fp8_flags(command):
     flags = [
         "--num-layers",
         "8",

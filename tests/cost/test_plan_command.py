@@ -5,12 +5,10 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cli.plan_check import megatrons_check, refusal_here
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.cost.balance.chosen_shards import shard_choice
@@ -32,8 +30,6 @@ from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
 from tests.cost.measured_folders import write_reports
 from tests.cost.small_job import CONFIGS, SMALL, run
-
-pytestmark = pytest.mark.usefixtures("megatron_loaded")
 
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
@@ -339,16 +335,15 @@ def test_plan_prints_what_to_use(small, tmp_path):
     assert any("times as fast as the best run that fits in memory and does not use" in line for line in lines)
 
 
-def test_nothing_is_recommended_that_check_refuses():
+def test_nothing_is_recommended_that_our_options_refuse():
     job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
     document = json.loads(run("plan", *job, "--format", "json").stdout)
-    assert document["check"] is None and document["plans"][document["best"]]["method"] in ("vocab-1", "vocab-2")
+    assert document["plans"][document["best"]]["method"] in ("vocab-1", "vocab-2")
     document = json.loads(run("plan", *job, "--fp32-residual-connection", "--format", "json").stdout)
     chosen = document["plans"][document["best"]]
     assert chosen["method"] in ("plain", "redistributed") and chosen["schedule"] in ("1f1b", "interleaved")
     reasons = [each["reason"] for each in document["impossible"]]
     assert reasons and all("--fp32-residual-connection is not supported" in reason for reason in reasons)
-    assert document["check"] is None
 
 
 def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch):
@@ -362,35 +357,6 @@ def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch
     )
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run("plan", *job).stdout
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
-
-
-def test_megatron_is_asked_in_a_process_that_loads_it_meanwhile(small, monkeypatch):
-    words = ["--config", str(small), "--vocab-parallel"]
-    here = refusal_here(words, 4)
-    assert here and "max_position_embeddings" in here
-    monkeypatch.delitem(sys.modules, "megatron.training")
-    with megatrons_check() as ask:
-        assert ask is not refusal_here and ask(words, 4) == here
-    monkeypatch.setattr("megatron_vp.cli.plan_check.can_check", lambda: False)
-    with megatrons_check() as ask:
-        assert ask is refusal_here
-
-
-def test_a_run_of_megatron_that_check_refuses_is_not_compared_with(monkeypatch):
-    def refuses(words, _ranks):
-        segments = max(word.count("|") + 1 for word in words)
-        ours = any(word.startswith("--pipeline-schedule") for word in words)
-        return "no interleaving" if segments > 4 and not ours else None
-
-    def fastest_own():
-        job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
-        document = json.loads(run("plan", *job, "--format", "json").stdout)
-        return document["plans"][document["in_megatron"]]["schedule"]
-
-    monkeypatch.setattr("megatron_vp.cli.plan.megatrons_check", lambda: nullcontext(lambda *_: None))
-    assert fastest_own() == "interleaved"
-    monkeypatch.setattr("megatron_vp.cli.plan.megatrons_check", lambda: nullcontext(refuses))
-    assert fastest_own() == "1f1b"
 
 
 def test_a_line_of_progress_is_not_repeated(monkeypatch, capsys):
@@ -420,12 +386,6 @@ def test_a_check_loads_no_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "{'megatron.training.arguments'}"
-
-
-def test_what_training_refuses_under_any_schedule_is_said(small):
-    table = run("plan", small).stdout
-    assert "training would refuse this job under every schedule: Megatron refuses these arguments: max_pos" in table
-    assert "use: --vocab-parallel" in table
 
 
 @pytest.fixture

@@ -100,7 +100,6 @@ def test_the_frontier_and_ties_prefer_what_stays_on_the_device():
     assert bases_of([twins[1], twins[0]]) == [twins[0]]
 
 
-@pytest.mark.usefixtures("megatron_loaded")
 def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):
     make, made = planner.plan, []
 

@@ -10,8 +10,6 @@ from tests.cost.small_job import SMALL, run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-pytestmark = pytest.mark.usefixtures("megatron_loaded")
-
 
 @pytest.mark.parametrize(
     ("arguments", "words"),

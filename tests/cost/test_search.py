@@ -402,7 +402,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
-def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path, monkeypatch):
+def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
     keep = [word for name in sorted(SOME) for word in ("--keep", name)]
     out = tmp_path / "found.json"
     done = command(tmp_path, "--search", *keep, "-o", str(out))
@@ -431,7 +431,7 @@ def test_the_command_answers_in_all_formats(megatron_loaded, tmp_path, monkeypat
     assert "\nno gain in time; to run with this memory, use: --" in slower and "\nuse: " not in slower
 
 
-def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monkeypatch):
+def test_a_partial_answer_says_so_in_all_formats(tmp_path, monkeypatch):
     words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
     table = command(tmp_path, *words).stdout
     (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
@@ -451,7 +451,7 @@ def test_a_partial_answer_says_so_in_all_formats(megatron_loaded, tmp_path, monk
     assert title.get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_what_must_be_unset_is_in_the_json(megatron_loaded, tmp_path):
+def test_what_must_be_unset_is_in_the_json(tmp_path):
     own = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     own += ["--search", "--keep", "tensor", "--keep", "context", "--keep", "pipeline", "--keep", "micro-batch"]
     document = json.loads(command(tmp_path, *own, "--pipeline-model-parallel-size", "2", "--format", "json").stdout)

@@ -65,7 +65,6 @@ def test_a_search_with_offload_repeats(plain_and_offloaded):
     assert again == plain_and_offloaded[1]
 
 
-@pytest.mark.usefixtures("megatron_loaded")
 def test_the_command_says_how_many_runs_were_offloaded(plain_and_offloaded, tmp_path, monkeypatch):
     asked = []
 

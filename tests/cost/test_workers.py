@@ -9,29 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cost.planning.workers import asked_process
-from megatron_vp.errors import UserError
 from tests.harness.broken import alive
 
 PARENT = """
 import os, sys, time
-from megatron_vp.cost.planning.workers import asked_process, worker_pool
+from megatron_vp.cost.planning.workers import worker_pool
 
 sys.modules.update(LOADED)
-
-def prepare():
-    pass
-
-def answer():
-    return os.getpid()
 
 def work():
     while True:
         pass
 
 if __name__ == "__main__":
-    with asked_process(prepare, answer) as ask, worker_pool(2) as pool:
-        print(ask(), *{pool.submit(os.getpid).result() for _ in range(20)}, flush=True)
+    with worker_pool(2) as pool:
+        print(*{pool.submit(os.getpid).result() for _ in range(20)}, flush=True)
         pool.submit(work)  # one is busy, the others wait
         time.sleep(60)
 """
@@ -50,7 +42,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, loaded):
         children = _children(parent.pid)
         parent.kill()
     # The resource tracker of multiprocessing is started only for workers that start from nothing.
-    assert workers <= set(children) and len(workers) >= 2 and len(children) == 3 + bool(loaded)
+    assert workers <= set(children) and workers and len(children) == 2 + bool(loaded)
     deadline = time.monotonic() + 20
     while any(map(alive, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -58,18 +50,3 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, loaded):
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left
-
-
-def _nothing():
-    pass
-
-
-def _half(number):
-    return number // 2 if number else os._exit(3)
-
-
-def test_a_process_is_asked_until_it_ends():
-    with asked_process(_nothing, _half) as ask:
-        assert [ask(8), ask(6)] == [4, 3]
-        with pytest.raises(UserError, match="exited with code 3"):
-            ask(0)

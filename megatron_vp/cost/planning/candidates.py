@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -13,6 +14,8 @@ from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
+from megatron_vp.jobs.options import OPTIONS
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod, family
 
 PLAIN, REDISTRIBUTED = "plain", "redistributed"
@@ -52,6 +55,25 @@ class Candidate:
     def in_megatron(self) -> bool:
         """Whether Megatron itself supports the run."""
         return self.without_split and family(self.plan.schedule).in_megatron and not self.plan.offload_chunks
+
+
+def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
+    """Why training refuses `plan` for a job with these arguments, as far as our own options tell; see `OPTIONS`."""
+    record, split, given = family(plan.schedule), plan.vocab is not VocabMethod.NONE, Arguments(values)
+    holds = {
+        "our schedules": split or not record.in_megatron or plan.offload_chunks,
+        "vocabulary shards": split,
+        "moved weights": split or not record.in_rounds,
+        "W": record.splits_backward,
+        "V": not record.ends_on_last_rank,
+        "offload": plan.offload_chunks,
+    }
+    ours = "--vocab-parallel" if split else f"--pipeline-schedule {plan.schedule}"
+    said = {"our_schedule": ours, "pipeline_schedule": plan.schedule, "offload_chunks": plan.offload_chunks}
+    for option in OPTIONS:
+        if holds.get(option.run) and not option.does and (called := option.found(lambda name: getattr(given, name))):
+            return option.message(called, ours).format_map({**values, **said})
+    return None
 
 
 def method_of(plan: Plan) -> str:

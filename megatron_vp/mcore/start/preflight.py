@@ -19,12 +19,11 @@ from unittest import mock
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of, split_config
+from megatron_vp.jobs.command_line import asks_for_cpu, option_of, split_config
 from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
 from megatron_vp.jobs.known_options import known_options
-from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import environment, installed
-from megatron_vp.mcore.platform.pretend_gpu import ENGINE, assumed_nodes, assumptions, pretend_engine, pretend_gpu
+from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.start.launch import as_one_line
 from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
@@ -82,30 +81,6 @@ def own_options(arguments: list[str]) -> list[str]:
     """The names of a job's options that neither Megatron nor this package knows; they are left to the job's script."""
     known = {*known_options(), CPU_NAME}
     return [name for name in read_job_config(*split_config(arguments)).values if name not in known]
-
-
-def refusal_of(arguments: list[str], ranks: int) -> str | None:
-    """The reason why a job with `ranks` processes would refuse its arguments; None if the job would start.
-
-    Without `--cpu`, the arguments are checked for this machine's GPUs or, if it has none, for a typical GPU node. The
-    environment variable that Megatron requires with tensor or context parallelism counts as set, because it is not part
-    of the arguments.
-    """
-    nodes = None
-    if not asks_for_cpu(arguments) and not torch.cuda.is_available():
-        local = _said_of_platform(arguments)["transformer_impl"] == "local"
-        nodes = "te=no" if local else f"te={ENGINE}"
-    split = any(flag_value(arguments, option) not in (None, "1") for option in _SPLIT_LAYERS)
-    variables = {ONE_QUEUE: os.environ.get(ONE_QUEUE, "1")} if split else {}
-    try:
-        with mock.patch.dict(os.environ, variables):
-            check_job(arguments, ranks, nodes=nodes)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-_SPLIT_LAYERS = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def load_megatron() -> None:
