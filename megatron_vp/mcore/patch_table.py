@@ -232,14 +232,14 @@ GROUPS = (
     ),
     PatchGroup(
         "models of custom scripts",
-        "megatron_vp.mcore.model.own_models:PATCHES",
+        "megatron_vp.mcore.model.preparation:PATCHES",
         Condition("only after `megatron_vp.enable`", lambda args: own_loop() is not None),
         "the vocabulary layers of models built without Megatron's builders would not be split, so our schedules would "
         "refuse these models",
     ),
     PatchGroup(
         "models of Megatron-Bridge",
-        "megatron_vp.mcore.model.own_models:BRIDGE_PATCHES",
+        "megatron_vp.mcore.model.preparation:BRIDGE_PATCHES",
         Condition(
             "only after `megatron_vp.enable`, in a process that has imported Megatron-Bridge's models",
             _with_bridges_models,

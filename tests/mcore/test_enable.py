@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import re
 import sys
 from argparse import Namespace
 from functools import partial
@@ -156,7 +157,7 @@ def test_a_model_without_gradient_buffers_is_refused():
 
 
 def asked_for_its_place(rank, ranks):
-    """What a forward_step finds of its chunk's place; losses of a loop that evaluates without a loss; a value head."""
+    """What a forward_step finds of its chunk's place; losses of a loop that evaluates without a loss."""
     import megatron_vp
 
     megatron_vp.enable(vocab_parallel=True)
@@ -183,23 +184,45 @@ def asked_for_its_place(rank, ranks):
 
     with process_group(rank, ranks):
         model = own_loop.start(ranks)
-        output_layer = model[0].module.output_layer
-        if rank == 1:
-            model[0].module.output_layer = nn.Linear(64, 1)
-        with pytest.raises(UserError) as head:
-            run(forward_step, model)
-        model[0].module.output_layer = output_layer
         losses = run(forward_step, model)
         nothing = partial(forward_step, loss=lambda output: (torch.empty(0), {"kept": len(output)}))
         kept = run(nothing, model, forward_only=True)
-        return set(places), len(losses), kept, str(head.value)
+        return set(places), len(losses), kept
 
 
-def test_a_loop_finds_its_place_and_what_cannot_run_is_one_line():
+def with_value_head(chunks):
+    """What a framework does to train a critic."""
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer = nn.Linear(64, 1)
+    return chunks
+
+
+def refusal(rank, ranks, hook):
+    """What every rank says of a model that `hook` has changed before it is wrapped."""
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True)
+    with process_group(rank, ranks), pytest.raises(UserError) as refused:
+        own_loop.start(ranks, hook=hook)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (with_value_head, "output_layer is a Linear of width 1, such as a value head"),
+        (frozen.adapted_output_layer, "an adapter on output_layer .here a Adapter."),
+    ],
+)
+def test_a_changed_output_layer_is_refused_on_all_ranks(hook, said):
+    assert all(re.search(said, each) for each in run_ranks(2, refusal, hook))
+
+
+def test_a_loop_finds_its_place():
     first, last = run_ranks(2, asked_for_its_place, timeout=60)
     assert first[0] == {(True, False)} and last[0] == {(False, True)}
     assert first[1] == 0 and last[1] == 2 and last[2] == [{"kept": 2}] * 2
-    assert "output_layer is a Linear of width 1, such as a value head" in last[3]
 
 
 class EverythingOff:

@@ -9,21 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.surgery import ShardedOutputLayer, ShardedWordEmbedding
-from megatron_vp.mcore.model.trained_layers import Trained, agreed
-from megatron_vp.schedule import Placement
-from megatron_vp.vocab.shards import VocabShards
 from tests.harness import run_ranks, run_ranks_to_their_end
+from tests.harness.ranks import process_group
 from tests.harness.training import WORD_EMBEDDING, Run, comparable_model, tiny_model, train, train_case
-from tests.mcore import engine, frozen
+from tests.mcore import engine, frozen, own_loop
 from tests.mcore.case_parts import AHEAD, BOTH, FULL_RECOMPUTE, MOE, SEQUENCE, TIED
 from tests.mcore.comparison import assert_as_close, assert_equal, assert_same_bits
 from tests.mcore.engine import pipeline
@@ -171,21 +165,31 @@ def test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time():
         assert before["launches of T"] > 0 and not after["launches of T"] and not after["launches of IB"]
 
 
-def test_a_model_that_is_wrapped_anew_is_asked_anew_and_else_a_later_change_is_refused():
-    placement, settings = Placement.round_robin(2, 1), SimpleNamespace(vocab_parallel=True)
-    job, shards = SimpleNamespace(placement=placement, settings=settings), VocabShards(8, 2)
-    weights = [nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
-    chunk = nn.Module()
-    chunk.post_process, chunk.embedding, chunk.layer = False, nn.Module(), nn.Linear(2, 2)
-    chunk.embedding.word_embeddings = ShardedWordEmbedding(weights[0], shards, 0)
-    chunk.output_layer = ShardedOutputLayer(weights[1], shards, 0, tied=False)
-    ask = partial(agreed, job, chunks=[chunk], alone=True)
-    first = nn.Module()
-    assert ask(first) == Trained(True, True)
-    weights[1].requires_grad_(False)
-    with pytest.raises(UserError, match="froze or unfroze a vocabulary layer after the first training iteration"):
-        ask(first)
-    assert ask(nn.Module()) == Trained(True, False)
+def thawed(rank: int, ranks: int) -> tuple[str, int]:
+    """What training says of a vocabulary layer that a rank freezes too late, and a run without gradients of it."""
+    import megatron_vp
+
+    megatron_vp.enable(vocab_parallel=True)
+    with process_group(rank, ranks):
+        model = own_loop.start(ranks)
+        model[0].module.output_layer.weight.requires_grad_(False)
+        step = partial(
+            own_loop.get_forward_backward_func(),
+            forward_step_func=own_loop.forward_step,
+            model=model[0],
+            num_microbatches=1,
+            seq_length=own_loop.SEQUENCE,
+            micro_batch_size=own_loop.BATCH,
+        )
+        evaluated = step(data_iterator=own_loop.samples(), forward_only=True)
+        with pytest.raises(UserError) as refused:
+            step(data_iterator=own_loop.samples())
+        return str(refused.value), len(evaluated)
+
+
+def test_freezing_after_the_wrapping_is_refused_in_training_alone():
+    for rank, (said, evaluated) in enumerate(run_ranks(2, thawed)):
+        assert "froze or unfroze a vocabulary layer after the model was wrapped" in said and evaluated == rank
 
 
 @pytest.mark.slow
@@ -215,18 +219,14 @@ def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list
         train_case(rank, ranks, arguments, hook=hook)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        (
-            "first_rank_only",
-            "weight of embedding.word_embeddings among 2 ranks, but it is frozen only on model-parallel rank 0:",
-        ),
-        pytest.param("adapted_output_layer", "an adapter on output_layer .here a Adapter.", marks=pytest.mark.slow),
-    ],
-)
-def test_what_would_be_trained_otherwise_on_other_ranks_is_refused_on_all(what, said):
-    ends = run_ranks_to_their_end(2, to_its_end, tiny_model(**pipeline("1f1b", "vocab-2")), getattr(frozen, what))
+def test_a_layer_frozen_where_plain_megatron_has_it_is_frozen_on_all_ranks():
+    ours = _run("first_rank_only", 2, {}, **_scheduled("1f1b/vocab-2"))
+    assert_equal(ours, _plain("embedding", ()), BOUND)
+
+
+def test_an_adapter_on_a_vocabulary_layer_is_refused_on_all_ranks():
+    said, job = "an adapter on output_layer .here a Adapter.", tiny_model(**pipeline("1f1b", "vocab-2"))
+    ends = run_ranks_to_their_end(2, to_its_end, job, frozen.adapted_output_layer)
     assert [status for status, _ in ends] == [2, 2]
     assert any(re.search(f"^error: .*{said}", output, re.MULTILINE) for _, output in ends), ends
 

@@ -210,24 +210,10 @@ def delaying(config: Any) -> Iterator[None]:
         config.delay_wgrad_compute = before
 
 
-def _wrapping_delayed(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-        with delaying(ddp_config):
-            original(self, config, ddp_config, *args, **kwargs)
-
-    return __init__
-
-
 PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         _delaying,
         "let pass W compute the weight gradients of Transformer Engine's layers",
-    ),
-    Patch(
-        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        _wrapping_delayed,
-        "register no autograd hooks on weights of Transformer Engine's layers, because pass W reports their gradients",
     ),
 )

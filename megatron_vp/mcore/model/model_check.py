@@ -60,12 +60,16 @@ def check_model(chunk: nn.Module) -> None:
             )
 
 
-def check_vocabulary_layers(chunk: nn.Module) -> None:
+def check_vocabulary_layers(chunk: nn.Module, label_smoothing: float = 0.0) -> None:
     """Check a chunk that has passed `check_model`, before its vocabulary layers are split.
 
     Raises UserError for methods, layers, biases and hooks that are not Megatron's own.
     """
     check_methods(chunk)
+    if softcap_of(chunk.config) and label_smoothing:
+        raise UserError(
+            "--vocab-label-smoothing is not supported with a model that caps its logits: leave the option out"
+        )
     if chunk.pre_process:
         _check_layer("embedding.word_embeddings", chunk.embedding.word_embeddings, VocabParallelEmbedding)
     if chunk.post_process:
@@ -117,7 +121,9 @@ def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
-    if any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
+    weight = getattr(layer, "weight", None)
+    value_head = weight is not None and len(weight) == 1
+    if value_head or any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
         raise UserError(adapted(name, layer))
     extension, *others = type(layer).__bases__
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]

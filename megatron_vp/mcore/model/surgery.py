@@ -1,19 +1,15 @@
-"""Prepares a model's chunks for our schedules and, with --vocab-parallel, splits the vocabulary layers over all ranks.
+"""Splits the vocabulary layers of a model's chunks over all ranks, with --vocab-parallel.
 
-Without --vocab-parallel, the placement decides which chunks hold the vocabulary layers. With --vocab-parallel, Megatron
-first builds its chunks as usual: the word embedding is split over the tensor ranks of the first stage, and the output
-layer over the tensor ranks of the last stage. Then the rows of both layers are spread over all pipeline and tensor
-ranks, and shards replace the layers under Megatron's own names. Training therefore starts from exactly the weights of
-plain Megatron. If the placement moves layers between ranks, `initial_weights` gives these layers plain Megatron's
-weights before the split.
+Megatron first builds the layers as usual: the word embedding is split over the tensor ranks of the first stage, and the
+output layer over the tensor ranks of the last stage. Then the rows of both layers are spread over all pipeline and
+tensor ranks, and shards replace the layers under Megatron's own names. Training therefore starts from exactly the
+weights of plain Megatron, and a layer that is frozen by then has frozen shards on all ranks.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +20,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank
-from megatron.training.models.gpt import GPTModelBuilder
-from megatron.training.models.hybrid import HybridModelBuilder
 from torch import nn
 
-from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.delayed_weights import leave_out_hooks
-from megatron_vp.mcore.model.initial_weights import PlainLayout, PlainStart, own_chunk, plain_start
-from megatron_vp.mcore.model.model_check import (
-    check_model,
-    check_vocabulary_layers,
-    refuse_outside_of_passes,
-    softcap_of,
-)
+from megatron_vp.mcore.model.model_check import refuse_outside_of_passes, softcap_of
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.mcore.model.whole_vocabulary import keep_whole_layers
-from megatron_vp.mcore.settled import SettledJob, current, own_loop
+from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
@@ -47,12 +33,6 @@ from megatron_vp.schedule.communicators import all_edges
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
-
-PIPELINE_ATTRIBUTE = "vocabulary_parallel_pipeline"
-"""Attribute in which a chunk keeps its `Pipeline`."""
-
-GROUP_ATTRIBUTE = "vocabulary_parallel_group"
-"""Attribute in which a rank's first chunk keeps the rank's model-parallel group."""
 
 
 class ShardedWordEmbedding(EmbeddingLayer):
@@ -116,135 +96,19 @@ class WordEmbeddingHolder(MegatronModule):
         self.word_embeddings = word_embeddings
 
 
-class _VocabParallelBuilder:
-    """A mixin for Megatron's builders that prepares every built chunk for our schedules."""
-
-    _first: nn.Module | None = None
-    _start: PlainStart | None = None
-
-    def build_model(
-        self,
-        pg_collection: Any,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> nn.Module:
-        """Build one chunk; the placement, not the caller, decides whether the chunk is the first or the last stage."""
-        if _prepares_models():
-            return super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        job = current()
-        if not vp_stage:
-            self._start = plain_start(job, pg_collection, partial(self._plain_chunk, pg_collection))
-        ends = stage_ends(job, pg_collection.pp, vp_stage or 0)
-        with own_chunk(self._start):
-            chunk = super().build_model(pg_collection, vp_stage=vp_stage, **ends)
-        self._first = self._first if vp_stage else chunk
-        return prepare_chunk(job, chunk, self._first, pg_collection, vp_stage or 0, self._start)
-
-    def _plain_chunk(self, groups: ProcessGroupCollection, layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        builder = copy.copy(self)
-        builder._model_config = layout.of_model(self._model_config)
-        return super(_VocabParallelBuilder, builder).build_model(groups, **place)
-
-
-def _prepares_models() -> bool:
-    """Whether `own_models` derives the settings and prepares the chunks, because no Megatron arguments are parsed."""
-    loop = own_loop()
-    return loop is not None and not loop.reads_arguments()
-
-
-class VocabParallelGPTBuilder(_VocabParallelBuilder, GPTModelBuilder):
-    """Builds GPT models."""
-
-
-class VocabParallelHybridBuilder(_VocabParallelBuilder, HybridModelBuilder):
-    """Builds hybrid models."""
-
-
-def patched_get_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap Megatron's `get_model` so that it prepares the chunks of a script's own `model_provider`."""
-
-    def get_model(
-        model_provider_func: Callable[..., nn.Module],
-        model_type: Any = None,
-        wrap_with_ddp: bool = True,
-        config: Any = None,
-        pg_collection: Any = None,
-    ) -> list[nn.Module]:
-        built: list[nn.Module] = []
-        start: PlainStart | None = None
-        optional = {} if model_type is None else {"model_type": model_type}
-        others = {"wrap_with_ddp": wrap_with_ddp, "config": config, "pg_collection": pg_collection, **optional}
-        if _prepares_models():
-            return original(model_provider_func, **others)
-
-        def provider(*args: Any, **kwargs: Any) -> nn.Module:
-            nonlocal start
-            job = current()
-            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-            index = kwargs.get("vp_stage") or 0
-
-            def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-                given = {name: value for name, value in kwargs.items() if name != "vp_stage"}
-                if given.get("config") is not None:
-                    given["config"] = layout.of_model(given["config"])
-                return model_provider_func(*args, **given | place)
-
-            if not index:
-                start = plain_start(job, groups, plain_chunk)
-            with own_chunk(start):
-                built.append(model_provider_func(*args, **kwargs | stage_ends(job, groups.pp, index)))
-            return prepare_chunk(job, built[-1], built[0], groups, index, start)
-
-        return original(provider, **others)
-
-    return get_model
-
-
-def prepare_chunk(
-    job: SettledJob,
-    chunk: nn.Module,
-    first: nn.Module,
-    groups: ProcessGroupCollection,
-    index: int,
-    start: PlainStart | None = None,
-) -> nn.Module:
-    """Prepare a freshly built chunk of this rank for our schedules; `first` is the rank's first chunk.
-
-    The chunk takes its weights from `start`, if given. After the last chunk, the rank creates its communicators and
-    attaches them to the first chunk. The call is collective over all ranks; each rank prepares its chunks in order.
-    Raises UserError for a model whose vocabulary layers cannot be split.
-    """
-    vocab_parallel, placement = job.settings.vocab_parallel, job.placement
-    check_model(chunk)
-    if start is not None:
-        start.fill(chunk, index, placement)
-    leave_out_hooks(chunk)
-    if vocab_parallel:
-        _shard_vocabulary(job, chunk, first, groups, index)
-    setattr(first, GROUP_ATTRIBUTE, groups.mp)
-    # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
-    # communicators only after the last chunk is built.
-    if index + 1 == placement.chunks:
-        members = placement.vocab_members(vocab_shards(job, chunk).holders) if vocab_parallel else None
-        setattr(first, PIPELINE_ATTRIBUTE, _pipeline(job, groups, members))
-    return chunk
-
-
-def _shard_vocabulary(
+def split_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
-) -> None:
-    """Remove a chunk's vocabulary layers, if it has any, and attach this rank's shards of these layers.
+) -> dict[str, Any]:
+    """Remove the vocabulary layers of a rank's chunk, if it has any, and attach this rank's shards of these layers.
+    `first` is the rank's first chunk. The call is collective over all ranks; each rank splits its chunks in order.
 
     The embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
     shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has no
     shards.
+
+    Returns:
+        Those fields of `LayerShards` that describe this chunk's shards.
     """
-    check_vocabulary_layers(chunk)
-    if softcap_of(chunk.config) and job.args.vocab_label_smoothing:
-        raise UserError(
-            "--vocab-label-smoothing is not supported with a model that caps its logits: leave the option out"
-        )
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
     placement = job.placement
@@ -254,9 +118,10 @@ def _shard_vocabulary(
     holds_rows = rank // shards.tensor in shards.holders
     whole = keep_whole_layers(chunk, shards, groups)
     tied = chunk.share_embeddings_and_output_weights
+    found: dict[str, Any] = {}
     if index == placement.chunk_of(0):
         full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-        weight = _shard(job, full, shards, placement.first_rank, groups, chunk.config)
+        weight = _shard(job, full, shards, placement.first_rank, groups, chunk)
         # A rank with virtual stage 0 but no rows passes on the embeddings that other ranks have looked up.
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else nn.Identity()
         if chunk.pre_process:
@@ -266,16 +131,21 @@ def _shard_vocabulary(
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
+        found |= {"embedding": word_embeddings if holds_rows else None, "trains_embedding": weight.requires_grad}
+        if tied:
+            found["trains_output"] = weight.requires_grad
     if index == placement.chunk_of(placement.stages - 1):
         if tied:
             weight = first.embedding.word_embeddings.weight if holds_rows else None
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
-            weight = _shard(job, full, shards, placement.last_rank, groups, chunk.config)
+            weight = _shard(job, full, shards, placement.last_rank, groups, chunk)
+            found["trains_output"] = weight.requires_grad
         if holds_rows:
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
             del chunk.output_layer
+        found["output"] = chunk.output_layer if holds_rows else None
     whole.release()
     if chunk.post_process and chunk.config.use_mup:
         # Megatron would scale the logits, but no rank holds all of them; scaling the hidden states has the same effect.
@@ -286,6 +156,7 @@ def _shard_vocabulary(
     # although these ranks now hold different rows.
     chunk.share_embeddings_and_output_weights = False
     chunk.register_forward_pre_hook(refuse_outside_of_passes)
+    return found
 
 
 def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
@@ -302,7 +173,8 @@ def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -
     return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
 
 
-def _pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
+def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
+    """Connect this rank with the other ranks of its pipeline. The call is collective over all ranks of the job."""
     args = job.args
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
@@ -337,20 +209,20 @@ def _shard(
     shards: VocabShards,
     owner: int,
     groups: ProcessGroupCollection,
-    config: Any,
+    chunk: nn.Module,
 ) -> nn.Parameter:
     """Distribute the rows of a weight [V, h] from the tensor ranks of pipeline rank `owner` to all ranks.
 
-    Returns this rank's shard with the attributes that Megatron sets on parameters. The shard is frozen if the whole
-    weight is frozen.
+    Returns this rank's shard, on the device of the chunk's parameters, with the attributes that Megatron sets on
+    parameters. The shard is frozen if the whole weight is frozen.
     """
-    device, rank = pipeline_device(), dist.get_rank(groups.mp)
-    size = {"dtype": config.params_dtype, "device": device}
+    config, device, rank = chunk.config, pipeline_device(), dist.get_rank(groups.mp)
+    root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
+    trained, dtype = _kind(full_vh, config.params_dtype, root, groups.mp)
+    size = {"dtype": dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
     if job.args.fake_process_group:
         config.init_method(own_vh)  # A replayed rank has no peers to receive rows from.
-    root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
-    trained = _is_trained(full_vh, root, groups.mp)
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
     # Broadcast shard by shard over the model-parallel group, because the gradient norm needs this group's connections
@@ -364,7 +236,7 @@ def _shard(
         dist.broadcast(piece_vh, src=root, group=groups.mp)
         if index == rank:
             own_vh.copy_(piece_vh)
-    home = torch.device("cpu") if config.use_cpu_initialization else device
+    home = next((each.device for each in chunk.parameters()), device)
     weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
     # No other rank holds these rows, so every rank counts its own rows in the gradient norm and in the number of zeros.
     tensor_parallel.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
@@ -374,11 +246,20 @@ def _shard(
     return weight
 
 
-def _is_trained(full_vh: nn.Parameter | None, root: int, group: dist.ProcessGroup) -> bool:
-    """Whether the weight, which rank `root` holds, requires gradients."""
-    said = torch.tensor([full_vh is None or full_vh.requires_grad], dtype=torch.uint8, device=pipeline_device())
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _kind(
+    full_vh: nn.Parameter | None, dtype: torch.dtype, root: int, group: dist.ProcessGroup
+) -> tuple[bool, torch.dtype]:
+    """Whether the weight that rank `root` holds requires gradients, and its dtype. Scripts may have frozen or converted
+    the weight since the configuration, which says `dtype`, was made.
+    """
+    kind = [True, _DTYPES.index(dtype)] if full_vh is None else [full_vh.requires_grad, _DTYPES.index(full_vh.dtype)]
+    said = torch.tensor(kind, dtype=torch.uint8, device=pipeline_device())
     dist.broadcast(said, src=root, group=group)
-    return bool(said.item())
+    trained, number = said.tolist()
+    return bool(trained), _DTYPES[number]
 
 
 def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:

@@ -21,8 +21,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.mcore.model.model_check import check_methods
-from megatron_vp.mcore.model.surgery import PIPELINE_ATTRIBUTE
-from megatron_vp.mcore.model.trained_layers import Trained, agreed, layer_shards
+from megatron_vp.mcore.model.preparation import prepare
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
 from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
@@ -69,9 +68,9 @@ def forward_backward(
         UserError: if our schedules do not support an argument.
     """
     _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
-    job = _job(model, pg_collection)
-    _check_communicator(job.pipeline, p2p_communicator)
     gradients = not forward_only
+    job = _job(model, pg_collection, gradients)
+    _check_communicator(job.pipeline, p2p_communicator)
     if gradients:
         _require_gradient_buffers(job.chunks)
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
@@ -117,7 +116,7 @@ def training_schedule(
     micro_batch_size: int,
 ) -> tuple[Schedule, int]:
     """Return the schedule of a training iteration, and the pipeline rank of this process."""
-    job = _job(model, pg_collection)
+    job = _job(model, pg_collection, True)
     schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
     return schedule, job.pipeline.groups.rank
 
@@ -171,15 +170,16 @@ class _Job:
     settled: SettledJob
     chunks: list[torch.nn.Module]
     pipeline: Pipeline
-    trained: Trained
     layer_shards: LayerShards | None
     """The vocabulary shards; None without --vocab-parallel."""
     config: Any
     groups: ProcessGroupCollection
 
 
-def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None) -> _Job:
-    """Collect the model and its settings."""
+def _job(
+    model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None, gradients: bool
+) -> _Job:
+    """Collect the model and its settings. A model that nothing has wrapped is prepared here."""
     chunks = model if isinstance(model, list) else [model]
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
@@ -190,13 +190,14 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
             "distributed optimizer to shard optimizer states"
         )
     cores = unwrap_model(chunks)
-    pipeline: Pipeline | None = getattr(cores[0], PIPELINE_ATTRIBUTE, None)
+    prepared = prepare(chunks)
+    pipeline = prepared and prepared.pipeline
     if pipeline is None and own_loop() is not None:
         raise UserError(
             f"this script's {type(cores[0]).__name__} was built before megatron_vp.enable was called, or is not a "
             "GPTModel: call enable before the model is built, and build a GPTModel"
         )
-    if pipeline is None:
+    if prepared is None or pipeline is None:
         raise UserError(
             f"this script's {type(cores[0]).__name__} was built by a custom builder, which --vocab-parallel and "
             "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both options out"
@@ -205,9 +206,8 @@ def _job(model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessG
     settled = current()
     for core in cores if settled.settings.vocab_parallel else ():
         check_methods(core)  # A script may have replaced them since the model was built.
-    trained = agreed(settled, chunks[0], cores, alone=pipeline.groups.alone)
-    shards = layer_shards(settled, cores, trained)
-    return _Job(settled, chunks, pipeline, trained, shards, get_model_config(chunks[0]), groups)
+    shards = prepared.layer_shards(trains=gradients)
+    return _Job(settled, chunks, pipeline, shards, get_model_config(chunks[0]), groups)
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:

@@ -34,20 +34,23 @@ SCHEDULE_PATCHES: tuple[Patch, ...] = (
         )
         for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
-    Patch(
-        "megatron.training.models.gpt:GPTModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.surgery.VocabParallelGPTBuilder",
-        "place or shard the vocabulary layers of models that Megatron's GPT builder makes",
-    ),
-    Patch(
-        "megatron.training.models.hybrid:HybridModelConfig.builder",
-        lambda original: "megatron_vp.mcore.model.surgery.VocabParallelHybridBuilder",
-        "place or shard the vocabulary layers of models that Megatron's hybrid builder makes",
+    *(
+        Patch(
+            f"megatron.training.models.{module}:unimodal_build_distributed_models",
+            _lazy("model.preparation", "building"),
+            "place the layers of models that Megatron's builders make, and shard the vocabulary layers after all hooks",
+        )
+        for module in ("gpt", "hybrid")
     ),
     Patch(
         "megatron.training.training:get_model",
-        _lazy("model.surgery", "patched_get_model"),
+        _lazy("model.preparation", "getting_model"),
         "place or shard the vocabulary layers of models that a script's model_provider makes",
+    ),
+    Patch(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        _lazy("model.preparation", "wrapping"),
+        "shard the vocabulary layers of a script's own models, and let pass W report its weight gradients",
     ),
     Patch(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",

@@ -1,0 +1,386 @@
+"""Builds a rank's chunks where the schedule needs them, and prepares them for our schedules.
+
+Chunks come through three doors: Megatron's builders, `get_model` with a script's own `model_provider`, and the
+constructor of GPTModel in a script that lets nobody parse Megatron's arguments. Behind each of them, `RankModel.build`
+builds the chunks.
+
+`prepare` then splits the vocabulary layers, as late as possible: after the hooks of Megatron's builders, when
+`get_model` has a chunk, when Megatron-Bridge prints a model's size, when DistributedDataParallel wraps a chunk, or
+before the first iteration. Until then the chunks have Megatron's own layers. Hooks and scripts may load weights into
+them, freeze them, or add adapters to layers in between.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
+from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
+from megatron_vp.mcore.model.model_check import adapted, check_model, check_vocabulary_layers, softcap_of
+from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, stage_ends, vocab_shards
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
+from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.vocab.loss import TokenLoss
+
+_ATTRIBUTE = "vocabulary_parallel_model"
+"""Attribute in which a chunk keeps its `RankModel`."""
+
+
+class RankModel:
+    """The chunks of one model on this rank. All ranks of the model build and prepare their chunks in the same order.
+
+    pipeline: this rank's part of the pipeline; None until all chunks are prepared.
+    """
+
+    def __init__(self, groups: ProcessGroupCollection, build_plain: BuildPlain) -> None:
+        self.job, self.groups = current(), groups
+        self.chunks: list[nn.Module] = []
+        self.pipeline: Pipeline | None = None
+        self._prepared = 0
+        self._shards: dict[str, Any] = {}
+        self._start = plain_start(self.job, groups, build_plain)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are built."""
+        return len(self.chunks) == self.job.placement.chunks
+
+    def build(self, build: Callable[..., nn.Module]) -> nn.Module:
+        """Build the next chunk, given a function of `pre_process` and `post_process`. The placement, not the caller,
+        decides whether the chunk is the first or the last stage.
+        """
+        index = len(self.chunks)
+        with own_chunk(self._start):
+            chunk = build(**stage_ends(self.job, self.groups.pp, index))
+        check_model(chunk)
+        if self._start is not None:
+            self._start.fill(chunk, index, self.job.placement)
+        self.chunks.append(chunk)
+        object.__setattr__(chunk, _ATTRIBUTE, self)
+        return chunk
+
+    def prepare(self, chunk: nn.Module) -> None:
+        """Prepare all chunks up to `chunk` that are not prepared yet. After the last one, connect the ranks."""
+        while self._prepared <= self.chunks.index(chunk):
+            self._prepare(self._prepared)
+            self._prepared += 1
+
+    def _prepare(self, index: int) -> None:
+        job, groups, chunk, first = self.job, self.groups, self.chunks[index], self.chunks[0]
+        leave_out_hooks(chunk)
+        if job.settings.vocab_parallel:
+            self._agree(functools.partial(check_vocabulary_layers, chunk, job.args.vocab_label_smoothing))
+            self._shards |= split_vocabulary(job, chunk, first, groups, index)
+        # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
+        # communicators only after the last chunk is built.
+        if index + 1 == job.placement.chunks:
+            members = None
+            if job.settings.vocab_parallel:
+                members = job.placement.vocab_members(vocab_shards(job, chunk).holders)
+            self.pipeline = create_pipeline(job, groups, members)
+
+    def _agree(self, check: Callable[[], None]) -> None:
+        """Run a check on all ranks of the model. If it raises UserError on one rank, raise the same error on all."""
+        said = None
+        try:
+            check()
+        except UserError as error:
+            said = str(error)
+        every = [said]
+        if not self.job.args.fake_process_group:
+            every *= self.groups.mp.size()
+            dist.all_gather_object(every, said, group=self.groups.mp)
+        for message in filter(None, every):
+            raise UserError(message)
+
+    def layer_shards(self, *, trains: bool) -> LayerShards | None:
+        """The rank's vocabulary shards, and the token loss that the arguments select; None without --vocab-parallel.
+
+        trains: whether gradients are computed. Raises UserError if a shard was replaced since the layers were split, or
+            if it was frozen or unfrozen since then although gradients are computed.
+        """
+        job, shards = self.job, self._shards
+        if not job.settings.vocab_parallel:
+            return None
+        places = {"embedding": job.placement.chunk_of(0), "output": job.placement.chunk_of(job.placement.stages - 1)}
+        for name, index in places.items():
+            path = {"embedding": "embedding.word_embeddings", "output": "output_layer"}[name]
+            if shards[name] is None:
+                continue
+            layer = self.chunks[index].get_submodule(path)
+            if layer is not shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
+                raise UserError(adapted(path, layer))
+            if trains and layer.weight.requires_grad != shards[f"trains_{name}"]:
+                raise UserError(
+                    "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
+                    "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
+                )
+        loss = TokenLoss(job.args.vocab_label_smoothing, job.args.vocab_z_loss)
+        return LayerShards(vocab_shards(job, self.chunks[0]), loss=loss, **shards)
+
+
+def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
+    """Prepare a rank's chunks for our schedules, unless this is already done. The call is collective over all ranks.
+
+    Returns the model of the last of these chunks; None if it was not built through one of the doors. Raises UserError
+    if the vocabulary layers of the resulting model cannot be split.
+    """
+    model: RankModel | None = None
+    for chunk in unwrap_model(list(chunks)):
+        model = getattr(chunk, _ATTRIBUTE, None)
+        if model is not None:
+            model.prepare(chunk)
+    return model
+
+
+def _placing(
+    build: Callable[..., nn.Module], groups: ProcessGroupCollection, build_plain: BuildPlain
+) -> Callable[..., nn.Module]:
+    """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`."""
+    model: RankModel | None = None
+
+    def build_chunk(*args: Any, **kwargs: Any) -> nn.Module:
+        nonlocal model
+        if model is None or not kwargs.get("vp_stage"):
+            model = RankModel(groups, build_plain)
+        return model.build(lambda **ends: build(*args, **kwargs | ends))
+
+    return build_chunk
+
+
+def _constructor_places() -> bool:
+    """Whether the constructor of GPTModel places the chunks, because no Megatron arguments are parsed."""
+    loop = own_loop()
+    return loop is not None and not loop.reads_arguments()
+
+
+def building(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+    """Wrap `unimodal_build_distributed_models`, through which Megatron's builders build and wrap a rank's chunks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> list[nn.Module]:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        builder, groups, hook = given["build_model_func"].__self__, given["pg_collection"], given.get("pre_wrap_hook")
+
+        def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+            plain = copy.copy(builder)
+            plain._model_config = layout.of_model(builder._model_config)
+            return plain.build_model(groups, **place)
+
+        def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
+            chunks = (hook and hook(chunks)) or chunks
+            prepare(chunks)
+            return chunks
+
+        if not _constructor_places():
+            given["build_model_func"] = _placing(given["build_model_func"], groups, plain_chunk)
+        given["pre_wrap_hook"] = last_hook
+        return original(*bound.args, **bound.kwargs)
+
+    return build
+
+
+def getting_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
+    """Wrap Megatron's `get_model`, which builds chunks with a script's own `model_provider`."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_model(*args: Any, **kwargs: Any) -> list[nn.Module]:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        build = provider = given["model_provider_func"]
+        if not _constructor_places():
+            groups = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+            config = given.get("config")
+
+            def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+                return provider(config=config and layout.of_model(config), pg_collection=groups, **place)
+
+            build = _placing(provider, groups, plain_chunk)
+
+        def prepared(*args: Any, **kwargs: Any) -> nn.Module:
+            chunk = build(*args, **kwargs)
+            prepare([chunk])
+            return chunk
+
+        given["model_provider_func"] = prepared
+        return original(*bound.args, **bound.kwargs)
+
+    return get_model
+
+
+def wrapping(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of DistributedDataParallel: prepare the chunk first, and register no autograd hooks on
+    weights of Transformer Engine's layers, because pass W reports their gradients.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        prepare([module])
+        splits = is_settled() and current().settings.splits_backward
+        with delaying(ddp_config) if splits else nullcontext():
+            original(self, config, ddp_config, module, *args, **kwargs)
+
+    return __init__
+
+
+def _constructing(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of GPTModel, for scripts that build their chunks without Megatron's builders and
+    `get_model`. The job's settings are derived from the first model.
+    """
+    signature = inspect.signature(original)
+    model: RankModel | None = None
+    running = False  # Nested constructor calls go to Megatron unchanged.
+
+    @functools.wraps(original)
+    def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal model, running
+        loop = own_loop()
+        if running or loop is None or loop.reads_arguments():
+            original(self, *args, **kwargs)
+            return
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        running = True
+        try:
+            job = loop.settle_for(given)
+            if job.settings.replaces_schedule:
+                model = _construct(original, model, self, given, job)
+            else:
+                original(self, *args, **kwargs)
+        finally:
+            running = False
+        if job.args.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
+            raise UserError(
+                "core_attention='sdpa' has no effect, because this script made the model's layer specification before "
+                "megatron_vp.enable was called: call enable first"
+            )
+
+    return construct
+
+
+def _construct(
+    original: Callable[..., None],
+    model: RankModel | None,
+    chunk: nn.Module,
+    given: Mapping[str, Any],
+    job: SettledJob,
+) -> RankModel:
+    """Construct `chunk` as the next chunk of `model`, or as the first one of a new model."""
+    if type(chunk) is not GPTModel:
+        raise UserError(
+            f"the script builds a {type(chunk).__name__}, but megatron_vp.enable supports only Megatron's GPTModel: "
+            "build a GPTModel, or build the model through Megatron's get_model"
+        )
+    groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
+    index, config = given["vp_stage"] or 0, given["config"]
+    if softcap_of(config) and job.placement.chunk_of(job.placement.stages - 1) + 1 != job.placement.chunks:
+        raise UserError(
+            f"--pipeline-schedule {job.args.pipeline_schedule} does not place the last stage in the last chunk of its "
+            "rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
+        )
+
+    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+        return GPTModel(**{**given, "config": layout.of_model(config), "vp_stage": None, **place})
+
+    if model is None or model.complete:
+        model = RankModel(groups, plain_chunk)
+    if index != len(model.chunks):
+        raise UserError(
+            f"the script builds the model with vp_stage={index} out of order on this rank: build one GPTModel per "
+            f"vp_stage, from 0 to {job.placement.chunks - 1}"
+        )
+    if job.settings.places_chunks:
+        # Megatron reads from the configuration which layers a chunk holds, and how many layers come before them.
+        config = copy.copy(config)
+        layout = job.args.pipeline_model_parallel_layout
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
+
+    def build(**ends: bool) -> nn.Module:
+        original(chunk, **{**given, "config": config, **ends})
+        # Restore the configuration object that the script passed, because training loops later set functions in it,
+        # such as finalize_model_grads_func.
+        chunk.config = given["config"]
+        return chunk
+
+    with delaying(config) if job.settings.splits_backward else nullcontext():
+        model.build(build)
+    chunk.register_forward_pre_hook(functools.partial(_refuse_outside_of_schedule, model), prepend=True)
+    return model
+
+
+def _refuse_outside_of_schedule(model: RankModel, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
+    """Pre-forward hook that raises UserError if a chunk runs outside our schedules.
+
+    A script that called get_forward_backward_func before `enable` would use Megatron's own schedule, which assumes
+    Megatron's placement of chunks and never runs pass W.
+    """
+    if model.pipeline is None or model.pipeline.progress.instruction is None:
+        raise UserError(
+            "this script runs its model outside of the schedule that megatron_vp.enable selected: call "
+            "get_forward_backward_func after enable, and run the model only in forward_step"
+        )
+
+
+def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None]:
+    """Prepare chunks just before Megatron-Bridge prints a model's size, because all hooks have run by then and no chunk
+    is wrapped yet.
+    """
+
+    @functools.wraps(original)
+    def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
+        prepare(model)
+        original(model, pg_collection)
+
+    return print_num_params
+
+
+def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Make Megatron-Bridge apply Gemma's softcap on the rank to which the schedule assigns the last stage."""
+
+    @functools.wraps(original)
+    def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
+        return dist.get_rank(pp_group) == current().placement.last_rank
+
+    return is_pp_last_stage
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        _constructing,
+        "place the vocabulary layers of models that a script builds without Megatron's builders",
+    ),
+)
+
+BRIDGE_PATCHES = (
+    Patch(
+        "megatron.bridge.models.model_provider:_print_num_params",
+        _preparing_before_count,
+        "shard vocabulary layers of Megatron-Bridge's models only after hooks have loaded weights or changed layers",
+    ),
+    Patch(
+        "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
+        _by_stage,
+        "apply Gemma's softcap to the output layer, which V-shaped schedules place on the first rank",
+    ),
+)
