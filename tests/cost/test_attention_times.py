@@ -6,7 +6,7 @@ import pytest
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.sizes.flops import attention_flops
+from megatron_vp.cost.sizes.layer_operations import operations
 from megatron_vp.cost.sizes.shapes import AttentionKernels, Job, ModelShape
 from megatron_vp.cost.times.attention_times import BACKWARD, TILE, attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -25,8 +25,12 @@ def job(sequence=4096, model=MODEL, **changes):
     return Job(model, sequence, 1, microbatches=1, pipeline=1, layers=LayerKind.ENGINE, **changes)
 
 
-def times(one):
-    return attention_times(one, H100)
+def attention_flops(one):
+    return sum(op.scores for op in operations(one))
+
+
+def times(one, hardware=H100):
+    return attention_times(one, hardware, attention_flops(one))
 
 
 @pytest.mark.parametrize("sequence", PUBLISHED)
@@ -62,7 +66,7 @@ def test_layers_with_windows_compute_those_alone():
 
 def test_hardware_without_rates_takes_the_fitted_ones():
     a100, one = HARDWARE["a100"], job(4096, attention=AttentionKernels.FLASH_2)
-    took, flops = attention_times(one, a100), attention_flops(one) / 2
+    took, flops = times(one, a100), attention_flops(one) / 2
     assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
     assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
-    assert attention_times(one, HARDWARE["b200"]) == attention_times(job(4096), HARDWARE["b200"])
+    assert times(one, HARDWARE["b200"]) == times(job(4096), HARDWARE["b200"])

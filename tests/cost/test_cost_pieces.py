@@ -8,8 +8,8 @@ from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.memory.layer_memory import layer_activations, layer_memory
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.sizes.flops import Matrix, layer_flops, layer_matrices, layer_weights, model_flops, paper_flops
-from megatron_vp.cost.sizes.layer_types import LayerType
+from megatron_vp.cost.sizes.flops import model_flops, paper_flops
+from megatron_vp.cost.sizes.layer_operations import Matrix, layer_flops, layer_weights, operations
 from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Dispatcher, Job, ModelShape, Recompute
 from megatron_vp.cost.times.communication import (
@@ -34,6 +34,10 @@ def gpt(**changes):
 
 def job(model=None, **changes):
     return Job(model or gpt(), **{"sequence": 2048, "micro_batch": 1, "microbatches": 128, "pipeline": 8} | changes)
+
+
+def mlp_traffic(model):
+    return model.layer_traffic() - model.tensor_sum
 
 
 def test_flops_are_the_paper_s():
@@ -259,14 +263,14 @@ def test_what_stays_in_a_node_takes_its_links():
     gathered = experts.all_reduce(4 * moved, 4, nodes=1)
     exchange = 2 * (NETWORK_LATENCY + far + near)
     assert experts.layer_traffic() == pytest.approx(experts.tensor_sum + gathered + exchange)
-    assert experts.mlp_traffic() == pytest.approx(gathered + exchange)
+    assert mlp_traffic(experts) == pytest.approx(gathered + exchange)
     # The flexible dispatcher sends to a node once for both experts, to a rank as well, and both at the same time.
     flexible = replace(experts, job=replace(experts.job, dispatcher=Dispatcher.FLEXIBLE))
     once = 2 * (NETWORK_LATENCY + 0.75 * far)
-    assert flexible.mlp_traffic() == pytest.approx(gathered + once)
+    assert mlp_traffic(flexible) == pytest.approx(gathered + once)
     assert 0.75 * far > 0.875 * moved / 2 / experts.bandwidth(True)
     hidden = replace(experts, job=replace(experts.job, expert_overlap=True))
-    assert hidden.mlp_traffic() == pytest.approx(gathered + CONTENTION * exchange)
+    assert mlp_traffic(hidden) == pytest.approx(gathered + CONTENTION * exchange)
     alone = replace(hidden, job=replace(hidden.job, expert=1, expert_tensor=1))
     assert alone.layer_traffic() == pytest.approx(experts.tensor_sum)
 
@@ -322,10 +326,14 @@ def test_fused_layers_move_what_is_counted_and_local_attention_all_scores():
         PassTimes(job(sequence_parallel=True, layers=kind), HARDWARE["h100"])
         for kind in (LayerKind.ENGINE, LayerKind.LOCAL, LayerKind.PAPER)
     )
-    whole = LayerType.WHOLE
-    assert engine.layer_bytes(whole) == local.layer_bytes(whole) < 0.5 * paper.layer_bytes(whole)
+
+    def moved(times):
+        found = operations(times.job)
+        return sum(op.moved for op in found) + times.fitted_bytes(found)
+
+    assert moved(engine) == moved(local) < 0.5 * moved(paper)
     assert local.layer().F > engine.layer().F
-    assert PassTimes(local.job, HARDWARE["cpu"]).layer_bytes(whole) == paper.layer_bytes(whole)
+    assert moved(PassTimes(local.job, HARDWARE["cpu"])) == pytest.approx(moved(paper))
 
 
 def recomputing(*modules, **changes):
@@ -341,7 +349,7 @@ def test_an_mlp_that_is_computed_again_keeps_its_input_alone():
     dropped = 2048 * (2 * 4096 + 2 * 3 * 14336)  # the norm's result, the first product, and the second one's input
     assert (whole[0] - again[0], again[1] - whole[1]) == (dropped, dropped)
     times = PassTimes(job(llama, layers=LayerKind.ENGINE), HARDWARE["h100"])
-    products = sum(map(times.gemm_time, layer_matrices(times.job)[2:]))
+    products = sum(times.gemm_time(op.matrix) for op in operations(times.job) if op.name in ("up", "down"))
     assert again[2] - whole[2] == pytest.approx(products + times.memory_time(2048 * 2 * 3 * 14336))
     assert (again[3].F, again[3].W) == (whole[3].F, whole[3].W)
     # Local layers keep the norm's result, their MLP's input. Without experts nothing else changes.
@@ -368,3 +376,8 @@ def test_experts_compute_their_activation_or_everything_again():
     assert recomputing("mlp", **changes) == whole
     offset = recomputing("moe_act", glu_intermediates=2, **changes)
     assert recomputing(glu_intermediates=2, **changes)[0] - offset[0] == 3 * inner
+
+
+def test_experts_that_are_computed_again_keep_nothing_of_their_shared_expert():
+    kept = [recomputing("moe", model=gpt(experts=8, experts_per_token=2, shared_ffn=ffn))[0] for ffn in (0, 4096)]
+    assert kept[0] == kept[1]

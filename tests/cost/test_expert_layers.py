@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
-from megatron_vp.cost.sizes.flops import layer_weights
 from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
+from megatron_vp.cost.sizes.layer_operations import layer_weights
+from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 
@@ -48,7 +48,7 @@ def test_deepseek_v3_has_as_many_parameters_as_its_authors_say():
     """671 billion in all, of which a token meets 37: arXiv 2412.19437, without its multi-token prediction."""
     job = job_of(DEEPSEEK_V3)
     layers = model_layers(job)
-    assert layers == {LayerType.DENSE: 3, LayerType.WHOLE: 58}
+    assert layers == {"d": 3, "t": 58}
     vocabulary = 2 * job.model.vocab * job.model.hidden
     total = sum(count * layer_weights(job, kind) for kind, count in layers.items()) + vocabulary
     left_out = 58 * (256 - 8) * 3 * 7168 * 2048
@@ -58,7 +58,7 @@ def test_deepseek_v3_has_as_many_parameters_as_its_authors_say():
 def test_the_first_stage_has_the_dense_layers():
     job = job_of({**DEEPSEEK_V3, "pipeline_model_parallel_size": 2, "global_batch_size": 2})
     first, last = stage_layers(job, (30, 31))
-    assert first.counts == {LayerType.DENSE: 3, LayerType.WHOLE: 27} and last.counts == {LayerType.WHOLE: 31}
+    assert first.counts == {"d": 3, "t": 27} and last.counts == {"t": 31}
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.prediction.predict import predict
-from megatron_vp.cost.sizes.fp8 import activations_saved, fp8_matrices, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_types import LayerType, stage_layers
+from megatron_vp.cost.sizes.layer_operations import operations
+from megatron_vp.cost.sizes.layer_types import stage_layers
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.cost.times.pass_times import PassTimes
@@ -72,8 +73,8 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
 
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
     times = PassTimes(replace(JOB, sequence=8), H100)
-    (matrix, *_) = fp8_matrices(times.job)
-    assert times.fp8_gemm_time(matrix) == pytest.approx(times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144))
+    matrix = next(op.matrix for op in operations(times.job) if op.matrix)
+    assert times.gemm_time(matrix, narrow=True) == pytest.approx(times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144))
 
 
 def test_vocabulary_layers_and_routers_stay_as_they_are():
@@ -81,7 +82,7 @@ def test_vocabulary_layers_and_routers_stay_as_they_are():
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
         assert narrow.output_shard(method) == wide.output_shard(method)
     assert narrow.whole_output() == wide.whole_output()
-    matrices = fp8_matrices(replace(JOB, model=EXPERTS))
+    matrices = [op.matrix for op in operations(replace(JOB, model=EXPERTS)) if op.matrix and op.narrows]
     assert [(m.inputs, m.outputs, m.copies) for m in matrices] == [
         (2048, 3 * 2048, 1),
         (2048, 2048, 1),
@@ -134,7 +135,7 @@ def test_memory_of_a_rank_has_the_copies_and_keeps_less():
 )
 def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, end, layers, wide):
     def found(job):
-        return tuple(each.wide[LayerType.WHOLE] for each in stage_layers(job, layers))
+        return tuple(each.wide["t"] for each in stage_layers(job, layers))
 
     assert found(replace(JOB, bf16_at_start=start, bf16_at_end=end)) == wide
     assert found(replace(WIDE, bf16_at_start=start)) == layers

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from megatron_vp.cost.sizes.layer_types import LayerType, model_layers, stage_layers
+from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
 from megatron_vp.cost.sizes.layouts import by_stage, least_work_layers
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
@@ -33,14 +33,14 @@ def test_heads_are_no_layers_of_a_stage_but_of_the_model():
     layout = "Ett|tt|m|L"
     assert layers_in(layout) == (2, 2, 0, 0) and stages_behind_mtp(layout) == 1
     model = replace(MODEL, mtp_heads=("t",), behind_mtp=1)
-    assert model_layers(replace(JOB, model=model)) == {LayerType.WHOLE: 7}
+    assert model_layers(replace(JOB, model=model)) == {"t": 7}
     found = stage_layers(replace(JOB, model=model), (2, 2, 2))
-    assert [stage.counts[LayerType.WHOLE] for stage in found] == [2, 3, 2]
+    assert [stage.counts["t"] for stage in found] == [2, 3, 2]
 
 
 def test_layers_in_16_bits_are_counted_from_the_ends_of_the_model():
     job = replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=3)
-    assert [stage.wide.get(LayerType.WHOLE, 0) for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
+    assert [stage.wide.get("t", 0) for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
 
 
 def test_vocabulary_layers_that_count_as_layers_count_for_the_number_of_chunks():

@@ -18,9 +18,9 @@ from megatron_vp.cost.memory.layer_memory import (
     small_activations,
 )
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
-from megatron_vp.cost.sizes.flops import expert_weights, layer_weights
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
-from megatron_vp.cost.sizes.layer_types import LayerType, StageLayers, model_layers, stage_layers
+from megatron_vp.cost.sizes.layer_operations import expert_weights, layer_weights
+from megatron_vp.cost.sizes.layer_types import StageLayers, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
@@ -88,7 +88,7 @@ class MemoryModel:
     shard_rows: tuple[int, ...] | None = None
 
     @cached_property
-    def _layer_memory(self) -> dict[LayerType, LayerMemory]:
+    def _layer_memory(self) -> dict[str, LayerMemory]:
         split = self.schedule.split_backward
         return {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
 
@@ -97,7 +97,7 @@ class MemoryModel:
         return stage_layers(self.job, self.layers)
 
     @cached_property
-    def _weights(self) -> dict[LayerType, tuple[int, int]]:
+    def _weights(self) -> dict[str, tuple[int, int]]:
         """For each type of layer, its number of parameters, and how many of these belong to experts."""
         return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
 
@@ -136,7 +136,7 @@ class MemoryModel:
         """Parameters on a rank that belong to experts; each expert is on only some of the replicas."""
         return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
 
-    def _layers(self, rank: int) -> list[tuple[LayerType, int]]:
+    def _layers(self, rank: int) -> list[tuple[str, int]]:
         stages = self.schedule.placement.stage_of[rank]
         return [each for stage in stages for each in self._stages[stage].counts.items()]
 
@@ -160,7 +160,7 @@ class MemoryModel:
             "optimizer": job.state_bytes * stepped,
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
-            "communication": self._messages(rank) * self._unit * job.element_bytes,
+            "communication": self._messages(rank) * self.job.units * job.element_bytes,
         }
         moving = in_step * widened + counted["activations"] + counted["vocabulary"] + counted["communication"]
         outside = outside_memory(job, self.schedule, rank, moving, self.hardware)
@@ -169,12 +169,6 @@ class MemoryModel:
     def _messages(self, rank: int) -> int:
         """Microbatches whose hidden states are in transit to or from a rank: two with one chunk, four with more."""
         return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
-
-    @property
-    def _unit(self) -> float:
-        """Number of elements in a microbatch's hidden states on one rank."""
-        job = self.job
-        return job.tokens * job.model.hidden / (job.tensor if job.sequence_parallel else 1)
 
     def _peak_of_passes(self, rank: int) -> tuple[float, float]:
         """Bytes of activations and of the vocabulary layers in the pass in which their sum is largest."""
@@ -191,7 +185,7 @@ class MemoryModel:
             waiting = self.held(rank, {kind: each.waiting for kind, each in self._layer_memory.items()})
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
-                waiting[placement.stages - 1] += self.job.element_bytes * self._unit
+                waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
         held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
         peak, most = (0.0, 0.0), 0.0
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
@@ -262,7 +256,7 @@ class MemoryModel:
             # A pass V runs both S and T of a microbatch, so the logits of this microbatch exist only during V.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
-        buffers, score = SHARED_BUFFERS * self._unit, self.job.tokens * rows
+        buffers, score = SHARED_BUFFERS * self.job.units, self.job.tokens * rows
         return [buffers + each * score for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:
@@ -272,7 +266,7 @@ class MemoryModel:
         whole = self.schedule.vocab is VocabMethod.NONE
         if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
             # The last norm keeps its input, and the output layer keeps the norm's result.
-            kept[placement.stages - 1] += 2 * self.job.element_bytes * self._unit
+            kept[placement.stages - 1] += 2 * self.job.element_bytes * self.job.units
         return kept
 
     def offloaded(self, rank: int) -> dict[int, float]:
@@ -305,7 +299,7 @@ class MemoryModel:
         """Change in the layers' memory, in bytes, when a split backward reaches the embedding. In the paper's code,
         only one of the stage's layers still keeps tensors for W at that point.
         """
-        return SPLIT_BACKWARD * self._unit - waiting if self.job.layers is LayerKind.PAPER else 0.0
+        return SPLIT_BACKWARD * self.job.units - waiting if self.job.layers is LayerKind.PAPER else 0.0
 
     def in_pass(self, rank: int) -> dict[int, PassMemory]:
         """Temporary bytes in the passes of every virtual stage of `rank`, in addition to what layers keep."""
@@ -318,7 +312,7 @@ class MemoryModel:
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
-    def held(self, rank: int, each: Mapping[LayerType, float]) -> dict[int, float]:
+    def held(self, rank: int, each: Mapping[str, float]) -> dict[int, float]:
         """Bytes that a microbatch needs on each virtual stage of `rank`; `each`: bytes per layer, by layer type."""
         job, stages = self.job, self._stages
         held = {}
@@ -332,7 +326,7 @@ class MemoryModel:
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
             # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
             # rows. In this project, the embedding rows are counted as the first layer's input.
-            held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self._unit
+            held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self.job.units
         return held
 
 

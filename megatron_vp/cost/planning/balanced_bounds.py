@@ -10,7 +10,6 @@ from megatron_vp.cost.memory.rank_memory import WORKSPACES, MemoryModel
 from megatron_vp.cost.prediction.bounds import Bound, HeldBytes, bound, weight_bytes
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of, single_microbatch
-from megatron_vp.cost.sizes.layer_types import LayerType
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.pass_times import PassTimes
 
@@ -37,7 +36,7 @@ def balanced_bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
             (1 - hardware.constants.idle_boost) * min(layer, wide)
             for layer, wide in zip(times.layer()[:2], times.plain_layer()[:2], strict=True)
         )
-        held = [memory.held(rank, {LayerType.WHOLE: kept.kept}) for rank in range(job.pipeline)]
+        held = [memory.held(rank, {"t": kept.kept}) for rank in range(job.pipeline)]
         least = min(each[stage] / layers[stage] for each in held for stage in each if layers[stage])
         # A layer keeps a microbatch's activations while all later layers run that microbatch's forward and backward.
         byte_seconds = least * (forward + backward) * model.layers * (model.layers + 1) / 2

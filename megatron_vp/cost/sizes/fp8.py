@@ -18,8 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
-from megatron_vp.cost.sizes.flops import Matrix, layer_matrices
-from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
+from megatron_vp.cost.sizes.layer_operations import operations
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
@@ -77,31 +76,24 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
         )
 
 
-def fp8_matrices(job: Job, kind: LayerType = LayerType.WHOLE) -> tuple[Matrix, ...]:
-    """A layer's matrices that are multiplied in fp8: all `layer_matrices` except the router's (third from the end)."""
-    matrices, mlp = layer_matrices(job, kind), mlp_of(job.model, kind)
-    return (*matrices[:-3], *matrices[-2:]) if mlp and mlp.experts else matrices
-
-
-def weight_copies(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
+def weight_copies(job: Job, hardware: Hardware, kind: str = "t") -> float:
     """Bytes of the fp8 copies of one layer's weights on one rank, which exist from the first microbatch on."""
     assert job.fp8 is not None
-    return quantised(job.fp8, hardware).kept * sum(matrix.weights for matrix in fp8_matrices(job, kind))
+    return quantised(job.fp8, hardware).kept * fp8_weights(job, kind)
 
 
-def activations_saved(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> float:
+def fp8_weights(job: Job, kind: str = "t") -> int:
+    """Parameters of one layer on one rank that fp8 recipes multiply in fp8."""
+    return sum(op.matrix.weights for op in operations(job, kind) if op.matrix and op.narrows)
+
+
+def activations_saved(job: Job, hardware: Hardware, kind: str = "t") -> float:
     """Bytes by which fp8 reduces a layer's activations per microbatch on one rank, compared with 16 bits.
 
     The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
     input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.
     """
     assert job.fp8 is not None
-    model, t = job.model, job.tensor
     kept = quantised(job.fp8, hardware).kept_for_weights
-    mlp = mlp_of(model, kind)
-    again = mlp_recompute(job, kind)
-    through = mlp.per_token + bool(mlp.shared) if mlp and again is not MlpRecompute.ALL else 0
-    shared = model.hidden * (kind.attends + through)
-    inner = (mlp.per_token * mlp.width + mlp.shared) / t if mlp and again is MlpRecompute.NONE else 0
-    inputs = shared / (t if job.sequence_parallel else 1) + inner
-    return job.tokens * ((job.element_bytes - kept) * inputs - kept * kind.attends * model.results / t)
+    left = [op for op in operations(job, kind) if not op.again(job)]
+    return sum((job.element_bytes - kept) * op.narrow - kept * op.doubled for op in left)

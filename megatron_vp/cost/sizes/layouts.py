@@ -6,7 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from megatron_vp.cost.sizes.flops import layer_flops, output_flops
+from megatron_vp.cost.sizes.flops import output_flops
+from megatron_vp.cost.sizes.layer_operations import layer_flops
 from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import UNEVEN_LAYERS

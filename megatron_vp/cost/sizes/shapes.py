@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -53,6 +54,10 @@ class AttentionKernels(StrEnum):
     """FlashAttention 2, or other kernels of the same generation."""
     EITHER = "either"
     """The generation is unknown, so the predicted time is the average over both generations."""
+
+
+NODE = 8
+"""GPUs of a node of the published recipes, which choose their dispatcher by it."""
 
 
 class Dispatcher(StrEnum):
@@ -295,6 +300,33 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a microbatch on one rank."""
         return self.sequence * self.micro_batch // self.context
+
+    @cached_property
+    def units(self) -> float:
+        """Elements of a microbatch's hidden states on one rank; sequence parallelism divides them by tensor ranks."""
+        return self.tokens * self.model.hidden / (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys on one rank; more tensor ranks than query groups hold copies of the same keys."""
+        return max(self.model.keys // self.tensor, self.model.head_size)
+
+    @property
+    def values(self) -> int:
+        """Width of the values on one rank."""
+        return max(self.model.values // self.tensor, self.model.value_size)
+
+    @property
+    def scores(self) -> float:
+        """Scores of a layer's attention on one rank."""
+        return self.tokens * self.sequence * self.model.heads / self.tensor
+
+    @property
+    def is_flexible(self) -> bool:
+        """Whether the flexible dispatcher moves tokens to experts; see `Dispatcher.UNSAID`."""
+        if self.dispatcher is Dispatcher.UNSAID:
+            return self.expert * self.expert_tensor > NODE
+        return self.dispatcher is Dispatcher.FLEXIBLE
 
     @property
     def output_tokens(self) -> int:

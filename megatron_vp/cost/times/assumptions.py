@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.sizes.shapes import AttentionKernels, Dispatcher, Job
-from megatron_vp.cost.times.expert_times import is_flexible
 from megatron_vp.jobs.layer_kind import LayerKind
 
 
@@ -18,7 +17,7 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
             "delayed scaling used one or the other; choose one with --attention-backend flash or fused"
         )
     if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
-        kind = "flex" if is_flexible(job, hardware) else "alltoall"
+        kind = "flex" if job.is_flexible else "alltoall"
         found.append(
             f"--moe-token-dispatcher-type is {kind}, as in published recipes; the prediction does not cover Megatron's "
             "default, allgather, which moves more data"

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.flops import attention_flops
-from megatron_vp.cost.sizes.layer_types import LayerType
 from megatron_vp.cost.sizes.shapes import AttentionKernels, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -43,13 +41,14 @@ class AttentionTimes(NamedTuple):
     backward: float
 
 
-def attention_times(job: Job, hardware: Hardware, kind: LayerType = LayerType.WHOLE) -> AttentionTimes:
-    """Times of the attention in a layer of type `kind` on one rank, without the projections before and after it."""
-    causal = attention_flops(job, kind) / 2
+def attention_times(job: Job, hardware: Hardware, flops: float) -> AttentionTimes:
+    """Times of one layer's attention on one rank, without the projections before and after it; `flops`: its FLOPs, not
+    halved for causality.
+    """
+    causal = flops / 2
     if job.layers is LayerKind.LOCAL and hardware.is_gpu:
         # Unfused attention also computes, writes and reads the scores above the diagonal.
-        scores = SCORE_BYTES * job.tokens * job.sequence * job.model.heads / job.tensor if kind.attends else 0.0
-        moved = scores / (hardware.memory_bandwidth * hardware.constants.bandwidth)
+        moved = SCORE_BYTES * job.scores / (hardware.memory_bandwidth * hardware.constants.bandwidth)
         forward = 2 * causal / (hardware.peak_flops * hardware.constants.matrix) + moved
         return AttentionTimes(forward, 2 * forward)
     reached: Iterable[float] = hardware.constants.attention_forward, hardware.constants.attention_backward

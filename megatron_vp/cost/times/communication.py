@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.layer_types import LayerType, mlp_of
+from megatron_vp.cost.sizes.layer_operations import Op, distinct, operations
 from megatron_vp.cost.sizes.shapes import Job
-from megatron_vp.cost.times.expert_times import distinct, is_flexible
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7
@@ -96,7 +95,7 @@ class CommunicationModel:
     @property
     def hidden_bytes(self) -> float:
         """Bytes of a microbatch's hidden states on one rank."""
-        return self.whole_hidden_bytes / (self.job.tensor if self.job.sequence_parallel else 1)
+        return self.job.element_bytes * self.job.units
 
     @property
     def tensor_sum(self) -> float:
@@ -149,22 +148,22 @@ class CommunicationModel:
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 
-    def layer_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
+    def layer_traffic(self, kind: str = "t") -> float:
         """Seconds of exposed communication in one layer's forward, except for keys and values (see `exposed_keys`)."""
-        return kind.attends * self.tensor_sum + self.mlp_traffic(kind)
+        return sum(map(self.wait, operations(self.job, kind)))
 
-    def mlp_traffic(self, kind: LayerType = LayerType.WHOLE) -> float:
-        """Seconds of exposed communication around the MLPs in one layer's forward."""
-        job, mlp = self.job, mlp_of(self.job.model, kind)
-        if mlp is None or not mlp.experts:
-            return self.tensor_sum if mlp else 0.0
-        own, took = self.whole_hidden_bytes * mlp.per_token / job.tensor, self.tensor_sum if mlp.shared else 0.0
+    def wait(self, op: Op) -> float:
+        """Seconds of exposed communication of one operation's forward."""
+        if op.waits != "expert":
+            return self.tensor_sum if op.waits else 0.0
+        job, took = self.job, 0.0
+        own = self.whole_hidden_bytes * job.model.experts_per_token / job.tensor
         if job.expert_tensor > 1:
             # An expert's tensor ranks all-gather its tokens and reduce-scatter the results.
-            took += self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
+            took = self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))
         if job.expert == 1:
             return took
-        exchange = 2 * self.dispatch(own, mlp.per_token)
+        exchange = 2 * self.dispatch(own, job.model.experts_per_token)
         return took + (CONTENTION * exchange if job.expert_overlap else exchange)
 
     def dispatch(self, count: float, per_token: int) -> float:
@@ -177,25 +176,23 @@ class CommunicationModel:
         ranks, nodes = self.job.expert, min(self.job.expert, self.nodes(self.job.expert * self.job.expert_tensor))
         inside = ranks / nodes
         latency, far_share = (NETWORK_LATENCY if nodes > 1 else LATENCY), (nodes - 1) / nodes
-        if not is_flexible(self.job, self.hardware):
+        if not self.job.is_flexible:
             far = count * far_share / self.bandwidth(False)
             return latency + far + count * (inside - 1) / ranks / self.bandwidth(True)
         far = count * distinct(nodes, per_token) * far_share / self.bandwidth(False)
         return latency + max(far, count * distinct(ranks, per_token) * (inside - 1) / inside / self.bandwidth(True))
 
-    def exposed_keys(self, attention: float, kind: LayerType = LayerType.WHOLE) -> float:
+    def exposed_keys(self, attention: float) -> float:
         """Seconds that a layer's forward waits for keys and values of other context ranks.
 
         Keys and values are passed around a ring. Meanwhile, attention runs on those that have arrived. It takes
         `attention` seconds in total.
         """
         job = self.job
-        if job.context == 1 or not kind.attends:
+        if job.context == 1:
             return 0.0
         near = self.nodes(job.tensor * job.context) == 1
-        model = job.model
-        width = max(model.keys // job.tensor, model.head_size) + max(model.values // job.tensor, model.value_size)
-        count = job.element_bytes * job.tokens * width
+        count = job.element_bytes * job.tokens * (job.keys + job.values)
         hop = (LATENCY if near else NETWORK_LATENCY) + count / self.bandwidth(near)
         return (job.context - 1) * max(0.0, hop - attention / job.context)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.flops import Matrix, attention_matrices, layer_matrices
-from megatron_vp.cost.sizes.fp8 import fp8_matrices, quantised
-from megatron_vp.cost.sizes.layer_types import LayerType, MlpRecompute, mlp_of, mlp_recompute
+from megatron_vp.cost.sizes.fp8 import Quantised, fp8_weights, quantised
+from megatron_vp.cost.sizes.layer_operations import Matrix, Op, operations
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.cost.times.attention_times import attention_times
 from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.expert_times import LAUNCHES, PRODUCT, copies, separate_activation
 from megatron_vp.cost.times.vocab_kernels import ShardPasses
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
@@ -43,9 +42,15 @@ to the accumulated gradient, as published times of IB imply. The gradient of a w
 zeros, as the published V-Half baselines imply.
 """
 
-FUSED_HIDDEN = 22
-"""Bytes that a fused layer's forward moves per hidden unit of a token. Each of the layer's two blocks moves 4 bytes for
-a norm, and 7 bytes to add the residual and copy the sum. Dropout masks are counted separately.
+LAUNCHES = 0.4e-3
+"""Seconds that a layer with experts spends on work that is too small to keep a GPU busy: the router's top-k selection,
+token counts that the host waits for, and about a hundred kernel launches. In the backward, this work takes twice as
+long.
+"""
+
+PRODUCT = 20e-6
+"""Extra seconds per matrix product of an expert if a rank has several experts: for the product's launch, and for a last
+wave of tiles that leaves SMs idle. The value was chosen by hand; published runs on H100 suggest 15 to 30 microseconds.
 """
 
 OWN_SHARE = 0.4
@@ -78,100 +83,94 @@ class PassTimes:
     job: Job
     hardware: Hardware
 
-    def compute(self, flops: float, share: float) -> float:
-        """Seconds that `flops` operations take at the fraction `share` of the hardware's peak rate."""
-        return flops / (self.hardware.peak_flops * share)
-
     def memory_time(self, count: float) -> float:
         """Seconds to read and write memory, `count` bytes in total."""
         return count / (self.hardware.memory_bandwidth * self.hardware.constants.bandwidth)
 
-    def gemm_time(self, matrix: Matrix) -> float:
-        """Seconds of one matrix product: the longer of its arithmetic and its memory traffic."""
-        operands = matrix.tokens * (matrix.inputs + matrix.outputs) * matrix.copies + matrix.weights
-        rates = self.hardware.rates
-        arithmetic = matrix.flops / rates.gemm if rates else self.compute(matrix.flops, self.hardware.constants.matrix)
-        arithmetic += PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
-        return max(arithmetic, self.memory_time(self.job.element_bytes * operands))
+    def gemm_time(self, matrix: Matrix, narrow: bool = False) -> float:
+        """Seconds of one matrix product: the longer of its arithmetic and its memory traffic.
 
-    def fp8_gemm_time(self, matrix: Matrix) -> float:
-        """Seconds of the same product as in `gemm_time`, but with fp8 operands and a result in 16 bits."""
-        operands = matrix.tokens * (matrix.inputs + 2 * matrix.outputs) * matrix.copies + matrix.weights
-        assert self.hardware.rates is not None  # see `refuse_fp8`
-        arithmetic = matrix.flops / self.hardware.rates.fp8_gemm
-        arithmetic += PRODUCT * matrix.copies if matrix.copies > 1 else 0.0
-        return max(arithmetic, self.memory_time(operands))
-
-    def layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """Seconds of one layer, with matrix products in the job's precision."""
-        plain, job = self.plain_layer(kind), self.job
-        if job.fp8 is None:
-            return plain
-        cast = quantised(job.fp8, self.hardware)
-        faster = inputs = outputs = weights = 0.0
-        matrices = fp8_matrices(job, kind)
-        for matrix in matrices:
-            faster += self.gemm_time(matrix) - self.fp8_gemm_time(matrix)
-            inputs += matrix.tokens * matrix.inputs * matrix.copies
-            outputs += matrix.tokens * matrix.outputs * matrix.copies
-            weights += matrix.weights
-        # A weight is quantised only in the first microbatch of an iteration.
-        forward = self.memory_time(cast.moved * (inputs + weights / job.microbatches)) - faster
-        again = forward if job.recompute is Recompute.FULL else 0.0
-        if mlp_recompute(job, kind) is MlpRecompute.ALL:
-            for matrix in matrices[-2:]:
-                again += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
-                again += self.fp8_gemm_time(matrix) - self.gemm_time(matrix)
-        backward = self.memory_time(cast.moved * outputs) - faster
-        return Split(plain.F + forward, plain.B + backward + again, plain.W - faster)
-
-    def plain_layer(self, kind: LayerType = LayerType.WHOLE) -> Split:
-        """Seconds of one layer without fp8."""
-        job = self.job
-        matrices = layer_matrices(job, kind)
-        products = sum(map(self.gemm_time, matrices))
-        elementwise = self.memory_time(self.layer_bytes(kind))
-        attention, twice = attention_times(job, self.hardware, kind)
-        separate = separate_activation(job, kind)
-        communication = CommunicationModel(job, self.hardware)
-        # The backward sends keys and values again, and also their gradients.
-        keys = communication.exposed_keys(attention, kind), 2 * communication.exposed_keys(twice / 2, kind)
-        mlp = mlp_of(job.model, kind)
-        launches = LAUNCHES if self.counted and mlp and mlp.experts else 0.0
-        forward = products + attention + elementwise + keys[0] + launches + self.memory_time(separate.forward)
-        backward = products + twice + 2 * elementwise + keys[1] + 2 * launches + self.memory_time(separate.backward)
-        weight = products + self.memory_time(self.accumulated * sum(matrix.weights for matrix in matrices))
-        # Recomputation repeats the communication of hidden states.
-        if job.recompute is Recompute.FULL:
-            again = forward + communication.layer_traffic(kind)
+        narrow: whether the operands are in fp8; the result is in 16 bits.
+        """
+        rates, constants = self.hardware.rates, self.hardware.constants
+        if narrow:
+            assert rates is not None  # see `refuse_fp8`
+            rate, size, result = rates.fp8_gemm, 1, 2
         else:
-            again = self._mlps_again(kind, launches + communication.mlp_traffic(kind))
-        return Split(forward, backward + again, weight)
+            rate = rates.gemm if rates else self.hardware.peak_flops * constants.matrix
+            size, result = self.job.element_bytes, 1
+        operands = matrix.tokens * (matrix.inputs + result * matrix.outputs) * matrix.copies + matrix.weights
+        started = PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
+        return max(matrix.flops / rate + started, self.memory_time(size * operands))
 
-    def _mlps_again(self, kind: LayerType, others: float) -> float:
-        """Seconds to recompute a layer's MLPs in the backward; `others`: seconds of launches and communication."""
-        job, model, t = self.job, self.job.model, self.job.tensor
-        again, mlp = mlp_recompute(job, kind), mlp_of(model, kind)
-        if again is MlpRecompute.NONE or mlp is None:
+    def operation(self, op: Op, cast: Quantised | None = None) -> Split:
+        """Seconds of one operation; `cast`: the fp8 recipe, if it is used."""
+        moved = self.memory_time(op.moved)
+        back = 2 * moved if op.back is None else self.memory_time(op.back)
+        product = added = 0.0
+        if op.matrix:
+            narrow, matrix = cast is not None and op.narrows, op.matrix
+            product, added = self.gemm_time(matrix, narrow), self.memory_time(self.accumulated * matrix.weights)
+            if cast and narrow:
+                moved += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
+                back += self.memory_time(cast.moved * matrix.tokens * matrix.outputs * matrix.copies)
+        if op.scores:
+            once, twice = attention_times(self.job, self.hardware, op.scores)
+            keys = self.communication.exposed_keys
+            # The backward sends keys and values again, and also their gradients.
+            moved, back = moved + once + keys(once), back + twice + 2 * keys(twice / 2)
+        elif op.name == "router" and self.counted:
+            moved, back = moved + LAUNCHES, back + 2 * LAUNCHES
+        return Split(product + moved, product + back, product + added)
+
+    def layer(self, kind: str = "t") -> Split:
+        """Seconds of one layer, with matrix products in the job's precision."""
+        job = self.job
+        return self._layer(kind, None if job.fp8 is None else quantised(job.fp8, self.hardware))
+
+    def plain_layer(self, kind: str = "t") -> Split:
+        """Seconds of one layer without fp8."""
+        return self._layer(kind, None)
+
+    def _layer(self, kind: str, cast: Quantised | None) -> Split:
+        job, found = self.job, operations(self.job, kind)
+        times = [(op, self.operation(op, cast)) for op in found]
+        forward, backward, weight = (sum(each[place] for _, each in times) for place in range(3))
+        # Recomputation repeats the communication of hidden states.
+        again = sum(each.F + self.communication.wait(op) for op, each in times if op.again(job))
+        fitted = self.memory_time(self.fitted_bytes(found))
+        weights = 0.0
+        if cast:  # A weight is quantised only in the first microbatch of an iteration.
+            weights = self.memory_time(cast.moved * fp8_weights(job, kind) / job.microbatches)
+        if job.recompute is Recompute.FULL:
+            again += fitted + weights
+        return Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
+
+    def fitted_bytes(self, found: Iterable[Op]) -> float:
+        """Bytes that a layer's forward moves outside matrix products in addition to those of its operations.
+
+        They are 0 with Transformer Engine's layers on hardware with known attention rates (`counted`), and with
+        Megatron's local layers on a GPU. For other layers, a fitted constant replaces the bytes of the operations.
+        """
+        job = self.job
+        local = job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
+        if self.counted or local:
             return 0.0
-        moved = (3 if model.gated else 2) * mlp.per_token * mlp.width / t
-        if again is MlpRecompute.ACTIVATION:
-            return self.memory_time(job.element_bytes * job.tokens * moved)
-        moved += (3 if model.gated else 2) * mlp.shared / t
-        moved += copies(job, kind, self.hardware) * mlp.per_token * model.hidden / t
-        products = layer_matrices(job, kind)[len(attention_matrices(job)) if kind.attends else 0 :]
-        return sum(map(self.gemm_time, products)) + self.memory_time(job.element_bytes * job.tokens * moved) + others
+        # Without sequence parallelism, only the work between a block's two matrix products is divided by t.
+        inner = OWN_SHARE * job.units + (1 - OWN_SHARE) * job.tokens * job.model.hidden / job.tensor
+        each = 0.5 * self.hardware.constants.layer_bytes * inner
+        return sum(each * (op.name == "residual") - op.moved for op in found if op.back is None)
+
+    @property
+    def communication(self) -> CommunicationModel:
+        """The communication model of the same job."""
+        return CommunicationModel(self.job, self.hardware)
 
     @property
     def counted(self) -> bool:
         """Whether the job runs Transformer Engine's layers on hardware with known attention rates."""
         rates = self.hardware.rates
         return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
-
-    @property
-    def fused_local(self) -> bool:
-        """Whether the job runs Megatron's local layers on a GPU; on CPU cores, all layers are modelled alike."""
-        return self.job.layers in (LayerKind.LOCAL, LayerKind.LOCAL_SDPA) and self.hardware.is_gpu
 
     @property
     def accumulated(self) -> int:
@@ -184,49 +183,19 @@ class PassTimes:
         rates = self.hardware.rates
         return rates.gap if rates and rates.gap else self.hardware.constants.gap
 
-    def layer_bytes(self, kind: LayerType) -> float:
-        """Bytes that a layer's forward moves outside its matrix products; the backward moves twice as many.
-
-        If `counted` or `fused_local` is true, the bytes of the layer's operations are added up. Otherwise, the result
-        is proportional to a fitted constant.
-        """
-        job, model, t = self.job, self.job.model, self.job.tensor
-        units = job.tokens * model.hidden / (t if job.sequence_parallel else 1)
-        if not (self.counted or self.fused_local):
-            # Without sequence parallelism, only the work between a block's two matrix products is divided by t.
-            inner = OWN_SHARE * units + (1 - OWN_SHARE) * job.tokens * model.hidden / t
-            return kind.share * self.hardware.constants.layer_bytes * inner
-        wide, mlp, inside = job.element_bytes, mlp_of(model, kind), 0.0
-        if kind.attends:
-            # Query and key norms, rotary embedding, and the split of the joint projection are each counted as one read
-            # and one write of queries, keys and values.
-            keys = max(model.keys // t, model.head_size) + max(model.values // t, model.value_size)
-            inside += wide * (2 + 2 * model.rotary + 2 * model.query_key_norms) * (model.queries / t + keys)
-        if mlp:
-            inside += wide * (3 if model.gated else 2) * (mlp.per_token * mlp.width + mlp.shared) / t
-            inside += copies(job, kind, self.hardware) * wide * mlp.per_token * model.hidden / t
-        return kind.share * (FUSED_HIDDEN + 2 * model.dropout) * units + job.tokens * inside
-
     def whole_output(self) -> Split:
         """Seconds that the unsplit output layer and the loss take on the last stage."""
-        matrix = Matrix(self.job.model.hidden, self.job.whole_rows, self.job.output_tokens)
-        logits, product = matrix.tokens * matrix.outputs, self.gemm_time(matrix)
-        forward, backward = WHOLE_SCORES[self.job.cross_entropy]
-        return Split(
-            product + self.memory_time(forward * logits),
-            product + self.memory_time(backward * logits),
-            product + self.memory_time(self.accumulated * matrix.weights),
-        )
+        job = self.job
+        forward, backward = (each * job.output_tokens * job.whole_rows for each in WHOLE_SCORES[job.cross_entropy])
+        matrix = Matrix(job.model.hidden, job.whole_rows, job.output_tokens)
+        return self.operation(Op("output", matrix, moved=forward, back=backward))
 
     def whole_embedding(self) -> Split:
         """Seconds of the first stage's input embedding if it is not split."""
         job = self.job
-        units = job.tokens * job.model.hidden
-        return Split(
-            self.memory_time(2 * job.element_bytes * units),
-            self.memory_time(WHOLE_EMBEDDING_GRADIENT * job.whole_rows * job.model.hidden),
-            0.0,
-        )
+        back = WHOLE_EMBEDDING_GRADIENT * job.whole_rows * job.model.hidden
+        looked_up = 2 * job.element_bytes * job.tokens * job.model.hidden
+        return self.operation(Op("embedding", moved=looked_up, back=back))
 
     def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
         """The cost model of this project's vocabulary kernels on a shard of `rows` rows (None: an even shard).
