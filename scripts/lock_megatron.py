@@ -162,11 +162,13 @@ def _read_from(tree: ast.AST, holders: set[str]) -> Iterator[str]:
 
 
 def _stored(tree: ast.AST) -> set[str]:
-    """The arguments that a source sets: `args.NAME = ...`."""
+    """The arguments that a source sets: `args.NAME = ...` or `chosen["NAME"] = ...`."""
     found = set()
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name("args"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Subscript(ast.Name("chosen"), ast.Constant(str(name)), ast.Store()):
                 found.add(name)
     return found
 

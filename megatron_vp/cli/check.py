@@ -89,7 +89,7 @@ def check(
         from megatron_vp.mcore.storage.optimizer_check import one_way
 
         lines = [*describe_run(checked, ranks), *preflight.describe_start(checked)]
-        lines += filter(None, [one_way(checked.args)])
+        lines += filter(None, [one_way(checked.arguments)])
         if script is not None and (own := preflight.own_options(words)):
             lines.append(f"options not checked, because only {script} knows them: {', '.join(map(option_of, own))}")
         typer.echo(f"ok: {'\n'.join(lines)}")

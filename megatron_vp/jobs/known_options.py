@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import FrozenInstanceError
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,17 +120,30 @@ def out_of_range(name: str, value: Any) -> str | None:
 
 
 class Arguments:
-    """A job's arguments as attributes, by Megatron's names: the given value, or else the default of Megatron's parser.
+    """The description of a job: its arguments, by Megatron's names. They never change; `|` makes another description.
 
-    given: the arguments that a job gives, or all arguments that Megatron parsed. None means that one is not given.
+    An argument that is not among `known` has the default of Megatron's parser.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        vars(self).update(known)
+
+    @classmethod
+    def given(cls, arguments: Mapping[str, Any]) -> Arguments:
+        """The description of a job that gives these arguments; None leaves an argument at its default."""
+        return cls({name: value for name, value in arguments.items() if value is not None})
 
     def __getattr__(self, name: str) -> Any:
-        value, option = self.given.get(name), known_options().get(name)
-        return value if value is not None or option is None or option.default is argparse.SUPPRESS else option.default
+        if name.startswith("__"):
+            raise AttributeError(name)
+        option = known_options().get(name)
+        return None if option is None or option.default is argparse.SUPPRESS else option.default
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise FrozenInstanceError(name)
+
+    def __or__(self, changes: Mapping[str, Any]) -> Arguments:
+        return Arguments({**vars(self), **changes})
 
 
 @cache

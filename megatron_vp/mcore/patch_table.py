@@ -6,7 +6,6 @@ modules of groups that a run needs are imported.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -36,7 +36,7 @@ class Condition:
     """
 
     sentence: str
-    holds: Callable[[argparse.Namespace], object]
+    holds: Callable[[Arguments], object]
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ NO_ENGINE = Condition("only if Transformer Engine is not installed", lambda args
 EARLY = Stage.BEFORE_PARSING
 
 
-def _records(args: argparse.Namespace) -> object:
+def _records(args: Arguments) -> object:
     logs = str(args.log_pipeline_interval) not in ("0", "None")
     return logs or args.rank_report is not None or args.pipeline_trace is not None
 
 
-def _with_bridges_models(_args: argparse.Namespace) -> bool:
+def _with_bridges_models(_args: Arguments) -> bool:
     return own_loop() is not None and "megatron.bridge.models.model_provider" in sys.modules
 
 
-def _in_own_loop(args: argparse.Namespace) -> bool:
+def _in_own_loop(args: Arguments) -> bool:
     loop = own_loop()
     return loop is not None and not loop.reads_arguments() and run_settings(args).replaces_schedule
 
@@ -333,7 +333,7 @@ def patches_of(name: str) -> tuple[Patch, ...]:
     return next(group for group in GROUPS if group.name == name).declared()
 
 
-def selected(args: argparse.Namespace, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
+def selected(args: Arguments, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
     """The groups that a run needs at `stage` or, by default, at all stages, in the order of the table."""
     return tuple(group for group in GROUPS if stage in (None, group.stage) and group.applies.holds(args))
 
@@ -365,14 +365,14 @@ def needs(places: Iterable[str]) -> bool:
     return bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
 
 
-def require_fit(args: argparse.Namespace) -> None:
+def require_fit(args: Arguments) -> None:
     """Check every patch group that a run needs, for all stages of startup. Raises UserError if an essential group does
     not fit the installed packages.
     """
     _fitting(selected(args))
 
 
-def apply(stage: Stage, args: argparse.Namespace) -> None:
+def apply(stage: Stage, args: Arguments) -> None:
     """Apply the patches that a run needs at a stage of startup. If an essential patch does not fit, apply none and
     raise UserError.
 
@@ -385,7 +385,7 @@ def apply(stage: Stage, args: argparse.Namespace) -> None:
     patches.apply(declared)
 
 
-def apply_early(args: argparse.Namespace, *names: str) -> None:
+def apply_early(args: Arguments, *names: str) -> None:
     """Apply the patch groups in `names` that the run needs, earlier in startup than `apply` would. Raises UserError if
     a patch does not fit the installed packages.
     """

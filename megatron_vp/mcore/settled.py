@@ -1,10 +1,10 @@
-"""Stores the validated arguments of this process's job, and all decisions that megatron_vp has made for the job.
+"""Stores the description of this process's job, and all decisions that megatron_vp has made for the job.
 
 A job's startup takes these steps, in this order:
 
 1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
 2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
-3. `options/settle.py` validates the arguments and makes the `SettledJob`.
+3. `options/settle.py` lets Megatron validate its arguments, and makes the `SettledJob`.
 4. Once process groups exist, `start/same_job.py` sends rank 0's pass costs to all ranks, so that all derive the same
    order of passes from them.
 
@@ -14,7 +14,6 @@ not import Megatron.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
 from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
@@ -122,11 +122,11 @@ class ChosenRows:
 class SettledJob:
     """Everything that the plug-in has decided for a run."""
 
-    args: argparse.Namespace
-    """Megatron's validated arguments: the same object that Megatron uses, in which training changes some values."""
+    arguments: Arguments
+    """The job with our choices, as Megatron has validated it."""
     settings: RunSettings
-    given: argparse.Namespace
-    """A copy of the parsed arguments from before the plug-in chose anything."""
+    given: Arguments
+    """The job before the plug-in chose anything."""
     shards: ChosenRows
     order: Costs | None
     """The pass costs that determine the order of passes; None means `PassCosts()`. All ranks use rank 0's costs."""
@@ -140,18 +140,26 @@ class SettledJob:
     checked (see `check_checkpoint`).
     """
     warnings: tuple[str, ...] = ()
-    """Sentences about options without their intended effect; see `options.ignored`."""
+    """Sentences about options without their intended effect; see `refusals.warnings_of`."""
+    args: Any = None
+    """Megatron's own arguments, in which training changes some values; None if Megatron does not parse arguments."""
+
+    def of(self, args: Any) -> SettledJob:
+        """This job with Megatron's arguments as they are now."""
+        return replace(self, args=args, arguments=Arguments(vars(args)))
 
     @property
     def method(self) -> VocabMethod:
         """The vocabulary method that the options specify. The schedule family may replace it (see `Family.method`)."""
-        return VocabMethod(self.args.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE)
+        return VocabMethod(
+            self.arguments.vocab_parallel_algorithm if self.settings.vocab_parallel else VocabMethod.NONE
+        )
 
     @property
     def placement(self) -> Placement:
         """The virtual stage of each chunk on each pipeline rank."""
-        chunks = self.args.virtual_pipeline_model_parallel_size or 1
-        return self.settings.placement(self.args.pipeline_model_parallel_size, chunks)
+        chunks = self.arguments.virtual_pipeline_model_parallel_size or 1
+        return self.settings.placement(self.arguments.pipeline_model_parallel_size, chunks)
 
 
 @dataclass
@@ -231,10 +239,10 @@ def current() -> SettledJob:
 
 
 @contextmanager
-def placed_as_megatron() -> Iterator[None]:
-    """Inside this context, let each rank build the chunks that it would have in plain Megatron."""
+def placed_as_megatron(layout: Mapping[str, Any]) -> Iterator[None]:
+    """Inside this context, let each rank build the chunks of `layout` that it would have in plain Megatron."""
     job = current()
-    settle(replace(job, settings=replace(job.settings, family=megatrons_own())))
+    settle(replace(job, arguments=job.arguments | layout, settings=replace(job.settings, family=megatrons_own())))
     try:
         yield
     finally:
@@ -282,8 +290,8 @@ def family_of(name: str) -> Family:
     return _read(name)[0] if _names_file(name) else family(name)
 
 
-def run_settings(args: argparse.Namespace) -> RunSettings:
-    """Return the settings that follow from a run's arguments, which Megatron or `options.early_arguments` has parsed.
+def run_settings(args: Arguments) -> RunSettings:
+    """Return the settings that follow from a run's arguments.
 
     Until `settled_job` chooses the default schedule, it counts as 1f1b, which needs the same patches as interleaved.
     Raises UserError if --pipeline-schedule names neither a schedule family nor a file.

@@ -174,4 +174,4 @@ def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):
     args.world_size = 1
     # A Megatron whose validation derives nothing.
     with pytest.raises(UserError, match="has no argument 'data_parallel_size'"):
-        settle.settled_job(lambda args, defaults: args, args, {})
+        settle.settled_from_flags(lambda args, defaults: args, args, {})

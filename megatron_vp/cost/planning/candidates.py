@@ -59,7 +59,7 @@ class Candidate:
 
 def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
     """Why training refuses `plan` for a job with these arguments, as far as our own options tell; see `OPTIONS`."""
-    record, split, given = family(plan.schedule), plan.vocab is not VocabMethod.NONE, Arguments(values)
+    record, split, given = family(plan.schedule), plan.vocab is not VocabMethod.NONE, Arguments.given(values)
     holds = {
         "our schedules": split or not record.in_megatron or plan.offload_chunks,
         "vocabulary shards": split,

@@ -40,7 +40,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     If `ranks` is None, the job has the smallest number of replicas that can hold the experts. Raises UserError if a
     size is missing or if sizes contradict each other.
     """
-    a = Arguments(arguments)
+    a = Arguments.given(arguments)
     absent = [name for name, other in _REQUIRED.items() if arguments.get(name) is None and arguments.get(other) is None]
     if absent:
         raise UserError(
@@ -110,7 +110,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
 
 
 def _model(a: Arguments) -> ModelShape:
-    hidden, experts, pattern = a.hidden_size, a.num_experts or 0, pattern_in(a.given)
+    hidden, experts, pattern = a.hidden_size, a.num_experts or 0, pattern_in(vars(a))
     if pattern is not None and "E" not in pattern.letters:
         experts = 0
     elif pattern is not None and not experts:

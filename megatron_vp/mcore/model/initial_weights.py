@@ -19,7 +19,6 @@ the plain stages too.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +62,7 @@ class PlainLayout:
     @classmethod
     def of(cls, job: SettledJob) -> PlainLayout:
         """Derive the plain layout from a job's layout or hybrid pattern."""
-        args = job.args
+        args = job.arguments
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
         layout, pattern = job.given.pipeline_model_parallel_layout, args.hybrid_layer_pattern
@@ -116,7 +115,7 @@ class PlainStart:
         layout = PlainLayout.of(job)
         rank, ranks = groups.pp.rank(), groups.pp.size()
         self._placement = Placement.round_robin(ranks, layout.chunks)
-        with _settings_of(job.args, layout), placed_as_megatron():
+        with _settings_of(job, layout):
             self._held = []
             for index, stage in enumerate(self._placement.stage_of[rank]):
                 ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
@@ -188,7 +187,7 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     or with --init-model-with-meta-device. They are also not needed if a checkpoint replaces them, or if every layer is
     on the same rank as in plain Megatron.
     """
-    if not moves_layers(job) or job.args.init_model_with_meta_device or job.args.fake_process_group:
+    if not moves_layers(job) or job.arguments.init_model_with_meta_device or job.arguments.fake_process_group:
         return None
     # Nodes may see different files. The ranks exchange the weights, so all ranks or none must build them.
     loads: list[Any] = [None] * groups.mp.size()
@@ -198,7 +197,7 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
 
 def moves_layers(job: SettledJob) -> bool:
     """Whether some layers are on different ranks than in plain Megatron."""
-    layout, pattern = job.args.pipeline_model_parallel_layout, job.args.hybrid_layer_pattern
+    layout, pattern = job.arguments.pipeline_model_parallel_layout, job.arguments.hybrid_layer_pattern
     places_chunks = job.settings.places_chunks
     if pattern is not None and "|" in pattern and not places_chunks:
         return pattern != PlainLayout.of(job).pattern
@@ -221,17 +220,19 @@ def own_chunk(start: PlainStart | None) -> Iterator[None]:
 
 
 @contextmanager
-def _settings_of(args: argparse.Namespace, layout: PlainLayout) -> Iterator[None]:
+def _settings_of(job: SettledJob, layout: PlainLayout) -> Iterator[None]:
     """Inside this context, Megatron's arguments and state are those of a job with this layout."""
-    settings = layout.settings(args.pipeline_model_parallel_size)
+    settings = layout.settings(job.arguments.pipeline_model_parallel_size)
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    ours = {name: getattr(args, name) for name in settings}
+    megatrons = {} if job.args is None else vars(job.args)
+    ours = {name: megatrons.get(name) for name in settings}
     try:
-        vars(args).update(settings)
+        megatrons.update(settings)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(settings["virtual_pipeline_model_parallel_size"])
-        yield
+        with placed_as_megatron(settings):
+            yield
     finally:
-        vars(args).update(ours)
+        megatrons.update(ours)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
 
 

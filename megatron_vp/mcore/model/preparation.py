@@ -85,7 +85,7 @@ class RankModel:
         job, groups, chunk, first = self.job, self.groups, self.chunks[index], self.chunks[0]
         leave_out_hooks(chunk)
         if job.settings.vocab_parallel:
-            self._agree(functools.partial(check_vocabulary_layers, chunk, job.args.vocab_label_smoothing))
+            self._agree(functools.partial(check_vocabulary_layers, chunk, job.arguments.vocab_label_smoothing))
             self._shards |= split_vocabulary(job, chunk, first, groups, index)
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
         # communicators only after the last chunk is built.
@@ -103,7 +103,7 @@ class RankModel:
         except UserError as error:
             said = str(error)
         every = [said]
-        if not self.job.args.fake_process_group:
+        if not self.job.arguments.fake_process_group:
             every *= self.groups.mp.size()
             dist.all_gather_object(every, said, group=self.groups.mp)
         for message in filter(None, every):
@@ -131,7 +131,7 @@ class RankModel:
                     "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
                     "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
                 )
-        loss = TokenLoss(job.args.vocab_label_smoothing, job.args.vocab_z_loss)
+        loss = TokenLoss(job.arguments.vocab_label_smoothing, job.arguments.vocab_z_loss)
         return LayerShards(vocab_shards(job, self.chunks[0]), loss=loss, **shards)
 
 
@@ -269,7 +269,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
                 original(self, *args, **kwargs)
         finally:
             running = False
-        if job.args.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
+        if job.arguments.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
             raise UserError(
                 "core_attention='sdpa' has no effect, because this script made the model's layer specification before "
                 "megatron_vp.enable was called: call enable first"
@@ -295,8 +295,8 @@ def _construct(
     index, config = given["vp_stage"] or 0, given["config"]
     if softcap_of(config) and job.placement.chunk_of(job.placement.stages - 1) + 1 != job.placement.chunks:
         raise UserError(
-            f"--pipeline-schedule {job.args.pipeline_schedule} does not place the last stage in the last chunk of its "
-            "rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
+            f"--pipeline-schedule {job.arguments.pipeline_schedule} does not place the last stage in the last chunk of "
+            "its rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
         )
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
@@ -312,7 +312,7 @@ def _construct(
     if job.settings.places_chunks:
         # Megatron reads from the configuration which layers a chunk holds, and how many layers come before them.
         config = copy.copy(config)
-        layout = job.args.pipeline_model_parallel_layout
+        layout = job.arguments.pipeline_model_parallel_layout
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
 
     def build(**ends: bool) -> nn.Module:

@@ -161,7 +161,7 @@ def split_vocabulary(
 
 def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
     """The shards of a chunk's vocabulary. Raises UserError for shard sizes that do not fit the vocabulary."""
-    tensor = job.args.tensor_model_parallel_size
+    tensor = job.arguments.tensor_model_parallel_size
     return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
 
@@ -175,7 +175,7 @@ def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -
 
 def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
     """Connect this rank with the other ranks of its pipeline. The call is collective over all ranks of the job."""
-    args = job.args
+    args = job.arguments
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
     # Give the backend a longer limit, so that the watchdog acts first and its report names the current instruction. The
@@ -221,7 +221,7 @@ def _shard(
     trained, dtype = _kind(full_vh, config.params_dtype, root, groups.mp)
     size = {"dtype": dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
-    if job.args.fake_process_group:
+    if job.arguments.fake_process_group:
         config.init_method(own_vh)  # A replayed rank has no peers to receive rows from.
     if full_vh is not None:
         full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)

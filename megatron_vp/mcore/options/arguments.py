@@ -19,17 +19,27 @@ from typing import Any
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.config_words import arguments_from_config, arguments_from_leaves
-from megatron_vp.jobs.known_options import Parser
+from megatron_vp.jobs.known_options import Arguments, Parser
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.megatron_lock import check_arguments
-from megatron_vp.mcore.options.settle import settled_job
+from megatron_vp.mcore.options.settle import settled_from_flags
 from megatron_vp.mcore.patch_table import Stage
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.reports.trace_option import make_trace_folder
-from megatron_vp.mcore.settled import ALGORITHMS, Words, family_of, note_words, own_loop, settle, words
+from megatron_vp.mcore.settled import (
+    ALGORITHMS,
+    Words,
+    current,
+    family_of,
+    is_settled,
+    note_words,
+    own_loop,
+    settle,
+    words,
+)
 from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
@@ -53,14 +63,14 @@ class _Parser(Parser):
         actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
         return {actions[option].dest: option for option in options if option in actions}
 
-    def parse_call(self, settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    def parse_call(self, settings: Mapping[str, Any]) -> tuple[Arguments, tuple[str, ...]]:
         """Parse the settings passed to `megatron_vp.enable`. Returns the arguments, and the settings as flags. Raises
         UserError.
         """
         leaves = [Leaf(Path("megatron_vp.enable"), "its call", name, value) for name, value in settings.items()]
         words = arguments_from_leaves(leaves, self)
         chosen = platform_arguments(words, uses_cpu([]))
-        return super().parse_known_args(chosen + words)[0], tuple(words)
+        return Arguments(vars(super().parse_known_args(chosen + words)[0])), tuple(words)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse `args`, as `parse_args` does through this function."""
@@ -236,16 +246,17 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         said = io.StringIO()
         # Hold back Megatron's dump of its arguments, so that it does not bury the message if the job is refused.
         with redirect_stdout(said):
-            job = settled_job(original, args, defaults or {}, files=True)
+            job = settled_from_flags(original, args, defaults or {}, files=True)
         print(said.getvalue(), end="", flush=True)
-        settle(job)
         if uses_cpu([]) and (off := switch_off_what_needs_a_gpu(args)) and args.rank == 0:
             warnings.warn(off, stacklevel=2)
-        make_trace_folder(args)
         if args.fake_process_group:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
-        patch_table.apply(Stage.AFTER_VALIDATION, args)
+        job = job.of(args)
+        settle(job)
+        make_trace_folder(job.arguments)
+        patch_table.apply(Stage.AFTER_VALIDATION, job.arguments)
         return args
 
     return validate_args
@@ -265,6 +276,8 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
     def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
         original(args, tokenizer)
         dataset.check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
+        if is_settled() and (job := current()).args is args:
+            settle(job.of(args))
 
     return set_padded_vocab_size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -25,7 +25,7 @@ _GIB = 2**30
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def chosen_offload(args: argparse.Namespace) -> str:
+def chosen_offload(args: Arguments) -> str:
     """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if no
     number of offloaded chunks makes the job fit into memory, or if the cost model cannot predict the job.
     """
@@ -36,7 +36,7 @@ def chosen_offload(args: argparse.Namespace) -> str:
     return str(with_chosen_offload(config, plan, sampled(job), _on_this_node(hardware)).offload_chunks)
 
 
-def check_host_room(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> None:
+def check_host_room(args: Arguments, settings: RunSettings, prediction: Prediction) -> None:
     """Raise UserError if --offload-chunks moves nothing, or needs more host memory than a node has; then the message
     gives the largest number of chunks that fits.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from dataclasses import replace
@@ -19,6 +18,7 @@ from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
@@ -51,7 +51,7 @@ class Prediction:
     A replay has the inputs of the whole job, so that the replayed rank gets the same rows and order of passes.
     """
 
-    def __init__(self, args: argparse.Namespace, typed: Words | None = None) -> None:
+    def __init__(self, args: Arguments, typed: Words | None = None) -> None:
         self._args = args
         self._words = (typed or words()).all
 
@@ -83,7 +83,7 @@ class Prediction:
             job = replace(job, fp8=None)
         return PredictedJob(job, plan_of(JobConfig(asked, {})), hardware)
 
-    def planned(self, args: argparse.Namespace, settings: RunSettings) -> PredictedJob:
+    def planned(self, args: Arguments, settings: RunSettings) -> PredictedJob:
         """As `job`, with the layers, vocabulary rows and schedule that the plug-in chose, which are in `args`."""
         job, plan, hardware = self.job()
         layers = layers_given(args) or plan.layers
@@ -91,7 +91,7 @@ class Prediction:
         return PredictedJob(job, plan, hardware)
 
 
-def _hardware(args: argparse.Namespace) -> Hardware:
+def _hardware(args: Arguments) -> Hardware:
     """Return the HARDWARE entry for this rank's device: a CPU core, the GPU that the device's name mentions, or
     UNKNOWN_GPU.
     """
@@ -104,7 +104,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return next((entry for name, entry in HARDWARE.items() if name in words), HARDWARE[UNKNOWN_GPU])
 
 
-def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> Costs | None:
+def choose_order(args: Arguments, settings: RunSettings, prediction: Prediction) -> Costs | None:
     """Return the costs of passes for the layers and vocabulary rows in `args`, which need not be validated yet.
 
     Options that the cost model does not cover are ignored, because approximate costs are enough to order passes.
@@ -120,17 +120,12 @@ def choose_order(args: argparse.Namespace, settings: RunSettings, prediction: Pr
         return None
 
 
-def fit_schedule(
-    args: argparse.Namespace, settings: RunSettings, prediction: Prediction, order: Costs | None
-) -> RunSettings:
-    """Search for a schedule within --activation-limit, store its building block (`Shape`) in `args`, and return the
-    settings with this block.
+def fit_schedule(args: Arguments, settings: RunSettings, prediction: Prediction, order: Costs | None) -> RunSettings:
+    """Search for a schedule within --activation-limit, and return the settings with its building block (`Shape`).
 
     Only this function searches; all schedules that are generated later use the block that it found. Raises UserError
     for a limit that no schedule meets, and for a job whose sizes are unknown.
     """
-    if args.activation_limit is None:
-        return settings
     if not settings.family.bases:
         raise UserError(
             f"--activation-limit {args.activation_limit} with --pipeline-schedule {args.pipeline_schedule} has no "
@@ -139,5 +134,4 @@ def fit_schedule(
         )
     job, plan, hardware = prediction.planned(args, settings)
     shape = with_limit(job, plan, hardware, args.activation_limit, order).shape
-    args.schedule_shape = shape
     return replace(settings, family=shaped(settings.family, shape))

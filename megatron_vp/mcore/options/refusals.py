@@ -6,7 +6,6 @@ would refuse in words that do not help.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from megatron_vp.errors import Reasons, Refused, UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
-from megatron_vp.jobs.known_options import out_of_range
+from megatron_vp.jobs.known_options import Arguments, out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD
 from megatron_vp.jobs.pattern_text import pattern_in
@@ -46,11 +45,11 @@ class Refusal:
     {name} stands for the value of an argument or a word of `_words`.
     """
 
-    applies: Callable[[argparse.Namespace], Any]
+    applies: Callable[[Arguments], Any]
     message: str
 
 
-def _mtp_rank_holds_rows(a: argparse.Namespace) -> bool:
+def _mtp_rank_holds_rows(a: Arguments) -> bool:
     """Whether the rank of the MTP layers holds vocabulary rows. The ranks of the first and the last stage, which join
     the vocabulary collectives in any case, need none.
     """
@@ -59,48 +58,48 @@ def _mtp_rank_holds_rows(a: argparse.Namespace) -> bool:
     return a.vocab_rows is None or a.vocab_rows[rank] > 0 or rank in placement.vocab_members(())
 
 
-def _delays_weights(a: argparse.Namespace) -> bool:
+def _delays_weights(a: Arguments) -> bool:
     """Whether pass W computes the weight gradients of Transformer Engine's layers."""
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
-def _cannot_resume(a: argparse.Namespace) -> bool:
+def _cannot_resume(a: Arguments) -> bool:
     """Whether Transformer Engine would refuse to load the delayed-scaling state in this job's checkpoints."""
     guarded = is_te_min_version(FIRST_WITHOUT_PICKLES) and os.environ.get(UNSAFE_STATE) != "1"
     return guarded and a.fp8 and a.fp8_recipe == "delayed" and (a.save or a.load)
 
 
-def _chunks(a: argparse.Namespace) -> int:
+def _chunks(a: Arguments) -> int:
     return a.virtual_pipeline_model_parallel_size or 1
 
 
-def _chunks_fit(a: argparse.Namespace) -> bool:
+def _chunks_fit(a: Arguments) -> bool:
     """Whether the job has as many chunks per rank as its schedule."""
     chunks = run_settings(a).family.chunks
     return _chunks(a) > 1 if chunks is None else _chunks(a) == chunks
 
 
-def _has_more_ranks(a: argparse.Namespace) -> bool:
+def _has_more_ranks(a: Arguments) -> bool:
     folders = filter(None, (a.rank_report, a.pipeline_trace))
     return any(path_of(Path(folder), a.pipeline_model_parallel_size).exists() for folder in folders)
 
 
-def _file(a: argparse.Namespace) -> Schedule | None:
+def _file(a: Arguments) -> Schedule | None:
     """The schedule in the file that --pipeline-schedule names; None if the option names a family."""
     return run_settings(a).family.fixed
 
 
-def _holders(a: argparse.Namespace) -> tuple[int, ...]:
+def _holders(a: Arguments) -> tuple[int, ...]:
     """The pipeline ranks with vocabulary rows."""
     rows = a.vocab_rows
     return tuple(rank for rank in range(a.pipeline_model_parallel_size) if rows is None or any(rows[rank : rank + 1]))
 
 
-def _microbatches(a: argparse.Namespace) -> int:
+def _microbatches(a: Arguments) -> int:
     return a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
 
 
-def _misplaced(a: argparse.Namespace, file: Schedule) -> bool:
+def _misplaced(a: Arguments, file: Schedule) -> bool:
     """Whether a file's stages are where Megatron's code cannot run them."""
     last_anywhere = a.vocab_parallel and not a.mtp_num_layers
     last_chunk = file.placement.chunk_of(file.placement.stages - 1) + 1 == file.chunks
@@ -108,7 +107,7 @@ def _misplaced(a: argparse.Namespace, file: Schedule) -> bool:
     return bool(file.placement.stage_of[0][0]) or not (last_anywhere or last_chunk) or not linear
 
 
-def _starts_late(_: argparse.Namespace, schedule: Schedule) -> bool:
+def _starts_late(_: Arguments, schedule: Schedule) -> bool:
     """Whether, in some chunk, the first weight gradient to be computed belongs to a microbatch other than 0."""
     gives = {PassKind.W if schedule.split_backward else PassKind.B, PassKind.BW}
     firsts = (
@@ -117,7 +116,7 @@ def _starts_late(_: argparse.Namespace, schedule: Schedule) -> bool:
     return any(any(first.values()) for first in firsts)
 
 
-def _of_file(fault: Callable[[argparse.Namespace, Schedule], Any], message: str) -> Refusal:
+def _of_file(fault: Callable[[Arguments, Schedule], Any], message: str) -> Refusal:
     """A refusal of jobs with a schedule file."""
     return Refusal(
         lambda a: (file := _file(a)) and fault(a, file), f"--pipeline-schedule {{pipeline_schedule}} {message}"
@@ -266,7 +265,7 @@ REFUSALS = (
 )
 
 
-def _asked(a: argparse.Namespace) -> str:
+def _asked(a: Arguments) -> str:
     """The flag that selects one of our schedules."""
     if a.vocab_parallel:
         return "--vocab-parallel"
@@ -274,7 +273,7 @@ def _asked(a: argparse.Namespace) -> str:
     return f"--offload-chunks {a.offload_chunks}" if offloads else f"--pipeline-schedule {a.pipeline_schedule}"
 
 
-def _words(a: argparse.Namespace) -> dict[str, Any]:
+def _words(a: Arguments) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
     file, chunks = _file(a), run_settings(a).family.chunks
     of_file = file and {
@@ -295,7 +294,7 @@ def _words(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def values_of(a: argparse.Namespace) -> Callable[[str], Any]:
+def values_of(a: Arguments) -> Callable[[str], Any]:
     """The value of an argument by its long name. An option without value counts as set if it was given, because
     `settle` may have reset it, and Megatron may store it under another name.
     """
@@ -311,14 +310,14 @@ def _typed(name: str) -> bool:
     return option_of(name) in words().options.values()
 
 
-def _chunks_differ(a: argparse.Namespace) -> bool:
+def _chunks_differ(a: Arguments) -> bool:
     """Whether chunks have different numbers of layers. Without a layout, Megatron divides the layers evenly."""
     layout = a.pipeline_model_parallel_layout
     uneven = layout is not None and len(set(layers_in(str(layout)))) > 1
     return _chunks(a) > 1 and bool(uneven or a.hybrid_layer_pattern or a.mtp_num_layers)
 
 
-def _properties(a: argparse.Namespace) -> dict[str, Any]:
+def _properties(a: Arguments) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
     settings = run_settings(a)
     return {
@@ -337,7 +336,7 @@ def _properties(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _said(a: argparse.Namespace, warnings: bool) -> Iterator[str]:
+def _said(a: Arguments, warnings: bool) -> Iterator[str]:
     """The messages of all records in OPTIONS that apply to validated arguments: either warnings or refusals."""
     holds = _properties(a)
     ours = f"--pipeline-schedule {a.pipeline_schedule}{' and --vocab-parallel' * a.vocab_parallel}"
@@ -349,7 +348,7 @@ def _said(a: argparse.Namespace, warnings: bool) -> Iterator[str]:
                 yield option.message(called, ours)
 
 
-def refuse(args: argparse.Namespace) -> None:
+def refuse(args: Arguments) -> None:
     """Raise one UserError that lists every option and combination that excludes a run with validated arguments."""
     reasons, found = Reasons(), _words(args)
     with reasons.collected():
@@ -361,7 +360,7 @@ def refuse(args: argparse.Namespace) -> None:
     reasons.refuse()
 
 
-def warnings_of(args: argparse.Namespace) -> tuple[str, ...]:
+def warnings_of(args: Arguments) -> tuple[str, ...]:
     """Return a sentence for each option in validated arguments that does not have its intended effect."""
     one_queue = (
         os.environ.get(ONE_QUEUE) == "1"
@@ -376,7 +375,7 @@ def warnings_of(args: argparse.Namespace) -> tuple[str, ...]:
     return (*_said(args, warnings=True), *([blocks] if one_queue else []))
 
 
-def check_numbers(args: argparse.Namespace) -> None:
+def check_numbers(args: Arguments) -> None:
     """Raise a UserError that lists the sizes in parsed arguments that are out of range, and other infinite numbers."""
     _refuse(f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value)))
 
@@ -386,7 +385,7 @@ def _refuse(reasons: Iterable[str]) -> None:
         raise Refused(refused)
 
 
-def check_sizes(args: argparse.Namespace) -> None:
+def check_sizes(args: Arguments) -> None:
     """Raise one UserError if ranks, batch, layers or heads do not divide, for which Megatron names no options."""
     tensor = args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size
     replica = tensor * args.pipeline_model_parallel_size * args.context_parallel_size

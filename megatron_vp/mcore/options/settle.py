@@ -17,6 +17,7 @@ from typing import Any
 from megatron_vp.cost.sizes.job_plan import default_schedule
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.megatron_lock import check_arguments
@@ -34,53 +35,67 @@ from megatron_vp.mcore.storage.dataset import check_inputs
 from megatron_vp.mcore.storage.save_folder import saves_to
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""The arguments that set the number of chunks per rank."""
+
+
+def settled_from_flags(
+    megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
+) -> SettledJob:
+    """Validate parsed arguments with Megatron's `validate_args` and our own checks, and return the job. Writes our
+    choices, such as the pipeline layout, into `args`.
+
+    defaults: the script's defaults for Megatron's arguments.
+    files: whether to run `check_files` too, which finds the checkpoint to load.
+    """
+
+    def validated(job: Arguments) -> Arguments:
+        vars(args).update(vars(job))
+        _validate(megatron, args, defaults)
+        return Arguments(vars(args))
+
+    return settled_job(Arguments(vars(args)), validated, files).of(args)
+
 
 def settled_job(
-    megatron: Callable[..., Any] | None, args: argparse.Namespace, defaults: dict[str, Any], files: bool = False
+    given: Arguments, validated: Callable[[Arguments], Arguments] | None = None, files: bool = False
 ) -> SettledJob:
-    """Validate parsed arguments with Megatron's own function and our own checks, and return the resulting job.
+    """Choose what a job leaves open, and check the job. Raises UserError for a job that cannot work; the message lists
+    every reason found.
 
-    Args:
-        megatron: Megatron's `validate_args`; None if Megatron has validated the model's configuration and made the
-            process groups already.
-        args: parsed arguments. The function writes our choices into them, such as the pipeline layout and the number
-            of vocabulary rows per rank.
-        defaults: the script's defaults for Megatron's arguments.
-        files: whether to run `check_files` too, which finds the checkpoint to load.
-
-    Raises:
-        UserError: for arguments that cannot work; the message lists every reason found.
+    validated: writes the choices into Megatron's arguments, and lets Megatron validate them; None if Megatron has
+        validated the model's configuration and made the process groups already.
+    files: whether to run `check_files` too, which finds the checkpoint to load.
     """
-    # 1. Check the user's own arguments, before anything is derived from them.
-    check_numbers(args)
-    args.offload_chunks = chosen_offload(args)
-    if args.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
-        ours = args.vocab_parallel or args.offload_chunks != "0"
-        args.pipeline_schedule = default_schedule(vars(args)).name if ours else DEFAULT_SCHEDULE
-    settings, given = run_settings(args), argparse.Namespace(**vars(args))
-    prediction = Prediction(given)
-    _refuse_numbers_of_chunks(args, settings)
+    # 1. Check what the user gave, before anything is derived from it.
+    check_numbers(given)
+    given |= {"offload_chunks": chosen_offload(given)}
+    if given.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
+        ours = given.vocab_parallel or given.offload_chunks != "0"
+        given |= {"pipeline_schedule": default_schedule(vars(given)).name if ours else DEFAULT_SCHEDULE}
+    settings, prediction = run_settings(given), Prediction(given)
+    _refuse_numbers_of_chunks(given, settings)
 
     # 2. Make our choices.
     reasons, shards, checkpoint = Reasons(), ChosenRows(), None
     with reasons.collected():
-        shards = choose_rows(args, settings, prediction)
-    _write_choices(args, settings, shards)
+        shards = choose_rows(given, settings, prediction)
+    args = given | _choices(given, settings, shards)
     order = choose_order(args, settings, prediction)
-    settings = fit_schedule(args, settings, prediction, order)
+    if args.activation_limit is not None:
+        settings = fit_schedule(args, settings, prediction, order)
+        args |= {"schedule_shape": settings.family.shape}
 
     # 3. Check the sizes that Megatron would refuse without naming the options, then let Megatron validate.
-    validated = False
+    valid = False
     with reasons.collected():
         check_sizes(args)
-        if megatron is not None:
-            _validate(megatron, args, defaults)
-        validated = True
-    if not validated:  # The code below needs the arguments that Megatron derives.
+        args, valid = args if validated is None else validated(args), True
+    if not valid:  # The code below needs the arguments that Megatron derives.
         reasons.refuse()
 
     # 4. Apply our refusals.
-    checks: tuple[Callable[[argparse.Namespace], None], ...] = (
+    checks: tuple[Callable[[Arguments], None], ...] = (
         refuse,
         partial(check_rows, prediction=prediction),
         partial(check_host_room, settings=settings, prediction=prediction),
@@ -98,23 +113,31 @@ def settled_job(
     return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings)
 
 
-def _write_choices(args: argparse.Namespace, settings: RunSettings, shards: ChosenRows) -> None:
-    """Write our choices into `args`. Megatron builds its stages from `args`, and saves `args` in checkpoints."""
-    args.vocab_rows = shards.rows
-    if shards.layout is not None and pattern_in(vars(args)) is None:
-        args.pipeline_model_parallel_layout = shards.layout
-        args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
-    elif shards.layout is not None:
-        args.hybrid_layer_pattern, args.hybrid_override_pattern = shards.layout, None
-    if (settings.family.chunks or 1) > 1:
-        _lay_out_chunks(args, settings.family.chunks)
-    if settings.replaces_schedule and settings.places_chunks:
-        args.chunk_placement = settings.family.placement_of(args.pipeline_model_parallel_size).stage_of
+def _choices(given: Arguments, settings: RunSettings, shards: ChosenRows) -> dict[str, Any]:
+    """Our choices, by argument. Megatron builds its stages from these arguments, and saves them in checkpoints."""
+    from megatron_vp.mcore.model.chunk_layout import even_layout
+
+    chosen: dict[str, Any] = {}
+    chosen["vocab_rows"] = shards.rows
+    layout, pattern, chunks = shards.layout, pattern_in(vars(given)), settings.family.chunks or 1
+    stages = chunks * given.pipeline_model_parallel_size
+    if layout is None and chunks > 1:  # Divide the layers evenly among the chunks, unless the user has.
+        if pattern is not None and pattern.layers is None:
+            layout = pattern.with_bars(even_layers(len(pattern.letters), stages))
+        elif pattern is None and given.pipeline_model_parallel_layout is None and given.num_layers is not None:
+            layout = even_layout(given.num_layers, stages, given.mtp_num_layers or 0)
+    if layout is not None and pattern is None:
+        chosen |= dict.fromkeys(_CHUNKS) | {"pipeline_model_parallel_layout": layout}
+    elif layout is not None:
+        chosen |= {"hybrid_layer_pattern": layout, "hybrid_override_pattern": None}
     if settings.replaces_schedule:
         # Our schedules would never compute the weight gradients that this option defers.
-        args.defer_embedding_wgrad_compute = False
+        chosen["defer_embedding_wgrad_compute"] = False
+        if settings.places_chunks:
+            chosen["chunk_placement"] = settings.family.placement_of(given.pipeline_model_parallel_size).stage_of
     if settings.digest is not None:
-        args.schedule_fingerprint = f"sha256:{settings.digest}"
+        chosen["schedule_fingerprint"] = f"sha256:{settings.digest}"
+    return chosen
 
 
 def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:
@@ -130,7 +153,7 @@ def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: 
 _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
-def check_files(args: argparse.Namespace) -> str | None:
+def check_files(args: Arguments) -> str | None:
     """Check the data, the tokenizer, the checkpoint and the output folders that validated arguments name. Creates
     nothing.
 
@@ -173,25 +196,11 @@ def _condition(error: Exception) -> str:
     return re.sub(r"(--[\w-]+) is None", r"not \1", condition)
 
 
-def _refuse_numbers_of_chunks(args: argparse.Namespace, settings: RunSettings) -> None:
+def _refuse_numbers_of_chunks(args: Arguments, settings: RunSettings) -> None:
     """Raise UserError if an option sets the number of chunks per rank although the schedule already fixes it."""
-    chosen = (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank)
     chunks = settings.family.chunks or 1
-    if chunks > 1 and any(value is not None for value in chosen):
+    if chunks > 1 and any(getattr(args, name) is not None for name in _CHUNKS):
         raise UserError(
             f"--pipeline-schedule {args.pipeline_schedule} already sets {'two' if chunks == 2 else chunks} chunks "
-            f"per rank: leave out --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+            f"per rank: leave out {' and '.join(map(option_of, _CHUNKS))}"
         )
-
-
-def _lay_out_chunks(args: argparse.Namespace, chunks: int) -> None:
-    """Divide the layers evenly among the schedule's chunks, unless the user has given a layout."""
-    from megatron_vp.mcore.model.chunk_layout import even_layout
-
-    pattern, stages = pattern_in(vars(args)), chunks * args.pipeline_model_parallel_size
-    if pattern is not None:
-        if pattern.layers is None:
-            args.hybrid_layer_pattern = pattern.with_bars(even_layers(len(pattern.letters), stages))
-            args.hybrid_override_pattern = None
-    elif args.pipeline_model_parallel_layout is None and args.num_layers is not None:
-        args.pipeline_model_parallel_layout = even_layout(args.num_layers, stages, args.mtp_num_layers or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron_vp.cost.balance.balanced import Shards, balanced, most_rows
@@ -10,6 +9,7 @@ from megatron_vp.cost.balance.chosen_shards import with_partition
 from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows
 from megatron_vp.cost.sizes.job_plan import layout_option
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
@@ -22,7 +22,7 @@ from megatron_vp.schedule import VocabMethod
 from megatron_vp.trace.partition import Partition
 
 
-def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Prediction) -> ChosenRows:
+def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) -> ChosenRows:
     """Choose the number of vocabulary rows of each pipeline rank (summed over its tensor ranks), and possibly the
     layout of the pipeline's layers.
 
@@ -42,7 +42,7 @@ def choose_rows(args: argparse.Namespace, settings: RunSettings, prediction: Pre
     return _balanced(args, prediction)
 
 
-def check_rows(args: argparse.Namespace, prediction: Prediction) -> None:
+def check_rows(args: Arguments, prediction: Prediction) -> None:
     """Raise UserError if `args.vocab_rows` does not fit the other arguments, which Megatron has validated."""
     if args.vocab_rows is None:
         return
@@ -63,10 +63,10 @@ def describe_rows(job: SettledJob) -> str | None:
     if job.shards.rows is None:
         return reason and f"vocabulary rows by pipeline rank: {reason}"
     rows = ",".join(map(str, job.shards.rows))
-    return f"vocabulary rows by pipeline rank: {rows} ({reason or f'--vocab-shards {job.args.vocab_shards}'})"
+    return f"vocabulary rows by pipeline rank: {rows} ({reason or f'--vocab-shards {job.arguments.vocab_shards}'})"
 
 
-def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
+def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
     """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If the cost
     model cannot predict the job, the shards stay equal.
     """
@@ -86,7 +86,7 @@ def _balanced(args: argparse.Namespace, prediction: Prediction) -> ChosenRows:
     return _chosen(args, found, why)
 
 
-def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
+def _measured(args: Arguments, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
     """Choose rows based on the pass times of an earlier run, and keep that run's layers. Raises UserError if that run's
     job differs from this one.
     """
@@ -111,7 +111,7 @@ def _measured(args: argparse.Namespace, settings: RunSettings, prediction: Predi
     )
 
 
-def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
+def _chosen(args: Arguments, shards: Shards, why: str) -> ChosenRows:
     """Return the rows of `shards` and a layout of its layers. The layout is None if `shards` has no layers, or if the
     arguments already say which layers each stage holds.
     """
@@ -123,6 +123,6 @@ def _chosen(args: argparse.Namespace, shards: Shards, why: str) -> ChosenRows:
     return ChosenRows(shards.rows, f"equal; {layers}" if shards.rows is None else f"{why}; {layers}", layout)
 
 
-def is_laid_out(args: argparse.Namespace) -> bool:
+def is_laid_out(args: Arguments) -> bool:
     """Whether the arguments say which layers each stage holds."""
     return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.platform.installed import Installed
 
 TITLES = {
@@ -16,7 +15,7 @@ TITLES = {
 }
 
 
-def parts_of_job(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> dict[str, str]:
+def parts_of_job(args: Arguments, machine: Installed, w_is_ours: bool) -> dict[str, str]:
     """Return which implementation (a key of TITLES) the job uses for layers, norms, softmax, accumulation of weight
     gradients, and the optimizer step.
 
@@ -37,16 +36,16 @@ def describe(parts: dict[str, str]) -> str:
     return "; ".join(f"{part}: {TITLES[who]}" for part, who in parts.items())
 
 
-def _norm(args: argparse.Namespace, machine: Installed) -> str:
+def _norm(args: Arguments, machine: Installed) -> str:
     return "apex" if machine.apex and args.normalization == "LayerNorm" else "torch"
 
 
-def _softmax(args: argparse.Namespace, machine: Installed) -> str:
+def _softmax(args: Arguments, machine: Installed) -> str:
     fused = args.masked_softmax_fusion and args.core_attention == "megatron" and (args.bf16 or args.fp16)
     return "apex" if fused and machine.apex_softmax else "torch"
 
 
-def _accumulation(args: argparse.Namespace, machine: Installed, w_is_ours: bool) -> str:
+def _accumulation(args: Arguments, machine: Installed, w_is_ours: bool) -> str:
     if args.transformer_impl == "local" and w_is_ours:
         return "megatron_vp"
     if not args.gradient_accumulation_fusion:

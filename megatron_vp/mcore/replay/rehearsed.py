@@ -20,7 +20,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -76,7 +75,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
     """
     from megatron.training import arguments
 
-    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, job.args)
+    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, job.arguments)
     patches.apply((*shapes_only.PATCHES, *one_rank.PATCHES))
     if uses_cpu([]):
         switch_off_what_needs_a_gpu(job.args)
@@ -92,7 +91,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
                 each = args.micro_batch_size * args.data_parallel_size
                 most = one_rank.ROUNDS * args.pipeline_model_parallel_size
                 args.global_batch_size = min(args.global_batch_size, each * most)
-            settle(replace(job, args=args))
+            settle(job.of(args))
             with as_one_line(), _alone(args, unbuilt, first):
                 arguments.set_global_variables(args)
                 if script is not None:

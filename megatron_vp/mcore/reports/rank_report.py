@@ -8,7 +8,6 @@ contains the time that the host spent on the same passes, and the peak memory of
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 from collections import deque
@@ -19,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vp.files import write_report
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.settled import SettledJob, replay
 from megatron_vp.runtime.groups import pipeline_device
@@ -37,7 +37,7 @@ class RankReport:
     `run` has the run's name, schedule and vocabulary method, which are the same on all ranks.
     """
 
-    def __init__(self, args: argparse.Namespace, run: Mapping[str, str]) -> None:
+    def __init__(self, args: Arguments, run: Mapping[str, str]) -> None:
         self._args, self._run = args, run
         self._iterations: deque[tuple[float, int, dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
         """Of each iteration: milliseconds, microbatches, and the milliseconds of device and host by kind of pass."""
@@ -126,7 +126,7 @@ def in_first_pipeline(job: SettledJob) -> bool:
 
     A rank that is replayed without peers always writes reports, because no other rank exists.
     """
-    if job.args.fake_process_group:
+    if job.arguments.fake_process_group:
         return True
     other = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return not other and not parallel_state.get_tensor_model_parallel_rank()
@@ -137,7 +137,7 @@ def described(job: SettledJob) -> dict[str, str]:
     from the name of any other run. All ranks of the pipeline must call this once.
     """
     family, run = job.settings.family, ""
-    if not job.args.fake_process_group:
+    if not job.arguments.fake_process_group:
         notes = Notes("report")
         if parallel_state.get_pipeline_model_parallel_rank() == 0:
             notes.leave(0, secrets.token_hex(8))

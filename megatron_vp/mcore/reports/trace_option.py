@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 
 
 def iterations_in(text: str) -> range:
@@ -22,7 +22,7 @@ def iterations_in(text: str) -> range:
     return iterations
 
 
-def check_trace_iterations(args: argparse.Namespace) -> None:
+def check_trace_iterations(args: Arguments) -> None:
     """Raise UserError if the range of iterations is invalid or begins after the last iteration of the run."""
     iterations = iterations_in(args.pipeline_trace_iterations)
     if args.pipeline_trace is not None and args.train_iters is not None and iterations[0] > args.train_iters:
@@ -32,7 +32,7 @@ def check_trace_iterations(args: argparse.Namespace) -> None:
         )
 
 
-def make_trace_folder(args: argparse.Namespace) -> None:
+def make_trace_folder(args: Arguments) -> None:
     """Create the folder that `--pipeline-trace` names. Raises UserError if the folder cannot be created."""
     try:
         if args.pipeline_trace is not None:

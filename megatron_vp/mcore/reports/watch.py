@@ -56,7 +56,7 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
     with --pipeline-trace.
     """
     global _reports
-    args = job.args
+    args = job.arguments
     asked = args.rank_report is not None or args.pipeline_trace is not None or args.log_pipeline_interval
     if not asked or not in_first_pipeline(job):
         return None
@@ -71,7 +71,7 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
     report, trace = _reports
     if trace is not None and not trace.begin():
         trace = None
-    iteration = args.curr_iteration + 1 if pipeline_scalars.is_recorded(args) else None
+    iteration = job.args.curr_iteration + 1 if job.args and pipeline_scalars.is_recorded(job.args) else None
     if report is None and trace is None and iteration is None:
         return None
     if report:

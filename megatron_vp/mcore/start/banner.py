@@ -16,8 +16,8 @@ from megatron_vp.cost.prediction.samples import sampled
 from megatron_vp.cost.prediction.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.mcore.options.precision import describe_precision
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.parts import describe
@@ -35,7 +35,7 @@ def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
 
     knows_batch: whether the job's arguments contain its real batch sizes; otherwise there are no predictions.
     """
-    described = describe_run(job, job.args.world_size, knows_batch)
+    described = describe_run(job, job.arguments.world_size, knows_batch)
     predicted = describe_prediction(job) if knows_batch else [_NO_BATCH]
     lines = [", ".join(versions()), *described, *predicted]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
@@ -54,7 +54,7 @@ def versions() -> list[str]:
 
 def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str:
     """One line that says how a job divides its `ranks` ranks, and names its schedule and its vocabulary method."""
-    args = job.args
+    args = job.arguments
     split = f"{args.pipeline_model_parallel_size} pipeline x {args.data_parallel_size} data"
     split += f" x {args.tensor_model_parallel_size} tensor" if args.tensor_model_parallel_size > 1 else ""
     growing = args.step_batch_size_schedule
@@ -69,27 +69,48 @@ def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str
 
 def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[str]:
     """Lines that describe a job on `ranks` ranks, such as its sizes, schedule, vocabulary method and precision."""
-    args, digest = job.args, job.settings.digest
+    args, digest = job.arguments, job.settings.digest
     lines = (
         describe_sizes(job, ranks, knows_batch),
         digest and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {digest})",
         *_partition(job),
         describe(job.parts),
-        describe_precision(args) if job.settings.replaces_schedule else None,
+        _describe_precision(args) if job.settings.replaces_schedule else None,
         f"flags added for this machine: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None,
         *(f"warning: {each}" for each in job.warnings),
     )
     return [line for line in lines if line]
 
 
+def _describe_precision(a: Arguments) -> str | None:
+    """Describe which parts of an accepted job compute in fp8 or fp4, and how this was tested; None if no part does.
+
+    All layers except the vocabulary layers may. docs/evidence/on_gpu.md says how each recipe was tested.
+    """
+    if not (a.fp8 or a.fp4):
+        return None
+    vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
+    layers = "the other layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the other layers"
+    if a.fp4:
+        # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
+        return (
+            f"{vocabulary} in the vocabulary layers, fp4 ({a.fp4_recipe}) in {layers}: tested only on CPU, without "
+            "the fp4 kernels; losses differ between schedules, because gradients are rounded stochastically"
+        )
+    return (
+        f"{vocabulary} in the vocabulary layers, fp8 ({a.fp8_recipe}) in {layers}: tested only on CPU, without the fp8 "
+        "kernels"
+    )
+
+
 def describe_prediction(job: SettledJob) -> list[str]:
     """A list with one line: the predicted bubble and memory, or the reason why they cannot be predicted. Without
     pipeline parallelism, the list is empty.
     """
-    if job.args.pipeline_model_parallel_size < 2:
+    if job.arguments.pipeline_model_parallel_size < 2:
         return []
     try:
-        whole, plan, hardware = Prediction(job.given).planned(job.args, job.settings)
+        whole, plan, hardware = Prediction(job.given).planned(job.arguments, job.settings)
         with gc_paused():
             simulator = make_simulator(sampled(whole), plan, hardware)
             prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
@@ -109,11 +130,11 @@ def _partition(job: SettledJob) -> list[str]:
     """
     rows, layers, left_out = (
         describe_rows(job),
-        layers_given(job.args),
+        layers_given(job.arguments),
         ", ".join(Prediction(job.given, job.words).uncounted),
     )
     with suppress(UserError):  # The cost model does not cover every job.
-        sizes, plan, _ = Prediction(job.given).planned(job.args, job.settings)
+        sizes, plan, _ = Prediction(job.given).planned(job.arguments, job.settings)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
             rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"

@@ -2,8 +2,8 @@
 
 `enable` applies the same patches as command-line flags would. If the script lets Megatron parse arguments, the settings
 passed to `enable` act like flags at the start of the command line. If Megatron does not parse arguments, the job is set
-up when the first model is built: our rules then apply to the settings, the model's configuration and the sizes of
-Megatron's process groups. Megatron has validated the configuration by then, so its `validate_args` does not run.
+up when the first model is built: its description is made of the settings, the model's configuration and the sizes of
+Megatron's process groups. Megatron has validated the configuration by then, so it gets no arguments to validate.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patch_table, patches, settled
 from megatron_vp.mcore.patch_table import Stage
 from megatron_vp.mcore.settled import OwnLoop, SettledJob, Words, run_settings
@@ -91,52 +93,58 @@ def _hook(before: Any) -> Any:
     return report
 
 
-def _parsed(settings: Mapping[str, Any]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+def _parsed(settings: Mapping[str, Any]) -> tuple[Arguments, tuple[str, ...]]:
     from megatron.training.arguments import add_megatron_arguments
 
     parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, words = parser.parse_call(settings)
-    args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return args, words
+    ranks = {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    return args | ranks, words
 
 
 _OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
 """Arguments that our rules read, but that only the script's loop knows."""
 
 _NOT_TAKEN = {
-    "pipeline_model_parallel_layout",  # refused in `_describe`
+    "pipeline_model_parallel_layout",  # refused in `_described`
     *("overlap_p2p_comm", "microbatch_group_size_per_vp_stage"),  # read by Megatron's schedules only
     "cross_entropy_fusion_impl",  # Megatron-Bridge's recipes use a name of their own
     "transformer_impl",  # says Transformer Engine even if the model has local layers
 }
 """Fields of a model's configuration that do not become arguments."""
 
+_GROUPS = (
+    "pipeline_model",
+    "virtual_pipeline_model",
+    "tensor_model",
+    "context",
+    "data",
+    "expert_model",
+    "expert_tensor",
+)
+"""Megatron's process groups whose sizes describe a job."""
+
 
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
-    from megatron.core import parallel_state
-
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.reports.trace_option import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
-    args, _ = _parsed(settings)
-    _describe(args, settings, model)
-    args.virtual_pipeline_model_parallel_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    _require_chunks(args, args.virtual_pipeline_model_parallel_size or 1)
-    settled.note_words(Words(words, (), {name: f"--{name.replace('_', '-')}" for name in settings}))
-    job = settled_job(None, args, {})
+    given = _described(_parsed(settings)[0], settings, model)
+    settled.note_words(Words(words, (), {name: option_of(name) for name in settings}))
+    job = settled_job(given)
     require_same_job(job)
     job = settle_with_one_order(job)
-    make_trace_folder(args)
-    patch_table.apply(Stage.AFTER_VALIDATION, args)
-    if args.rank == 0:
+    make_trace_folder(job.arguments)
+    patch_table.apply(Stage.AFTER_VALIDATION, job.arguments)
+    if job.arguments.rank == 0:
         print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job
 
 
-def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Copy a model's configuration and the sizes of Megatron's process groups to Megatron's arguments."""
+def _described(called: Arguments, settings: Mapping[str, Any], model: Mapping[str, Any]) -> Arguments:
+    """The job of a model's configuration and of the sizes of Megatron's process groups, under the settings `called`."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -146,65 +154,64 @@ def _describe(args: argparse.Namespace, settings: Mapping[str, Any], model: Mapp
             "megatron_vp.enable needs the sizes of Megatron's groups: call initialize_model_parallel first, and in "
             "Megatron-Bridge keep dist.use_decentralized_pg=False"
         )
-    config, size = model["config"], parallel_state
+    config = model["config"]
+    taken = vars(config).keys() & vars(called).keys() - _NOT_TAKEN
     # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
-    said = {name: value for name, value in vars(config).items() if value is not None and not callable(value)}
-    vars(args).update({name: said[name] for name in said.keys() & vars(args).keys() - _NOT_TAKEN})
-    vars(args).update(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        distributed_backend=dist.get_backend(),
-        pipeline_model_parallel_size=size.get_pipeline_model_parallel_world_size(),
-        data_parallel_size=size.get_data_parallel_world_size(),
-        tensor_model_parallel_size=size.get_tensor_model_parallel_world_size(),
-        context_parallel_size=size.get_context_parallel_world_size(),
-        expert_model_parallel_size=size.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=size.get_expert_tensor_parallel_world_size(),
-        vocab_size=model["vocab_size"],
-        padded_vocab_size=model["vocab_size"],
-        make_vocab_size_divisible_by=1,
-        max_position_embeddings=model["max_sequence_length"],
-        seq_length=model["max_sequence_length"],
-        position_embedding_type=model["position_embedding_type"],
-        untie_embeddings_and_output_weights=not model["share_embeddings_and_output_weights"],
-        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
-        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
-        num_experts=config.num_moe_experts,
-        swiglu=config.gated_linear_unit,
-        group_query_attention=config.num_query_groups != config.num_attention_heads,
-    )
+    said = {name: each for name in taken if (each := getattr(config, name)) is not None and not callable(each)}
+    sizes = {
+        f"{group}_parallel_size": getattr(parallel_state, f"get_{group}_parallel_world_size")() for group in _GROUPS
+    }
     # By default, shards are balanced, which may move layers. Here, the user's script places the layers, so the default
     # is even shards.
-    unsaid = _OF_THE_SCRIPT | ({"vocab_shards": "even"} if args.vocab_parallel else {})
-    vars(args).update({name: value for name, value in unsaid.items() if name not in settings})
-    args.global_batch_size = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
+    unsaid = _OF_THE_SCRIPT | ({"vocab_shards": "even"} if called.vocab_parallel else {})
+    job = (
+        called
+        | said
+        | sizes
+        | {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "distributed_backend": dist.get_backend(),
+            "vocab_size": model["vocab_size"],
+            "padded_vocab_size": model["vocab_size"],
+            "make_vocab_size_divisible_by": 1,
+            "max_position_embeddings": model["max_sequence_length"],
+            "seq_length": model["max_sequence_length"],
+            "position_embedding_type": model["position_embedding_type"],
+            "untie_embeddings_and_output_weights": not model["share_embeddings_and_output_weights"],
+            "decoder_first_pipeline_num_layers": config.num_layers_in_first_pipeline_stage,
+            "decoder_last_pipeline_num_layers": config.num_layers_in_last_pipeline_stage,
+            "num_experts": config.num_moe_experts,
+            "swiglu": config.gated_linear_unit,
+            "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        }
+        | {name: value for name, value in unsaid.items() if name not in settings}
+    )
     if config.pipeline_model_parallel_layout is not None:
         raise UserError(
             "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: remove "
             "it, or let Megatron parse --pipeline-model-parallel-layout from the command line"
         )
-    if args.vocab_parallel and (args.vocab_shards == "balanced" or args.vocab_shards.startswith("measured:")):
+    if job.vocab_parallel and (job.vocab_shards == "balanced" or job.vocab_shards.startswith("measured:")):
         raise UserError(
-            f"vocab_shards={args.vocab_shards!r} may move layers, but this script places the layers itself: use "
+            f"vocab_shards={job.vocab_shards!r} may move layers, but this script places the layers itself: use "
             "'even', or one number of rows for each pipeline rank"
         )
-    if config.pipeline_model_parallel_size != args.pipeline_model_parallel_size:
+    if config.pipeline_model_parallel_size != job.pipeline_model_parallel_size:
         raise UserError(
             f"the model's configuration has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but "
-            f"Megatron's process groups have {args.pipeline_model_parallel_size} pipeline ranks: use the same size in "
+            f"Megatron's process groups have {job.pipeline_model_parallel_size} pipeline ranks: use the same size in "
             "both"
         )
-
-
-def _require_chunks(args: argparse.Namespace, chunks: int) -> None:
-    settings = run_settings(args)
-    needed = settings.family.chunks
+    run, chunks = run_settings(job), job.virtual_pipeline_model_parallel_size or 1
+    needed = run.family.chunks
     # Without a schedule, the chunks decide which one is used; some schedules accept any number of chunks.
-    if args.pipeline_schedule is None or needed is None:
-        args.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
-    elif settings.replaces_schedule and needed != chunks:
+    if job.pipeline_schedule is None or needed is None:
+        job |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
+    elif run.replaces_schedule and needed != chunks:
         raise UserError(
-            f"--pipeline-schedule {args.pipeline_schedule} has {needed} chunks per rank, but this script's process "
+            f"--pipeline-schedule {job.pipeline_schedule} has {needed} chunks per rank, but this script's process "
             f"groups have {chunks}: set virtual_pipeline_model_parallel_size={needed if needed > 1 else None} in "
             f"initialize_model_parallel and in the model's configuration, and build one GPTModel for each vp_stage"
         )
+    return job | {"global_batch_size": job.global_batch_size or job.micro_batch_size * job.data_parallel_size}

@@ -140,7 +140,7 @@ def _last_saved() -> str:
     from megatron_vp.mcore import settled
     from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
 
-    if not settled.is_settled() or (folder := settled.current().args.save) is None:
+    if not settled.is_settled() or (folder := settled.current().arguments.save) is None:
         return ""
     reached = last_checkpoint(folder)
     return f"; {folder} has {f'a checkpoint of iteration {reached}' if reached else 'no checkpoint'}"

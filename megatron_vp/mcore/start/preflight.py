@@ -61,15 +61,15 @@ def check_job(
         from megatron.training.argument_utils import core_transformer_config_from_args
 
         from megatron_vp.mcore.options.script_options import refuse_no_data, refuse_script_options
-        from megatron_vp.mcore.options.settle import refused_by_megatron, settled_job
+        from megatron_vp.mcore.options.settle import refused_by_megatron, settled_from_flags
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
-        job = settled_job(megatron.validate_args.__wrapped__, args, {}, files)
+        job = settled_from_flags(megatron.validate_args.__wrapped__, args, {}, files)
         if not own_script:
-            refuse_script_options(args)
+            refuse_script_options(job.arguments)
         if files and not own_script:
-            refuse_no_data(args)
+            refuse_no_data(job.arguments)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         if rehearse is not None:
@@ -217,7 +217,7 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
 
 def describe_start(job: SettledJob) -> list[str]:
     """Lines that say for which nodes a job was checked and at which iteration it would start."""
-    args = job.args
+    args = job.arguments
     lines = (
         []
         if job.nodes is None

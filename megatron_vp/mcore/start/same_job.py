@@ -144,7 +144,7 @@ def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
 
 def require_same_job(job: SettledJob) -> None:
     """Compare the ranks' jobs. Raises UserError on every rank if they differ, and PeerLost if a rank is missing."""
-    compare(facts(vars(job.args), job.parts, job.words.options), 60.0 * job.args.distributed_timeout_minutes)
+    compare(facts(vars(job.arguments), job.parts, job.words.options), 60.0 * job.arguments.distributed_timeout_minutes)
 
 
 def settle_with_one_order(job: SettledJob) -> SettledJob:
@@ -160,18 +160,17 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> None:
         job = current()
-        arguments = job.args
-        if arguments.fake_process_group:
+        if job.arguments.fake_process_group:
             return original(*args, **kwargs)
         # Compare the ranks' jobs before process groups exist, because ranks that create different groups have no common
         # communicator.
         require_same_job(job)
         original(*args, **kwargs)
         settle_with_one_order(job)
-        if (folder := saves_to(arguments)) is not None:
+        if (folder := saves_to(job.arguments)) is not None:
             claim(*folder)
-        agreed(functools.partial(write_resolved_configuration, arguments))
-        if arguments.rank == 0:
+        agreed(functools.partial(write_resolved_configuration, job.args))
+        if job.arguments.rank == 0:
             # Imported here, because the banner imports the cost model, which other ranks do not need.
             from megatron_vp.mcore.start.banner import print_banner
 

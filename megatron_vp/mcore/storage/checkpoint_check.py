@@ -6,7 +6,6 @@ ranks fail, at different times.
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings
@@ -28,7 +28,7 @@ NON_PERSISTENT = "non_persistent"
 _PARTS = ("metadata.json", ".metadata")
 
 
-def check_checkpoint(args: argparse.Namespace) -> str | None:
+def check_checkpoint(args: Arguments) -> str | None:
     """Check the checkpoint named in Megatron's validated arguments, without reading its tensors.
 
     Returns the directory of the checkpoint; None if the run starts from scratch, or if the checkpoint is not checked.
@@ -50,7 +50,7 @@ def check_checkpoint(args: argparse.Namespace) -> str | None:
     return str(chosen[0])
 
 
-def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
+def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"the checkpoint {folder} does not exist; {_others(folder)}")
     if not any((folder / name).exists() for name in _PARTS):
@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace, folder: Path, finetunes: bool) -> None:
         check_optimizer(args, written_by, common, folder)
 
 
-def partition_to_keep(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, str | None] | None:
+def partition_to_keep(args: Arguments) -> tuple[tuple[int, ...] | None, str | None] | None:
     """Return the vocabulary rows and the layout (or pattern) that this run must take over from the run that wrote the
     checkpoint; None if this run may choose them.
 
@@ -126,7 +126,7 @@ def _placed_alike(here: str, there: str | None) -> bool:
     return here == there or all(name in FAMILIES and FAMILIES[name].chunks == 1 for name in (here, there))
 
 
-def _chosen(args: argparse.Namespace) -> tuple[Path, bool] | None:
+def _chosen(args: Arguments) -> tuple[Path, bool] | None:
     """Return the directory of the iteration that Megatron will load, and whether the run finetunes from this iteration;
     None if the run starts from scratch or the checkpoint is not checked.
 

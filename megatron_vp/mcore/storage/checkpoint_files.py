@@ -58,7 +58,7 @@ def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
     with tracker as file:
         yield file
     attempt.remove("unsaved")
-    if line := one_way(current().args):
+    if line := one_way(current().arguments):
         warn_once(f"warning: {line}")
 
 

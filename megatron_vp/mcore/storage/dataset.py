@@ -23,6 +23,7 @@ from megatron_vp.data.tokenizer import (
     train_tokenizer,
 )
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.patches import Patch
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
         yield batch
 
 
-def check_inputs(args: argparse.Namespace) -> None:
+def check_inputs(args: Arguments) -> None:
     """Raise UserError if files of the data are missing that Megatron's parsed arguments name, or for conversations that
     Megatron cannot read. Megatron checks indices, splits and blends itself when it opens the data.
     """
@@ -272,7 +273,7 @@ def check_room_for_tokens(padded: int, tokens: int) -> None:
         )
 
 
-def padded_vocabulary(args: argparse.Namespace) -> int | None:
+def padded_vocabulary(args: Arguments) -> int | None:
     """Return the padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, for
     example because this machine is only used to plan the job, the size follows from --vocab-size. Returns None if the
     size is unknown.

@@ -10,6 +10,7 @@ from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.schedule import Placement
 
 # The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers. The value
@@ -29,9 +30,7 @@ _LAYOUT: dict[str, Any] = {
 }
 
 
-def check_optimizer(
-    args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path
-) -> None:
+def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Raise UserError if this run cannot load the optimizer state of a checkpoint.
 
     args: this run's arguments, validated by Megatron.
@@ -62,7 +61,7 @@ def _check_given(folder: Path, option: str, there: bool, here: bool, value: str 
         _refuse(folder, f"was written {before} {option}, and Megatron cannot read it {now} that option", instead)
 
 
-def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
+def _check_form(args: Arguments, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Check that this run can read the format of the optimizer state. Megatron loads the state only into the kind of
     optimizer that wrote it. Only a run with the same parallel layout can load the distributed optimizer's default
     format.
@@ -92,7 +91,7 @@ def _check_form(args: argparse.Namespace, written_by: argparse.Namespace, common
             )
 
 
-def one_way(args: argparse.Namespace) -> str | None:
+def one_way(args: Arguments) -> str | None:
     """Describe what the checkpoints of a run tie later runs to, and how to avoid it; None if nothing."""
     one_stage = args.pipeline_model_parallel_size == 1
     if one_stage or args.save is None or args.dist_ckpt_optim_fully_reshardable or not _is_distributed(args):
@@ -103,15 +102,13 @@ def one_way(args: argparse.Namespace) -> str | None:
     )
 
 
-def _is_distributed(args: argparse.Namespace, absent: bool = False) -> bool:
+def _is_distributed(args: Arguments, absent: bool = False) -> bool:
     """Whether a run distributes the optimizer, either by elements (as usual) or by whole weights (as with Muon)."""
     by_elements = getattr(args, "use_distributed_optimizer", absent)
     return by_elements or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
-def _check_rates(
-    args: argparse.Namespace, written_by: argparse.Namespace, written: dict[str, Any], folder: Path
-) -> None:
+def _check_rates(args: Arguments, written_by: argparse.Namespace, written: dict[str, Any], folder: Path) -> None:
     """Compare learning rates with the checkpoint's. Megatron matches parameter groups by both decoupled rates, and
     requires the same schedule by default.
     """
@@ -144,7 +141,7 @@ def _check_rates(
         ) from error
 
 
-def _layout(args: argparse.Namespace) -> dict[str, Any]:
+def _layout(args: Arguments) -> dict[str, Any]:
     layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
     rows = getattr(args, "vocab_rows", None)
     layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
@@ -153,7 +150,7 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
     return layout
 
 
-def _placement(args: argparse.Namespace, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+def _placement(args: Arguments, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     """Return the virtual stages of each rank's chunks. Our runs record the placement if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:

@@ -48,7 +48,7 @@ def _kind_and_rates(group: Group) -> tuple[str, list[float]]:
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        args = current().args
+        args = current().arguments
         if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
             states = (
                 [state_dict] if len(self.chained_optimizers) == 1 else [state_dict[key] for key in sorted(state_dict)]

@@ -9,7 +9,6 @@ file server may not have noticed yet that the earlier attempt's node is lost.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import functools
@@ -26,6 +25,7 @@ import torch
 
 from megatron_vp.errors import UserError, printable
 from megatron_vp.files import warn_once
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.patches import Patch
 
 LOCK = "megatron_vp.lock"
@@ -113,7 +113,7 @@ _claimed: SaveFolder | None = None
 """The folder that this run has claimed, which only rank 0 locks; None if the run has claimed no folder."""
 
 
-def saves_to(args: argparse.Namespace) -> tuple[str, str] | None:
+def saves_to(args: Arguments) -> tuple[str, str] | None:
     """Return the option that names the folder for a run's checkpoints, and the folder; None if the run saves nothing.
 
     When a run converts a checkpoint, Megatron sets `--save` only after it has loaded the checkpoint, so the folder

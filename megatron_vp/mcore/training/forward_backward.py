@@ -212,7 +212,7 @@ def _job(
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
     """Return the `Shapes` of a microbatch, or `RandomBuffers` in a replay of one rank, where no peer sends data."""
-    args, config, context = job.settled.args, job.config, job.groups.cp.size()
+    args, config, context = job.settled.arguments, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     heads = args.mtp_num_layers or 0
@@ -237,7 +237,7 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
 
 def _mtp_stage(settled: SettledJob) -> int:
     """The virtual stage that holds the MTP layers: the last one, unless a layout places them."""
-    return settled.placement.stages - 1 - stages_behind_mtp(settled.args.pipeline_model_parallel_layout or "")
+    return settled.placement.stages - 1 - stages_behind_mtp(settled.arguments.pipeline_model_parallel_layout or "")
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:

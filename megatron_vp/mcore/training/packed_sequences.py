@@ -7,14 +7,13 @@ transport the boundaries.
 
 from __future__ import annotations
 
-import argparse
-
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.training.capture import Capture
 from megatron_vp.runtime.model import Shapes
 
 
-def packs_sequences(args: argparse.Namespace) -> bool:
+def packs_sequences(args: Arguments) -> bool:
     """Whether Megatron's scripts join the sequences of a microbatch into one packed sequence."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
