@@ -156,7 +156,7 @@ def patched() -> str:
     for group in GROUPS:
         symbols = ", ".join(dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name)))
         essential = "yes" if group.essential else "no"
-        cells = (typed(group.applies.sentence), group.stage.value, symbols, essential, typed(group.without))
+        cells = (typed(group.sentence), group.stage.value, symbols, essential, typed(group.without))
         lines.append(f"| {group.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

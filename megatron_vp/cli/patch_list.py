@@ -52,7 +52,7 @@ def patches(
             with patched(declared):
                 pass
         need = "essential" if group.essential else "optional (left out if it does not fit)"
-        typer.echo(f"{group.name}: {group.applies.sentence}; applied {group.stage.value}")
+        typer.echo(f"{group.name}: {group.sentence}; applied {group.stage.value}")
         typer.echo(f"  {need}; without it, {group.without}")
         for patch in declared:
             typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")

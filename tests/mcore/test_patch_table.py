@@ -13,7 +13,7 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.options.early_arguments import early_arguments
-from megatron_vp.mcore.patch_table import ALWAYS, Condition, PatchGroup, Stage
+from megatron_vp.mcore.patch_table import PatchGroup, Stage
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
 WITHOUT_PACKAGES = {"no transformer engine", "warm-up", "no fused accumulation"}
 SHARDS = {"vocabulary parallelism", "pipeline schedule"}
-ALL_RUNS = {group.name for group in patch_table.GROUPS if group.applies is ALWAYS} | {"training log"}
+ALL_RUNS = {group.name for group in patch_table.GROUPS if group.sentence == "always"} | {"training log"}
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def of_series(monkeypatch, series, *groups):
     ],
 )
 def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch, series, first, found):
-    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
+    of_series(monkeypatch, series, PatchGroup("variants", "library:BY_SERIES", "harm"))
     library.first = first
     given = ["a", "more"][: first.__code__.co_argcount]
     run = argparse.Namespace()
@@ -155,7 +155,7 @@ def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch
 
 
 def test_a_signature_is_compared_in_its_own_series_alone(library, monkeypatch):
-    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", ALWAYS, "harm"))
+    of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", "harm"))
     run = argparse.Namespace()
     for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
         with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
@@ -167,16 +167,16 @@ def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch)
     broken = PatchGroup(
         "broken",
         "library:OLD",
-        Condition("with --core-attention sdpa", lambda run: False),
         "harm",
-        stage=Stage.BEFORE_PARSING,
+        applies="only with --core-attention sdpa",
+        early=True,
     )
     monkeypatch.setattr(patch_table, "GROUPS", (broken,))
     del library.first
-    run = argparse.Namespace()
+    run = argparse.Namespace(core_attention="megatron")
     patch_table.require_fit(run)
     patch_table.apply(Stage.BEFORE_PARSING, run)
-    monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies=ALWAYS),))
+    monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies="always"),))
     with pytest.raises(UserError, match="library:first does not fit"):
         patch_table.require_fit(run)
 
@@ -195,8 +195,8 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
         Patch("library:second", lambda original: lambda b: "patched", "has changed", "(b, more)"),
     )
     groups = (
-        PatchGroup("curves", "library:UNFIT", ALWAYS, "nothing is drawn", essential=False),
-        PatchGroup("other", "library:OLD", ALWAYS, "harm"),
+        PatchGroup("curves", "library:UNFIT", "nothing is drawn", essential=False),
+        PatchGroup("other", "library:OLD", "harm"),
     )
     monkeypatch.setattr(patch_table, "GROUPS", groups)
     run = args
@@ -225,7 +225,7 @@ def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_lin
 def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp_path, capsys, place, essential):
     (tmp_path / "library_of_another_megatron.py").write_text("from megatron.core import no_such_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    group = PatchGroup("broken", place, ALWAYS, "nothing is drawn", essential=essential)
+    group = PatchGroup("broken", place, "nothing is drawn", essential=essential)
     monkeypatch.setattr(patch_table, "GROUPS", (group,))
     declared, (problem,) = patch_table.examine(group)
     assert declared == ()

@@ -160,7 +160,7 @@ def test_every_declared_patch_fits_the_installed_megatron_and_names_its_reason()
     assert len({patch.target for patch in declared}) == len(declared) - len(exclusive & ours)
     assert all(patch.reason and "\n" not in patch.reason for patch in declared)
     assert len({group.name for group in patch_table.GROUPS}) == len(patch_table.GROUPS)
-    assert all(group.applies.sentence and group.without for group in patch_table.GROUPS)
+    assert all(group.sentence and group.without for group in patch_table.GROUPS)
 
 
 def invoke(*arguments):
@@ -186,7 +186,7 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     declared = {name: patch_table.patches_of(name) if present else () for name, present in here.items()}
     assert applied == ([] if arguments else list(declared.values()))
     for group in groups:
-        assert f"{group.name}: {group.applies.sentence}; applied {group.stage.value}" in result.output
+        assert f"{group.name}: {group.sentence}; applied {group.stage.value}" in result.output
         need = "essential" if group.essential else "optional (left out if it does not fit)"
         assert f"  {need}; without it, {group.without}\n" in result.output
         for patch in declared[group.name]:
