@@ -27,9 +27,14 @@ RUNS = {
     "offload": "--offload-chunks {offload_chunks} with ",
     "sdpa": "--core-attention sdpa with ",
     "our script": "pretrain_gpt_vp.py with ",
+    "V without shards": _FAMILY,
+    "vocabulary passes": _FAMILY,
+    "pattern without heads": "--vocab-parallel with a --hybrid-layer-pattern without heads and ",
+    **dict.fromkeys(("no emerging-optimizers", "no einops", "no datasets"), ""),
 }
 """Properties of a run that exclude options or take their effect, each with the beginning of a refusal. W: the schedule
-has W passes. V: the last stage is on the first rank. Moved weights: on other ranks than in Megatron.
+has W passes. V: the last stage is on the first rank. Moved weights: on other ranks than in Megatron. No PACKAGE: it is
+not installed.
 """
 UNREAD = "unread"
 """Stands for a property of RUNS if no code of Megatron reads an option."""

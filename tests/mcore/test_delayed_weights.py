@@ -70,7 +70,7 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
     args = argparse.Namespace(**options | changes)
     with (
         mock.patch.object(utils, "_te_version", Version(version)),
-        mock.patch.object(refusals, "REFUSALS", [each for each in refusals.REFUSALS if "needs Transf" in each.message]),
+        mock.patch.object(refusals, "REFUSALS", [each for each in refusals.REFUSALS if "needs Transf" in each[1]]),
         pytest.raises(UserError) as refused,
     ):
         refusals.refuse(args)

@@ -140,7 +140,7 @@ def test_all_ranks_run_what_they_read_at_the_start(afterwards, tmp_path):
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}
 PLAIN = {"vocab_parallel": None, "vocab_shards": None}
 REFUSED = [
-    ({"vocab_parallel": False}, "has vocabulary passes, which need --vocab-parallel"),
+    ({"vocab_parallel": False}, "the schedule has vocabulary passes; add --vocab-parallel"),
     (
         {"vocab_parallel_algorithm": "vocab-1"},
         "has the vocabulary passes of vocab-2, but --vocab-parallel-algorithm is vocab-1",

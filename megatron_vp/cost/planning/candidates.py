@@ -66,6 +66,7 @@ def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
         "moved weights": split or not record.in_rounds,
         "W": record.splits_backward,
         "V": not record.ends_on_last_rank,
+        "V without shards": not split and not record.ends_on_last_rank,
         "offload": plan.offload_chunks,
     }
     ours = "--vocab-parallel" if split else f"--pipeline-schedule {plan.schedule}"

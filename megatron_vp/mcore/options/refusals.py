@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_vp.errors import Reasons, Refused, UserError
+from megatron_vp.errors import Reasons, Refused
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
@@ -37,16 +36,6 @@ UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The environment variable that lets Transformer Engine load the state of delayed scaling."""
 FIRST_WITHOUT_PICKLES = "2.16.1"
 """The first version of Transformer Engine that refuses to load this state unless the variable is 1."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A combination of arguments that cannot work. `message` says what cannot work, why, and what to do instead. In it,
-    {name} stands for the value of an argument or a word of `_words`.
-    """
-
-    applies: Callable[[Arguments], Any]
-    message: str
 
 
 def _mtp_rank_holds_rows(a: Arguments) -> bool:
@@ -84,11 +73,6 @@ def _has_more_ranks(a: Arguments) -> bool:
     return any(path_of(Path(folder), a.pipeline_model_parallel_size).exists() for folder in folders)
 
 
-def _file(a: Arguments) -> Schedule | None:
-    """The schedule in the file that --pipeline-schedule names; None if the option names a family."""
-    return run_settings(a).family.fixed
-
-
 def _holders(a: Arguments) -> tuple[int, ...]:
     """The pipeline ranks with vocabulary rows."""
     rows = a.vocab_rows
@@ -116,153 +100,120 @@ def _starts_late(_: Arguments, schedule: Schedule) -> bool:
     return any(any(first.values()) for first in firsts)
 
 
-def _of_file(fault: Callable[[Arguments, Schedule], Any], message: str) -> Refusal:
-    """A refusal of jobs with a schedule file."""
-    return Refusal(
-        lambda a: (file := _file(a)) and fault(a, file), f"--pipeline-schedule {{pipeline_schedule}} {message}"
-    )
-
-
-REFUSALS = (
-    Refusal(
-        lambda a: VocabMethod.NONE not in run_settings(a).family.methods and not a.vocab_parallel,
-        "--pipeline-schedule {pipeline_schedule} has vocabulary passes, which need --vocab-parallel: add "
-        "--vocab-parallel, or use --pipeline-schedule 1f1b",
-    ),
-    _of_file(
+_FAULTS_OF_FILES: tuple[tuple[Callable[[Arguments, Schedule], Any], str], ...] = (
+    (
         lambda a, file: a.vocab_parallel and file.vocab not in (VocabMethod.INTERLACED, a.vocab_parallel_algorithm),
         "has the vocabulary passes of {file_method}, but --vocab-parallel-algorithm is {vocab_parallel_algorithm}: "
         "change the algorithm, or write a schedule file with its passes (megatron-vp schedule NAME --vocab "
         "{vocab_parallel_algorithm} --format json)",
     ),
-    _of_file(
+    (
         lambda a, file: a.offload_chunks != "0",
         "with --offload-chunks {offload_chunks} is not supported: the schedule file decides which chunks are "
         "offloaded; leave --offload-chunks out, or write a schedule file that offloads them (megatron-vp schedule NAME "
         "--offload-chunks {offload_chunks} --format json)",
     ),
-    _of_file(
+    (
         lambda a, file: file.pipeline_size != a.pipeline_model_parallel_size,
         "has {file_ranks} ranks, but --pipeline-model-parallel-size is {pipeline_model_parallel_size}: use "
         "--pipeline-model-parallel-size {file_ranks}",
     ),
-    _of_file(
+    (
         lambda a, file: file.vocab.is_sharded and file.vocab_ranks != _holders(a),
         "has vocabulary passes on ranks {file_holders}, but vocabulary rows are on ranks {row_holders}: use "
         "--vocab-shards with rows on ranks {file_holders} only",
     ),
-    _of_file(
+    (
         lambda a, file: not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
         "has no backward passes, so it cannot train: use a schedule file with backward passes, or add --skip-train to "
         "evaluate only",
     ),
-    _of_file(
+    (
         lambda a, file: a.step_batch_size_schedule or file.microbatches != _microbatches(a),
         "has {file_microbatches} microbatches, but the job has {microbatches}, or a growing number: use a constant "
         "--global-batch-size that gives every data-parallel replica {file_microbatches} microbatches",
     ),
-    _of_file(
+    (
         _misplaced,
         "does not place the first stage in chunk 0 of rank 0, the last stage in the last chunk of a rank (required "
         "without --vocab-parallel or with --mtp-num-layers), or, with one chunk per rank, stage r on rank r: use a "
         "placement that does",
     ),
-    _of_file(
+    (
         _starts_late,
         "is not supported: in every chunk, the weight gradient of microbatch 0 must be computed first, because it "
         "initialises the sum; use an order in which it comes first",
     ),
-    Refusal(
+)
+"""What is wrong with a schedule file for a job, and how the message goes on behind the file's name."""
+
+REFUSALS: tuple[tuple[Callable[[Arguments], Any], str], ...] = (
+    *(
+        (
+            lambda a, fault=fault: (file := run_settings(a).family.fixed) and fault(a, file),
+            f"--pipeline-schedule {{pipeline_schedule}} {message}",
+        )
+        for fault, message in _FAULTS_OF_FILES
+    ),
+    (
         lambda a: a.offload_chunks.isdecimal() and int(a.offload_chunks) > _chunks(a),
         "--offload-chunks {offload_chunks} exceeds the number of chunks per rank of --pipeline-schedule "
         "{pipeline_schedule}: use half, all, or a smaller number",
     ),
-    Refusal(
+    (
         lambda a: run_settings(a).replaces_schedule and a.pipeline_model_parallel_size < 2,
         "{our_schedule} with one pipeline stage has nothing to split, to order, or to overlap with copies: use "
         "--pipeline-model-parallel-size 2 or more, or leave the option out",
     ),
-    Refusal(
-        lambda a: (
-            run_settings(a).last_stage_elsewhere
-            and not a.vocab_parallel
-            and (a.mtp_num_layers or not a.untie_embeddings_and_output_weights)
-        ),
-        "--pipeline-schedule {pipeline_schedule} with tied embeddings or --mtp-num-layers and without --vocab-parallel "
-        "is not supported: both chunks of the first rank would hold the word embedding; add --vocab-parallel, or use "
-        "zb-h1 or interleaved",
-    ),
-    Refusal(
+    (
         lambda a: _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
         f"--pipeline-schedule {{pipeline_schedule}} needs Transformer Engine {MINIMUM_VERSION} or newer, whose layers "
         "can delay weight gradients until pass W, but {transformer_engine_version} is installed: update Transformer "
         "Engine, add --transformer-impl local, or use 1f1b",
     ),
-    Refusal(
+    (
         _cannot_resume,
         "--fp8-recipe delayed cannot resume from a checkpoint: Transformer Engine {transformer_engine_version} loads "
         f"the scaling factors only if {UNSAFE_STATE}=1 is set; set it on every rank if you trust the checkpoints, or "
         "use another --fp8-recipe",
     ),
-    *(
-        Refusal(
-            applies,
-            f"{option} needs the package {package}, which is not installed: run `pip install {package}`, or leave the "
-            "option out",
-        )
-        for option, package, applies in (
-            (
-                "--optimizer {optimizer}",
-                "emerging-optimizers",
-                lambda a: a.optimizer not in ("adam", "sgd") and not installed().emerging_optimizers,
-            ),
-            (
-                "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
-                "einops",
-                lambda a: a.num_distributed_optimizer_instances > 1 and not installed().einops,
-            ),
-            ("--sft", "datasets", lambda a: a.sft and not installed().datasets),
-        )
-    ),
-    Refusal(lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in words().options, ALGORITHM_ALONE),
-    Refusal(
+    (lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in words().options, ALGORITHM_ALONE),
+    (
         lambda a: not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
         NEEDS_VOCAB_PARALLEL,
     ),
-    Refusal(lambda a: a.vocab_rows is not None and needs_even_shards(run_settings(a)), EVEN_ALONE),
-    Refusal(
+    (lambda a: a.vocab_rows is not None and needs_even_shards(run_settings(a)), EVEN_ALONE),
+    (
         lambda a: run_settings(a).replaces_schedule and not _chunks_fit(a),
         "--pipeline-schedule {pipeline_schedule} has {own_chunks} per rank, but this job has {chunks}: change "
         "--num-virtual-stages-per-pipeline-rank, or the segments of --pipeline-model-parallel-layout or "
         "--hybrid-layer-pattern; interleaved takes any number from 2",
     ),
-    Refusal(lambda a: run_settings(a).places_chunks and shifts_given(vars(a)), SHIFTED_V),
-    Refusal(
+    (lambda a: run_settings(a).places_chunks and shifts_given(vars(a)), SHIFTED_V),
+    (
         lambda a: a.vocab_parallel and a.mtp_num_layers and not _mtp_rank_holds_rows(a),
         "--vocab-shards without rows for the rank of the MTP layers is not supported if a later stage computes the "
         "loss: change --vocab-shards, or put every m of --pipeline-model-parallel-layout into its last segment",
     ),
-    Refusal(
-        lambda a: a.vocab_parallel and a.mtp_num_layers and "/" not in (a.hybrid_layer_pattern or "/"),
-        "--vocab-parallel with --mtp-num-layers and a --hybrid-layer-pattern without heads is not supported: Megatron "
-        "builds no prediction heads from such a pattern; append a slash and the layers of each head (*-|*-/*-), or "
-        "leave --mtp-num-layers out",
-    ),
-    Refusal(
+    (
         lambda a: not (0 <= a.vocab_label_smoothing < 1 and 0 <= a.vocab_z_loss < math.inf),
         "--vocab-label-smoothing {vocab_label_smoothing} or --vocab-z-loss {vocab_z_loss} is out of range: use a total "
         "probability of all tokens other than the target, such as 0.1, and a small positive coefficient, such as 1e-4",
     ),
-    Refusal(
+    (
         lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
         "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a different folder for each",
     ),
-    Refusal(
+    (
         _has_more_ranks,
         "--rank-report {rank_report} or --pipeline-trace {pipeline_trace} has files of a run with more pipeline ranks, "
         "which would mix with this run's: use another folder, or delete them",
     ),
 )
+"""Combinations of arguments that cannot work: the condition, and a message that says what cannot work, why, and what to
+do instead. In it, {name} stands for the value of an argument or a word of `_words`. Conditions on single arguments are
+records in `jobs/options.toml`.
+"""
 
 
 def _asked(a: Arguments) -> str:
@@ -275,7 +226,8 @@ def _asked(a: Arguments) -> str:
 
 def _words(a: Arguments) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
-    file, chunks = _file(a), run_settings(a).family.chunks
+    family = run_settings(a).family
+    file, chunks = family.fixed, family.chunks
     of_file = file and {
         "file_method": file.vocab,
         "file_ranks": file.pipeline_size,
@@ -319,7 +271,7 @@ def _chunks_differ(a: Arguments) -> bool:
 
 def _properties(a: Arguments) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
-    settings = run_settings(a)
+    settings, here = run_settings(a), installed()
     return {
         UNREAD: True,
         "any run": True,
@@ -333,6 +285,12 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "moved weights": a.vocab_parallel or settings.places_chunks,
         "offload": settings.offloads,
         "sdpa": a.core_attention == "sdpa",
+        "V without shards": settings.last_stage_elsewhere and not a.vocab_parallel,
+        "vocabulary passes": VocabMethod.NONE not in settings.family.methods,
+        "pattern without heads": a.vocab_parallel and "/" not in (a.hybrid_layer_pattern or "/"),
+        "no emerging-optimizers": not here.emerging_optimizers,
+        "no einops": not here.einops,
+        "no datasets": not here.datasets,
     }
 
 
@@ -353,10 +311,9 @@ def refuse(args: Arguments) -> None:
     reasons, found = Reasons(), _words(args)
     with reasons.collected():
         _refuse(message.format_map(found) for message in _said(args, warnings=False))
-    for refusal in REFUSALS:
+    for applies, message in REFUSALS:
         with reasons.collected():
-            if refusal.applies(args):
-                raise UserError(refusal.message.format_map(found))
+            _refuse([message.format_map(found)] if applies(args) else ())
     reasons.refuse()
 
 
