@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
     group can read it. Only one rank may call this function. Raises UserError if the file cannot be written.
     """
     path = Path(path)
-    plain = {name: _plain(value) for name, value in vars(args).items() if not name.startswith("_")}
-    text = yaml.safe_dump(plain, sort_keys=True, default_flow_style=None, width=120)
+    found = plain({name: value for name, value in vars(args).items() if not name.startswith("_")})
+    text = yaml.safe_dump(found, sort_keys=True, default_flow_style=None, width=120)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, most_mode=0o640) as file:
@@ -46,13 +47,22 @@ def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value in the types of YAML. It is the same in every process: no memory addresses, sets and mappings sorted."""
     if isinstance(value, Enum):
         return value.name
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value), key=str)
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return getattr(value, "__qualname__", None) or str(value)
+        return {str(key): plain(item) for key, item in sorted(value.items(), key=str)}
+    if isinstance(value, partial):
+        return plain([value.func, value.args, value.keywords])
+    if hasattr(value, "__qualname__"):
+        return value.__qualname__
+    if type(value).__repr__ is object.__repr__:
+        return {type(value).__qualname__: plain(vars(value))}
+    return str(value)

@@ -163,7 +163,7 @@ def refused(_rank, ranks, settings, chunks, changes):
     ("settings", "chunks", "changes", "said"),
     [
         (V_HALF, 1, {}, "v-half has 2 chunks per rank, but this script's process groups have 1"),
-        (VOCAB_2, 1, {"pipeline_model_parallel_layout": "Ettt|tL"}, "leave it out"),
+        (VOCAB_2, 1, {"pipeline_model_parallel_layout": "Ettt|tL"}, "remove it"),
         (VOCAB_2, 1, {"final_logit_softcapping": 30.0}, "but the model's output layer does not apply it"),
         (VOCAB_2 | {"vocab_label_smoothing": 0.1}, 1, {"final_logit_softcapping": 30.0}, "leave the option out"),
         (V_HALF, 2, {"account_for_loss_in_pipeline_split": True, "num_layers": 7}, "--account-for-loss-in-pipeline"),

@@ -198,7 +198,7 @@ def test_places_of_files_may_differ_and_versions_may_not():
     there = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.3", "/b/x", "0.7", "/b/y"]})
     assert here == there
     otherwise = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.4", "/b/x", "0.6", "/b/y"]})
-    assert difference([here, otherwise]).startswith("data_path is [0.3, PATH, 0.7, PATH] on rank 0, [0.4, PATH")
+    assert difference([here, otherwise]).startswith("data_path is [0.3, 'PATH', 0.7, 'PATH'] on rank 0, [0.4, 'PATH'")
     assert facts({"vocab_rows": (300, 212)}) != facts({"vocab_rows": None}) != facts({"vocab_rows": (0, 512)})
     assert facts({"vocab_shards": "measured:/a"}) == facts({"vocab_shards": "measured:/b"})
     older = {**here, "alike": here["alike"] | {"the version of torch": "2.6"}}

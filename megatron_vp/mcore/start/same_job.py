@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import megatron_vp
 from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.resolved import plain
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.patches import Patch, installed_version
@@ -61,7 +61,7 @@ def facts(
         given: the options that the run was given, by argument name.
     """
     alike = {
-        name: _place(value) if _PLACE.search(name) else _text(value)
+        name: _place(value) if _PLACE.search(name) else str(plain(value))
         for name, value in arguments.items()
         if name not in OF_A_RANK and not name.startswith("_")
     }
@@ -82,35 +82,16 @@ def facts(
 def _place(value: Any) -> str:
     """Return the text that ranks compare instead of the value of a place."""
     if isinstance(value, list):
-        return _text([_number(word) or "PATH" for word in value])
-    return "given" if isinstance(value, str) else "not given" if value is None else _text(value)
+        return str(["PATH" if (number := _number(word)) is None else number for word in value])
+    return "given" if isinstance(value, str) else "not given" if value is None else str(plain(value))
 
 
-def _number(word: Any) -> str | None:
-    """The number that `word` stands for, in one notation, or None if it is not a number."""
+def _number(word: Any) -> float | None:
+    """The number that `word` stands for, or None if it is not a number."""
     try:
-        return str(float(word))
+        return float(word)
     except (TypeError, ValueError):
         return None
-
-
-def _text(value: Any) -> str:
-    """Format a value identically in every process: without memory addresses, and with sets and mappings in sorted
-    order.
-    """
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_text(key)}: {_text(each)}' for key, each in value.items()))}}}"
-    if isinstance(value, functools.partial):
-        return f"{_text(value.func)}({_text(value.args)}, {_text(value.keywords)})"
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if not isinstance(value, Enum | Path) and hasattr(value, "__dict__"):
-        return f"{type(value).__qualname__}{_text(vars(value))}"
-    return str(value)
 
 
 def code(package: Path) -> str:
