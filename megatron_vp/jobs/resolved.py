@@ -63,6 +63,5 @@ def plain(value: Any) -> Any:
         return plain([value.func, value.args, value.keywords])
     if hasattr(value, "__qualname__"):
         return value.__qualname__
-    if type(value).__repr__ is object.__repr__:
-        return {type(value).__qualname__: plain(vars(value))}
-    return str(value)
+    text = str(value)
+    return {type(value).__qualname__: plain(vars(value))} if " at 0x" in text else text
