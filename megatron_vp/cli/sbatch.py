@@ -16,26 +16,12 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import arguments, flags_in, name_of, spelled
-from megatron_vp.jobs.known_options import files_and_flags, known_options
+from megatron_vp.jobs.command_line import arguments, spelled
+from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.shipped import BATCH_FILES
 
 IN_THE_REPOSITORY = Path("scripts/slurm")
 """The folder in which the batch files look for their helper files by default."""
-_OF_SLURM = frozenset(
-    [
-        *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "cpus-per-gpu", "cpus-per-task"),
-        *("dependency", "error", "exclude", "exclusive", "export", "gpus", "gpus-per-task", "gres", "hold", "job-name"),
-        *("licenses", "mail-type", "mail-user", "mem", "mem-per-cpu", "mem-per-gpu", "no-requeue", "nodelist"),
-        *("ntasks", "open-mode", "output", "partition", "priority", "qos", "requeue", "reservation", "signal"),
-        *("time", "wait", "wckey"),
-    ]
-)
-"""Options of SLURM's sbatch that a user may give to this command by mistake."""
-_SHORT = {
-    **{"-A": "--account", "-C": "--constraint", "-p": "--partition", "-q": "--qos", "-t": "--time"},
-    **{"-w": "--nodelist", "-x": "--exclude"},
-}
 
 
 def sbatch(
@@ -129,23 +115,22 @@ def sbatch(
             f"--container-mounts {container_mounts} has no effect without --container-image: add --container-image "
             "IMAGE"
         )
-    _refuse_options_of_slurm(flags)
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)
-    if nodes is None:
-        nodes = math.ceil(ranks_of_one_replica(words, own, software) / per_node)
-    ranks = nodes * per_node
     assumed = (
         "this machine has no GPU, so the job was checked with Megatron's local layers: describe nodes with other "
         f"software by --node-software, such as te={ENGINE},apex=no"
     )
     assumes = software is None and assumes_local_layers(words)
-    check = partial(check_job, words, ranks, nodes=software, own_script=own)
-    check_start = partial(check, files=True, rehearse=partial(rehearse, own_script=own))
     try:
+        nodes = nodes or math.ceil(ranks_of_one_replica(words, own, software) / per_node)
+        ranks = nodes * per_node
+        check = partial(check_job, words, ranks, nodes=software, own_script=own)
+        check_start = partial(check, files=True, rehearse=partial(rehearse, own_script=own))
         checked = check() if dry_run else check_start()
     except UserError as error:
-        raise UserError(f"{error}; {assumed}" if assumes else str(error)) from error
+        of_slurm = "unrecognized arguments" in str(error) and "pass options of SLURM's sbatch on with --slurm"
+        raise UserError("; ".join(filter(None, (str(error), of_slurm, assumes and assumed)))) from error
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     command = _command(
         [f"--nodes={nodes}", resources, f"--job-name={files[0].stem if script is None else Path(script).stem}"],
@@ -177,15 +162,6 @@ def sbatch(
             " ".join(done.stderr.split()) or f"sbatch exited with status {done.returncode} without a message"
         )
     typer.echo(done.stdout.strip())
-
-
-def _refuse_options_of_slurm(flags: Sequence[str]) -> None:
-    """Refuse options of SLURM's sbatch, which would be mistaken for training flags, and say how to pass them on."""
-    for flag in flags_in([_SHORT.get(word, word) for word in flags]):
-        name = flag.option.removeprefix("--")
-        if name in _OF_SLURM and name_of(name) not in known_options():
-            passed_on = "=".join([name, *flag.values[:1]])
-            raise UserError(f"{flag.option} is an option of SLURM's sbatch: pass it on with --slurm {passed_on}")
 
 
 def batch_files() -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,73 +74,23 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 def load_tokenizer(directory: str | os.PathLike[str]) -> tuple[Tokenizer, int]:
     """Load a tokenizer from its directory; return it and the id of its end-of-text token.
 
-    Raises UserError if the directory, one of its files or the end-of-text token is missing or cannot be read.
+    Raises UserError if one of TOKENIZER_FILES or the end-of-text token is missing or cannot be read.
     """
     from tokenizers import Tokenizer
 
-    directory = Path(directory)
-    check_tokenizer(directory)
-    if not (directory / "tokenizer.json").is_file():
-        raise UserError(f"{directory} contains no tokenizer.json, the only tokenizer format that this command reads")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    end = _config(directory).get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
+    file, config = (Path(directory) / name for name in TOKENIZER_FILES)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        end = json.loads(config.read_bytes())["eos_token"]
+        end_id = tokenizer.token_to_id(end["content"] if isinstance(end, dict) else end)
+    except Exception as error:  # The library raises a bare Exception for any defect in the file.
+        fault = "no eos_token" if isinstance(error, KeyError | TypeError) else printable(str(error))
+        raise UserError(
+            f"cannot read {file} and {config.name} ({fault}): give the directory of a tokenizer with these two files, "
+            "or train one with --vocab-size"
+        ) from error
     if end_id is None:
         raise UserError(
-            f"{directory}/tokenizer_config.json does not name a token of the vocabulary as eos_token: set eos_token "
-            "to the token that ends each document"
+            f"{config} names an eos_token that is not in the vocabulary: set it to the token that ends each document"
         )
     return tokenizer, end_id
-
-
-def check_tokenizer(directory: str | os.PathLike[str]) -> None:
-    """Check, without loading torch or transformers, that a Hugging Face tokenizer exists and is complete.
-
-    `directory` may also be the name of a model in the local Hugging Face cache. Raises UserError if the check fails.
-    """
-    path = Path(directory)
-    if not path.is_dir():
-        if path.exists():
-            raise UserError(f"{path} is a file; pass the directory that contains tokenizer.json")
-        if _cached(str(directory)):
-            return
-        raise UserError(
-            f"there is no tokenizer directory {path} (and no model of that name in the Hugging Face cache); "
-            "create one with 'megatron-vp data'"
-        )
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise UserError(f"{path} contains no tokenizer (no tokenizer.json); create one with 'megatron-vp data'")
-    if not any((path / name).is_file() for name in ("tokenizer_config.json", "config.json")):
-        raise UserError(f"{path} contains no tokenizer_config.json, which names the tokenizer class to load")
-    _config(path)
-    if (path / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        try:
-            Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # The library raises a bare Exception for any defect in the file.
-            raise UserError(f"{path}/tokenizer.json cannot be read: {error}; replace the file") from error
-
-
-def _config(directory: Path) -> dict:
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}; correct or replace the file") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} does not contain a JSON object; correct or replace the file")
-    return config
-
-
-def _cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
-    except HFValidationError:
-        return False

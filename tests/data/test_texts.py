@@ -1,6 +1,7 @@
 """Test reading documents from files: how files are divided into documents, and errors for files that are refused."""
 
 import json
+import os
 
 import pytest
 
@@ -44,13 +45,13 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
-        ("a.txt", b"abc\x93d", ["a.txt", "0x93", "offset 3", "UTF-8"]),
+        ("a.txt", b"abc\x93d", ["a.txt", "0x93", "position 3", "UTF-8"]),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ["a.jsonl:2", "0xff"]),
-        ("a.jsonl", '{"text": "a"}\n{"body": "b", "id": 1}', ["a.jsonl:2", "'text'", "body, id", "--json-key"]),
+        ("a.jsonl", '{"text": "a"}\n{"body": "b", "id": 1}', ["a.jsonl:2", "'text'", '"body": "b"', "--json-key"]),
         ("a.jsonl", '{"text": 3}', ["a.jsonl:1", "'text'"]),
-        ("a.jsonl", '{"text": "a\\ud83d"}', ["a.jsonl:1", "\\ud83d is an unpaired surrogate"]),
+        ("a.jsonl", '{"text": "a\\ud83d"}', ["a.jsonl:1", "\\ud83d", "surrogates not allowed"]),
         ("a.jsonl", "[1]", ["a.jsonl:1", "list"]),
-        ("a.jsonl", "\n{text", ["a.jsonl:2", "not a JSON object"]),
+        ("a.jsonl", "\n{text", ["a.jsonl:2", "JSONDecodeError"]),
     ],
 )
 def test_bad_content_is_named(tmp_path, name, content, parts):
@@ -60,12 +61,12 @@ def test_bad_content_is_named(tmp_path, name, content, parts):
         assert part in str(error.value)
 
 
-def test_bad_inputs_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"no file or directory .*nowhere\.txt"):
-        TextFiles.find([tmp_path / "nowhere.txt"])
+@pytest.mark.parametrize("name", ["nowhere.txt", "empty", "pipe"])
+def test_an_input_without_a_regular_file_is_named(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty contains no files"):
-        TextFiles.find([tmp_path / "empty"])
+    os.mkfifo(tmp_path / "pipe")  # The input is read twice.
+    with pytest.raises(UserError, match=f"{name} is neither a regular file nor a folder with files"):
+        TextFiles.find([tmp_path / name])
 
 
 def test_standard_library_is_large_sorted_and_without_tests():

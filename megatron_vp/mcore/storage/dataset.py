@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -118,7 +114,7 @@ def prepare(
         TemporaryDirectory(dir=output, prefix=f".{name}-").cleanup()  # If this fails, fail before the long work.
         if vocab_size is not None:
             trained = train_tokenizer(_counted(documents, partial(progress, "training the tokenizer")), vocab_size)
-        with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary, _signals_raise():
+        with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
             folder = Path(temporary)
             if vocab_size is not None:
                 save_tokenizer(trained, folder)
@@ -144,20 +140,6 @@ def _check_names(written: Sequence[Path], overwrite: bool) -> None:
             f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
             f"replace it with --overwrite"
         )
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the process as an exception would, so that temporary files are removed."""
-    in_main = threading.current_thread() is threading.main_thread()
-    ours = [each for each in (signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(each) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _counted(documents: Documents, progress: Callable[[int], None]) -> Iterator[str]:
