@@ -318,8 +318,8 @@ def main() -> int:
     if (missing := bridge_loop.missing()) is not None:
         parser.error(missing)
     logging.disable(logging.INFO)
-    preflight.load_megatron()
-    from megatron.training.arguments import add_megatron_arguments
+    with preflight.without_compilers():
+        from megatron.training.arguments import add_megatron_arguments
 
     megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     options = {option.dest: option for option in megatron._actions}

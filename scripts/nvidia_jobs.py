@@ -229,7 +229,6 @@ def main() -> int:
     commit, date = subprocess.check_output(
         ["git", "-C", str(given.checkout), "log", "-1", "--format=%h %cs"], text=True
     ).split()
-    preflight.load_megatron()
     answers = {}
     for job in (*functional_tests(given.checkout), *examples(given.checkout)):
         stages = flag_value(list(job.words), "--pipeline-model-parallel-size") or "1"

@@ -60,7 +60,7 @@ def check(
     CONFIG and FLAGS are the job's training arguments. The command runs what rank 0 and the last rank run until their
     first iteration: it builds the tokenizer, the loggers, the model and the optimizer on fake tensors, opens the
     datasets, and reads the metadata of the checkpoint to load. It leaves nothing behind. With --ranks-per-node it also
-    checks this machine: its GPUs, its network interface and the disk space for checkpoints.
+    checks this machine: its GPUs and its network interface.
 
     On a login node, describe the job's nodes with --nodes.
 
@@ -85,11 +85,7 @@ def check(
     if output == "json":
         typer.echo(json.dumps({"flags": list(checked.words.platform_flags), "parts": dict(checked.parts)}))
     elif os.environ.get("SLURM_PROCID", "0") == "0":
-        from megatron_vp.mcore.start.banner import describe_run
-        from megatron_vp.mcore.storage.optimizer_check import one_way
-
-        lines = [*describe_run(checked, ranks), *preflight.describe_start(checked)]
-        lines += filter(None, [one_way(checked.arguments)])
+        lines = preflight.describe_job(checked, ranks)
         if script is not None and (own := preflight.own_options(words)):
             lines.append(f"options not checked, because only {script} knows them: {', '.join(map(option_of, own))}")
         typer.echo(f"ok: {'\n'.join(lines)}")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
-import warnings
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,23 +50,10 @@ def replay(
 
     check_destination(False, output)
     files, flags = files_and_flags(job, overlays)
-    with _without_log() if shapes_only else contextlib.nullcontext():
-        found = run_alone(script, files, rank, ranks, iterations, flags, shapes_only)
+    found = run_alone(script, files, rank, ranks, iterations, flags, shapes_only)
     typer.echo(_table(found))
     if output is not None:
         write(json.dumps(asdict(found), indent=1) + "\n", output)
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Hide Megatron's output except errors, because its times and norms have no meaning for fake tensors."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
 
 
 def _table(found: Replayed) -> str:

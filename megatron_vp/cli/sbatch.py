@@ -16,7 +16,8 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import arguments, spelled
+from megatron_vp.jobs.command_line import arguments, asks_for_cpu, spelled
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.shipped import BATCH_FILES
 
@@ -90,9 +91,10 @@ def sbatch(
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
+    from megatron_vp.mcore.platform.flags import uses_cpu
     from megatron_vp.mcore.platform.pretend_gpu import ENGINE
     from megatron_vp.mcore.replay.rehearsed import rehearse
-    from megatron_vp.mcore.start.preflight import assumes_local_layers, check_job, describe_job, ranks_of_one_replica
+    from megatron_vp.mcore.start.preflight import check_job, describe_job
 
     files, flags = files_and_flags(job, overlays)
     empty = [option for option in slurm or () if not option.strip("-")]
@@ -117,20 +119,20 @@ def sbatch(
         )
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)
+    blind = software is None and uses_cpu(words) and not asks_for_cpu(words)
     assumed = (
-        "this machine has no GPU, so the job was checked with Megatron's local layers: describe nodes with other "
-        f"software by --node-software, such as te={ENGINE},apex=no"
+        "this machine has no GPU, so the check assumed what the nodes have: describe them by --node-software, such as "
+        f"te={ENGINE},apex=no"
     )
-    assumes = software is None and assumes_local_layers(words)
     try:
-        nodes = nodes or math.ceil(ranks_of_one_replica(words, own, software) / per_node)
+        nodes = nodes or max(1, math.ceil(math.prod(read_job_config(files, flags).parallel_sizes()) / per_node))
         ranks = nodes * per_node
         check = partial(check_job, words, ranks, nodes=software, own_script=own)
         check_start = partial(check, files=True, rehearse=partial(rehearse, own_script=own))
         checked = check() if dry_run else check_start()
     except UserError as error:
         of_slurm = "unrecognized arguments" in str(error) and "pass options of SLURM's sbatch on with --slurm"
-        raise UserError("; ".join(filter(None, (str(error), of_slurm, assumes and assumed)))) from error
+        raise UserError("; ".join(filter(None, (str(error), of_slurm, blind and assumed)))) from error
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
     command = _command(
         [f"--nodes={nodes}", resources, f"--job-name={files[0].stem if script is None else Path(script).stem}"],
@@ -143,7 +145,7 @@ def sbatch(
     )
     command += [] if script is None else ["--script", script]
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
-    if assumes:
+    if blind:
         typer.echo(assumed)
     typer.echo(f"{nodes} node{'s' * (nodes != 1)} x {per_node} ranks; " + "\n".join(describe_job(checked, ranks)))
     typer.echo(shlex.join(command))

@@ -49,6 +49,11 @@ class JobConfig:
             raise UserError(f"{self.origins[name]} {value} is not an integer")
         return value
 
+    def parallel_sizes(self) -> list[int]:
+        """The pipeline, tensor and context parallel size, whose product is the number of ranks in a replica."""
+        names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+        return [self.whole_number(name, 1) for name in names]
+
 
 def read_job_config(files: Sequence[str | os.PathLike[str]], flags: Sequence[str]) -> JobConfig:
     """Read configuration files, then flags (`--name value`, `--name=value`, `--switch`). Later values override earlier

@@ -122,11 +122,3 @@ def test_a_limit_gives_the_schedule_a_shape(limit):
 def test_rows_that_add_up_are_taken():
     check("--vocab-parallel --vocab-shards 61,3", vocab_size=63)
     check("--vocab-parallel --vocab-shards 0,64", vocab_size=63)
-
-
-def test_only_our_script_needs_the_names_of_its_data():
-    words = ["--cpu", *tiny_model(mock_data=None)]
-    with pytest.raises(UserError, match="the job has no data: add --data-path PREFIX"):
-        check_job(words, 1, files=True)
-    check_job(words, 1, files=True, own_script=True)
-    check_job(words, 1)

@@ -10,9 +10,8 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
+from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint, read_metadata
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
-from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 

@@ -49,12 +49,13 @@ ERRORS = [
 
 
 def end_alone(_rank: int, _world: int) -> None:
-    """End a replay of rank 3 of 8, whose peers and whose store are made up."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """End a replay of rank 3 of 8, whose peers do not exist."""
+    from megatron_vp.jobs.job_config import JobConfig
+    from megatron_vp.mcore.settled import replaying
 
     os.environ.update(RANK="3", WORLD_SIZE="8")
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    end_with(3, 8, UserError("bad input"), False, None)
+    with replaying(job=JobConfig({}, {})):
+        end_with(3, 8, UserError("bad input"), False, None)
 
 
 def test_the_line_of_a_rank_that_is_replayed_is_printed():

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import socket
 import sys
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
         *("sbatch", *LLAMA, "--nodes", "4", "--vocab-parallel", "--lr", "1e-4"),
         *("--slurm", "time=1:00:00", "--slurm", "--qos=high", "--dry-run"),
     )
-    job, checkpoints, command = printed.splitlines()
+    job, *_, checkpoints, _, command = printed.splitlines()
     assert status == 0
     assert job == "4 nodes x 8 ranks; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
     assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and starts at iteration 0 of 100000"
@@ -76,7 +75,7 @@ def test_a_python_with_a_comma_in_its_path_reaches_the_job_whole(said, monkeypat
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     status, printed, _ = said("sbatch", *LLAMA)
-    _, _, command, received, words = printed.splitlines()
+    *_, command, received, words = printed.splitlines()
     assert status == 0 and received == str(python) and "--export=ALL scripts/slurm" in words
     assert shlex.split(command)[:3] == ["env", f"MEGATRON_VP_PYTHON={python}", "sbatch"]
 
@@ -219,13 +218,13 @@ def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypat
         assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 
 
-def test_a_login_node_says_that_it_assumes_local_layers_and_can_be_told_what_nodes_have(said, monkeypatch):
+def test_a_login_node_says_that_it_assumes_and_can_be_told_what_nodes_have(said, monkeypatch):
     monkeypatch.delenv("MEGATRON_VP_CPU")
     words = ("sbatch", *LLAMA, "--vocab-parallel", "--dry-run", "--nodes=1")
     status, printed, _ = said(*words)
     assumed, job, *_ = printed.splitlines()
     assert status == 0 and job.startswith("1 node x 8 ranks")
-    assert assumed.startswith("this machine has no GPU, so the job was checked with Megatron's local layers: describe")
+    assert assumed.startswith("this machine has no GPU, so the check assumed what the nodes have: describe")
     status, _, errors = said(*words, "--fp8-format", "hybrid")
     assert status == 2 and "--fp8-format and --transformer-impl local cannot" in errors and f"; {assumed}" in errors
     status, printed, errors = said(
@@ -275,9 +274,6 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
     status, _, errors = said(*words)
     assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    status, _, errors = said(*words, "--save=/proc/checkpoints")  # permissions alone do not show it
-    assert status == 2 and f"{socket.gethostname()}: cannot write to /proc/checkpoints" in errors
 
 
 @pytest.mark.parametrize(

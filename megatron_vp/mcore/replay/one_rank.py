@@ -10,30 +10,33 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
-import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import grouped, name_of
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.replay.shapes_only import fake_tensors
+from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
 from megatron_vp.mcore.settled import current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 LEFT_OUT = {
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
     *("data_args_path", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    # The data of a replay has no document boundaries: its attention takes at least the time and memory of packed data.
     *("sft", "sft_tokenizer_prompt_format", "dataloader_inter_document_masking"),
     *("save", "load", "save_interval", "async_save", "tensorboard_dir", "wandb_project", "log_interval"),
     *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
@@ -41,18 +44,11 @@ LEFT_OUT = {
 }
 """Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
-PACKS = ("--sft", "--dataloader-inter-document-masking")
-"""A replay ignores these flags for packed data. The replay's data has no document boundaries, so attention takes at
-least as much time and memory as with packed data.
-"""
-
 ROUNDS = 3
 """With p pipeline ranks, activation memory reaches its peak within ROUNDS * p microbatches, under every schedule."""
 
 ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
 """Options that --shapes-only ignores: they need Transformer Engine, but do not change which tensors are saved."""
-
-PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -115,18 +111,13 @@ def run_alone(
     from megatron_vp.mcore.start.launch import run_script
 
     job = read_job_config(configs, flags)
-    sizes = [job.whole_number(name, 1) for name in PARALLEL_SIZES]
-    replica = sizes[0] * sizes[1] * sizes[2]
+    sizes = job.parallel_sizes()
+    replica = math.prod(sizes)
     ranks = replica if ranks is None else ranks
-    if min(sizes) < 1:
+    if min(sizes) < 1 or ranks % replica or not 0 <= rank < ranks:
         raise UserError(
-            f"pipeline x tensor x context sizes of {' x '.join(map(str, sizes))} are invalid: set every size to at "
-            "least 1"
-        )
-    if ranks % replica or not 0 <= rank < ranks:
-        raise UserError(
-            f"--rank {rank} with --ranks {ranks} does not fit this job: --ranks must be a multiple of {replica} "
-            f"(pipeline x tensor x context = {' x '.join(map(str, sizes))}), and --rank must be from 0 to --ranks - 1"
+            f"--rank {rank} with --ranks {ranks} does not fit this job: --ranks must be a multiple of pipeline x "
+            f"tensor x context = {' x '.join(map(str, sizes))}, and --rank must be from 0 to --ranks - 1"
         )
     if shapes_only and (experts := job.whole_number("num_experts", 0)):
         raise UserError(
@@ -140,41 +131,34 @@ def run_alone(
         )
     kind = layer_kind(job.values)
     engine = kind is LayerKind.ENGINE
-    growing, each = (
-        job.values.get("step_batch_size_schedule"),
-        job.whole_number("micro_batch_size", 1) * (ranks // replica),
-    )
+    growing = job.values.get("step_batch_size_schedule")
+    each = job.whole_number("micro_batch_size", 1) * (ranks // replica)
     played, microbatches = _microbatches(job, each, growing)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "job.yaml"
         left_out = LEFT_OUT | (ENGINES_ALONE if engine and shapes_only else set())
         kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in left_out}))
-        report = Path(folder) / "report"
-        every = iterations + 1
-        length = (
-            f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every} --log-interval {every}"
-        )
-        made_up = f"--fake-process-group --mock-data --tokenizer-type NullTokenizer --vocab-size {tokens}"
-        flags = [word for word in flags if word not in PACKS]
-        arguments = ["--config", str(kept), *flags, *length.split(), *made_up.split(), "--rank-report", str(report)]
+        given = (words for words in grouped(flags) if name_of(words[0].partition("=")[0]) not in left_out)
+        fakes = fake_tensors(engine) if shapes_only else nullcontext()
+        report, every = Path(folder) / "report", iterations + 1
+        words = f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every}"
+        words += f" --log-interval {every} --fake-process-group --mock-data --tokenizer-type NullTokenizer"
+        words += f" --vocab-size {tokens}"
         if growing is not None:
-            arguments.append(f"--step-batch-size-schedule=0:{each * (played if shapes_only else microbatches)}")
+            words += f" --step-batch-size-schedule 0:{each * (played if shapes_only else microbatches)}"
+        elif shapes_only and played < microbatches:
+            words += f" --global-batch-size {played * each}"
         if shapes_only:
             # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps
             # the data for reruns in host memory, which a replay would count as device memory.
-            host = "--cpu --num-workers 0 --rerun-mode disabled"
-            if played < microbatches and growing is None:
-                host += f" --global-batch-size {played * each}"
-            if engine:
-                # Local layers replace Transformer Engine's layers, which need a GPU.
-                host += " --transformer-impl local --core-attention sdpa"
-            with fake_tensors(engine), replaying(job=job):
-                run_script(script, [*arguments, *host.split()])
-        else:
-            with replaying(job=job):
-                run_script(script, arguments)
+            words += " --cpu --num-workers 0 --rerun-mode disabled"
+            if engine:  # Local layers replace Transformer Engine's layers, which need a GPU.
+                words += " --transformer-impl local --core-attention sdpa"
+        with replaying(job=job), silent() if shapes_only else nullcontext(), fakes:
+            files = ["--config", str(kept), "--rank-report", str(report)]
+            run_script(script, [*files, *chain.from_iterable(given), *words.split()])
         if not report.exists():
             raise UserError(
                 "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits Megatron"
@@ -216,8 +200,12 @@ def _made_up_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core import parallel_state
 
         batch = original(*args, **kwargs)
-        if parallel_state.get_tensor_model_parallel_rank():
-            _fill(batch, current().args.padded_vocab_size)
+        tensors = batch.items() if parallel_state.get_tensor_model_parallel_rank() else ()
+        for name, tensor in tensors:
+            if tensor is not None and name in ("tokens", "labels"):
+                tensor.random_(current().args.padded_vocab_size)
+            elif tensor is not None:  # All positions are 0, and the attention mask, where True hides, hides nothing.
+                tensor.fill_(name == "loss_mask")
         return batch
 
     return get_batch_on_this_tp_rank
@@ -229,22 +217,6 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return roll_tensor
-
-
-def _fill(batch: dict[str, torch.Tensor | None], vocab_size: int) -> None:
-    """Fill a batch with arbitrary tokens and labels, a loss mask of ones, and a causal attention mask."""
-    for name, tensor in batch.items():
-        match name:
-            case _ if tensor is None:
-                continue
-            case "tokens" | "labels":
-                tensor.random_(vocab_size)
-            case "loss_mask":
-                tensor.fill_(1)
-            case "position_ids":
-                tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
-            case "attention_mask":  # True hides a key from a query.
-                tensor.copy_(torch.ones(tensor.shape[-2:], dtype=torch.bool).triu(1).expand_as(tensor))
 
 
 def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
@@ -284,9 +256,3 @@ PATCHES = (
     ),
 )
 """Applied with --fake-process-group, before the script imports these functions by name."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]

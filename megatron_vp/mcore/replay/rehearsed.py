@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import importlib.util
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,7 +56,7 @@ _CHANGES = {
 """Arguments that a rehearsal changes: it has no peers, loads no checkpoint, and starts no process."""
 
 
-_Replaces = Callable[[Callable[..., Any]], Callable[..., Any]]
+_CACHE = "--data-cache-path"
 
 
 class _Started(Exception):
@@ -81,9 +79,9 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
         switch_off_what_needs_a_gpu(job.args)
     else:
         patches.apply(patch_table.patches_of("cpu platform"))
-    script, unbuilt = None if own_script else _script(), _Unbuilt(job.nodes)
-    first = _play(unbuilt.said) if iteration else _stop
-    with _quiet(), tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
+    script, rehearsal = None if own_script else _script(), _Rehearsal(job.nodes, iteration)
+    offline = mock.patch.dict(os.environ, WANDB_MODE="disabled")
+    with shapes_only.silent(errors=True), offline, tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
         for rank in dict.fromkeys((0, job.args.world_size - 1)):
             args = _arguments_of(job.args, rank, Path(folder))
             if iteration and args.step_batch_size_schedule is None and job.settings.digest is None:
@@ -92,42 +90,66 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
                 most = one_rank.ROUNDS * args.pipeline_model_parallel_size
                 args.global_batch_size = min(args.global_batch_size, each * most)
             settle(job.of(args))
-            with as_one_line(), _alone(args, unbuilt, first):
+            with as_one_line(), _alone(args, rehearsal):
                 arguments.set_global_variables(args)
                 if script is not None:
                     with mock.patch.object(script, "parse_and_validate_args", lambda args=args: args):
-                        _until_started(script.main, unbuilt.said)
-    return unbuilt.said
+                        rehearsal.start(script.main)
+    return rehearsal.said
 
 
-class _Unbuilt:
-    """Replaces Megatron's function that builds the model and the optimizer where this machine cannot stand for a node.
+class _Rehearsal:
+    """Runs the parts of a start in which this machine may not stand for a node. `said` lists what it did not run.
 
     Transformer Engine's layers need a GPU to be built. An error in a job for GPUs, or one that no line raises on
     purpose, may be due to the rehearsal itself, so it is reported but does not refuse the job.
     """
 
-    def __init__(self, nodes: Installed | None) -> None:
+    def __init__(self, nodes: Installed | None, iteration: bool) -> None:
         self.said: list[str] = []
         self._differs = nodes is not None and nodes.engine != installed.here().engine
+        self._iteration = iteration
 
-    def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            if not self._differs:
-                try:
-                    return original(*args, **kwargs)
-                except Exception as error:
-                    if isinstance(error, UserError) or (uses_cpu([]) and _is_of_the_job(error)):
-                        raise
-                    reason = f": {line_of(error)}"
-            else:
-                reason = ", because Transformer Engine is not the same here"
-            self.said[:] = [f"whether the model and its optimizer can be built was not checked{reason}"]
-            current().args.iteration = 0
-            return [SimpleNamespace(config=SimpleNamespace())], None, None
+    def start(self, main: Callable[[], None]) -> None:
+        """Run a script until its first iteration would begin."""
+        try:
+            main()
+        except _Started:
+            pass
+        except Exception as error:
+            if _is_of_the_job(error) or (uses_cpu([]) and current().nodes is None):
+                raise
+            self.said.append(f"the rest of the start could not be rehearsed on this machine: {line_of(error)}")
 
-        return setup_model_and_optimizer
+    def build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Build the model and the optimizer with Megatron's function."""
+        reason = ", because Transformer Engine is not the same here"
+        if not self._differs:
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, UserError) or (uses_cpu([]) and _is_of_the_job(error)):
+                    raise
+                reason = f": {line_of(error)}"
+        self.said[:] = [f"whether the model and its optimizer can be built was not checked{reason}"]
+        current().args.iteration = 0
+        return [SimpleNamespace(config=SimpleNamespace())], None, None
+
+    def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """End the rehearsal, after one iteration of Megatron's loop if it was asked for."""
+        job = current().args
+        if self._iteration and not self.said:
+            if job.num_experts or job.sft or job.dataloader_inter_document_masking:
+                self.said.append("no iteration was run, because its shapes depend on routing or on the data")
+                raise _Started
+            job.save = None
+            try:
+                original(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, _Started) or is_raised_on_purpose(error):
+                    raise
+                self.said.append(f"an iteration could not be run on fake tensors: {line_of(error)}")
+        raise _Started
 
 
 def _script() -> ModuleType:
@@ -148,61 +170,33 @@ def _arguments_of(args: argparse.Namespace, rank: int, folder: Path) -> argparse
     return args
 
 
-def _until_started(main: Callable[[], None], said: list[str]) -> None:
-    try:
-        main()
-    except _Started:
-        pass
-    except Exception as error:
-        if _is_of_the_job(error) or (uses_cpu([]) and current().nodes is None):
-            raise
-        said.append(f"the rest of the start could not be rehearsed on this machine: {line_of(error)}")
-
-
 def _is_of_the_job(error: Exception) -> bool:
     """Whether an error shows a mistake in the job, and not that this machine lacks a package that its nodes have."""
     return is_raised_on_purpose(error) and not (current().nodes is not None and isinstance(error, ImportError))
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what libraries print, and do not ask any server."""
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-        warnings.catch_warnings(),
-        mock.patch.dict(os.environ, WANDB_MODE="disabled"),
-    ):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def _alone(args: argparse.Namespace, unbuilt: _Unbuilt, first: _Replaces) -> Iterator[None]:
+def _alone(args: argparse.Namespace, rehearsal: _Rehearsal) -> Iterator[None]:
     """Inside this context, this process is a rank of the job without peers. Megatron's state is removed afterwards."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.training import ft_integration, training
 
+    samples, blend = GPTDataset._build_document_sample_shuffle_indices, BlendedDataset._build_indices
     with contextlib.ExitStack() as undo:
         undo.enter_context(mock.patch.dict(os.environ, RANK=str(args.rank), LOCAL_RANK="0"))
-        for owner, name, replaced in (
-            (training, "train", first),
+        for owner, name, replacement in (
+            (training, "train", partial(rehearsal.train, training.train)),
             (training, "training_log", _stop),
             (training, "evaluate_and_print_results", _stop),
-            (training, "setup_model_and_optimizer", unbuilt),
+            (training, "setup_model_and_optimizer", partial(rehearsal.build, training.setup_model_and_optimizer)),
             (ft_integration, "setup", _without_monitor),
             (GPTDataset, "__getitem__", _made_up_sample),
             (BlendedDataset, "__getitem__", _made_up_sample),
-            (GPTDataset, "_build_document_sample_shuffle_indices", _unbuilt_samples),
-            (BlendedDataset, "_build_indices", _unbuilt_blend),
+            (GPTDataset, samples.__name__, partialmethod(_unbuilt_samples, samples)),
+            (BlendedDataset, blend.__name__, partialmethod(_unbuilt_blend, blend)),
         ):
-            undo.enter_context(mock.patch.object(owner, name, replaced(getattr(owner, name))))
+            undo.enter_context(mock.patch.object(owner, name, replacement))
         try:
             yield
         finally:
@@ -213,89 +207,44 @@ def _alone(args: argparse.Namespace, unbuilt: _Unbuilt, first: _Replaces) -> Ite
                 sys.modules["megatron.training.global_vars"].unset_global_variables()
 
 
-def _without_monitor(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup() -> None:
-        if current().args.enable_ft_package:
-            importlib.import_module("nvidia_resiliency_ext.fault_tolerance")
-
-    return setup
+def _without_monitor() -> None:
+    if current().args.enable_ft_package:
+        importlib.import_module("nvidia_resiliency_ext.fault_tolerance")
 
 
-def _stop(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def stop(*_: Any, **__: Any) -> None:
-        raise _Started
-
-    return stop
+def _stop(*_: Any, **__: Any) -> None:
+    raise _Started
 
 
-def _play(said: list[str]) -> _Replaces:
-    """Replace Megatron's loop by its first iteration. If that cannot run on fake tensors, a line in `said` says so."""
-
-    def play(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train(*args: Any, **kwargs: Any) -> None:
-            job = current().args
-            if not said and (job.num_experts or job.sft or job.dataloader_inter_document_masking):
-                said.append("no iteration was run, because its shapes depend on routing or on the data")
-            if not said:
-                job.save = None
-                try:
-                    original(*args, **kwargs)
-                except Exception as error:
-                    if isinstance(error, _Started) or is_raised_on_purpose(error):
-                        raise
-                    said.append(f"an iteration could not be run on fake tensors: {line_of(error)}")
-            raise _Started
-
-        return train
-
-    return play
+def _made_up_sample(self: Any, _index: int | None) -> dict[str, torch.Tensor]:
+    length = self.config.sequence_length
+    made_up = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+    mask = {"attention_mask": torch.zeros(1, length, length, dtype=torch.bool)}
+    made_up |= mask if self.config.create_attention_mask else {}
+    return made_up | {"loss_mask": torch.ones(length)}
 
 
-def _made_up_sample(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sample(self: Any, _index: int | None) -> dict[str, torch.Tensor]:
-        length = self.config.sequence_length
-        made_up = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
-        mask = {"attention_mask": torch.zeros(1, length, length, dtype=torch.bool)}
-        made_up |= mask if self.config.create_attention_mask else {}
-        return made_up | {"loss_mask": torch.ones(length)}
-
-    return sample
-
-
-def _unbuilt_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unbuilt_samples(self: Any, original: Callable[..., Any]) -> Any:
     """Instead of the indices of samples, return arrays of the right length. Indices that must exist are loaded."""
-
-    @functools.wraps(original)
-    def indices(self: Any) -> Any:
-        if (found := _existing(self, original, "document_index", "sample_index", "shuffle_index")) is not None:
-            return found
-        tokens = self._get_num_tokens_per_epoch()
-        whole = (tokens - self.config.add_extra_token_to_sequence) // self.config.sequence_length
-        samples = self.num_samples or whole + (not self.config.drop_last_partial_validation_sequence)
-        if not self.config.mock:
-            _check_length(self.dataset)
-            kind = f"{type(self).__name__}_indices"
-            _check_cache(self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
-        return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), max(samples, 0) + 1) for _ in range(3))
-
-    return indices
+    if (found := _existing(self, original, "document_index", "sample_index", "shuffle_index")) is not None:
+        return found
+    tokens = self._get_num_tokens_per_epoch()
+    whole = (tokens - self.config.add_extra_token_to_sequence) // self.config.sequence_length
+    samples = self.num_samples or whole + (not self.config.drop_last_partial_validation_sequence)
+    if not self.config.mock:
+        _check_length(self.dataset)
+        kind = f"{type(self).__name__}_indices"
+        check_writable(_CACHE, self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
+    return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), max(samples, 0) + 1) for _ in range(3))
 
 
-def _unbuilt_blend(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def indices(self: Any) -> Any:
-        if (found := _existing(self, original, "dataset_index", "dataset_sample_index")) is not None:
-            return found
-        if self.config.path_to_cache:
-            _check_cache(self.config.path_to_cache)
-        size = sum(self.weights) if self.size is None else self.size
-        return (numpy.broadcast_to(numpy.zeros(1, numpy.int64), size),) * 2
-
-    return indices
+def _unbuilt_blend(self: Any, original: Callable[..., Any]) -> Any:
+    if (found := _existing(self, original, "dataset_index", "dataset_sample_index")) is not None:
+        return found
+    if self.config.path_to_cache:
+        check_writable(_CACHE, self.config.path_to_cache)
+    size = sum(self.weights) if self.size is None else self.size
+    return (numpy.broadcast_to(numpy.zeros(1, numpy.int64), size),) * 2
 
 
 def _existing(dataset: Any, original: Callable[..., Any], *names: str) -> Any:
@@ -318,7 +267,3 @@ def _check_length(dataset: Any) -> None:
             f"{file} has {file.stat().st_size} bytes, but its index describes {described} bytes; write the dataset "
             "again with 'megatron-vp data'"
         )
-
-
-def _check_cache(folder: str) -> None:
-    check_writable("--data-cache-path", folder)

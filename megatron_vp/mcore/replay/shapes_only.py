@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,6 +108,23 @@ def _read(function: Any, tensor: torch.Tensor) -> Any:
         if tensor.is_floating_point():
             return float("nan")
         return False if tensor.dtype is torch.bool else 0
+
+
+@contextlib.contextmanager
+def silent(errors: bool = False) -> Iterator[None]:
+    """Hide what libraries print, and with `errors` also what they print on standard error: times and norms have no
+    meaning for fake tensors.
+    """
+    with contextlib.ExitStack() as undo:
+        nowhere = undo.enter_context(open(os.devnull, "w"))
+        undo.enter_context(contextlib.redirect_stdout(nowhere))
+        if errors:
+            undo.enter_context(contextlib.redirect_stderr(nowhere))
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        undo.callback(logging.disable, logging.NOTSET)
+        logging.disable(logging.CRITICAL if errors else logging.WARNING)
+        yield
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 
 from megatron_vp.errors import at_last, printable, say
+from megatron_vp.mcore.settled import replay
 
 _refusals = itertools.count()
 
@@ -36,19 +37,12 @@ def refuse_together(reason: str, seconds: float) -> None:
     with suppress(Exception):  # The store may be unreachable, for example because its address is wrong.
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if ranks == 1 or _replays():
+        if ranks == 1 or replay().job is not None:  # A replay has no peers.
             who = None
         elif 0 <= rank < ranks:
             printed = _speak_for_all(rank, ranks, reason, seconds)
     if not printed:
         _print({reason: "" if who is None else f"rank {printable(who, 20)}"})
-
-
-def _replays() -> bool:
-    """Whether this process is a replay, which has no peers and whose store discards all values."""
-    from torch import distributed
-
-    return distributed.is_initialized() and distributed.get_backend() == "fake"
 
 
 def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:

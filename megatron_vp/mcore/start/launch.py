@@ -288,27 +288,15 @@ def _require_launcher(command: str) -> None:
             f"the environment does not set {', '.join(missing)}: start one process per rank, for example with "
             f"`torchrun --nproc-per-node 4 {command} ...`"
         )
-    if not missing:
-        _check_place()
-
-
-def _check_place() -> None:
-    """Check the rank, world size and port in the environment: with wrong values, ranks would wait for peers forever."""
-    ranks = _whole("WORLD_SIZE", 1, sys.maxsize)
-    _whole("RANK", 0, ranks - 1)
-    _whole("LOCAL_RANK", 0, ranks - 1)
-    _whole("MASTER_PORT", 1, 65535)
-
-
-def _whole(name: str, least: int, most: int) -> int:
-    text = os.environ.get(name, "0")
-    # The length is checked first, because `int` refuses texts of thousands of digits.
-    if not text.isdecimal() or len(text) > len(str(sys.maxsize)) or not least <= int(text) <= most:
-        limits = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
-        raise UserError(
-            f"{name}={printable(text, 40)} is not a whole number {limits}: correct it, or let the launcher set it"
-        )
-    return int(text)
+    place = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    try:
+        rank, local, ranks, port = map(int, place.values())
+        exists = 0 <= rank < ranks and 0 <= local < ranks and 0 < port < 2**16
+    except ValueError:
+        exists = False
+    if not missing and not exists:  # Ranks would wait forever for peers.
+        said = ", ".join(f"{name}={printable(value, 40)}" for name, value in place.items())
+        raise UserError(f"no rank has {said}: correct these variables, or let the launcher set them")
 
 
 def patch_megatron(argv: list[str]) -> None:

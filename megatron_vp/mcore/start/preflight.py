@@ -7,12 +7,9 @@ import os
 import platform as interpreter
 import socket
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,8 +24,6 @@ from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, p
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.start.launch import as_one_line
 from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
-
-_PLATFORM = ("transformer_impl", "distributed_backend")
 
 
 def check_job(
@@ -54,13 +49,13 @@ def check_job(
         as_one_line(),
         _platform(arguments, here, nodes),
         redirect_stdout(None),  # Hide what Megatron prints at startup.
-        _parsed(arguments, ranks, own_options(arguments) if own_script else ()) as args,
+        _parsed(arguments, ranks, own_script) as args,
         pretend_engine(),
     ):
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.options.script_options import refuse_no_data, refuse_script_options
+        from megatron_vp.mcore.options.script_options import refuse_script_options
         from megatron_vp.mcore.options.settle import refused_by_megatron, settled_from_flags
 
         if args.use_checkpoint_args:
@@ -68,8 +63,6 @@ def check_job(
         job = settled_from_flags(megatron.validate_args.__wrapped__, args, {}, files)
         if not own_script:
             refuse_script_options(job.arguments)
-        if files and not own_script:
-            refuse_no_data(job.arguments)
         with refused_by_megatron():
             core_transformer_config_from_args(args)
         if rehearse is not None:
@@ -77,18 +70,11 @@ def check_job(
         return job
 
 
-def own_options(arguments: list[str]) -> list[str]:
-    """The names of a job's options that neither Megatron nor this package knows; they are left to the job's script."""
+def own_options(arguments: list[str]) -> dict[str, Any]:
+    """A job's options that neither Megatron nor this package knows; they are left to the job's script."""
     known = {*known_options(), CPU_NAME}
-    return [name for name in read_job_config(*split_config(arguments)).values if name not in known]
-
-
-def load_megatron() -> None:
-    """Import the modules that a check needs, in a process that only checks jobs."""
-    warnings.simplefilter("ignore")  # Packages that are missing on this machine would cause warnings.
-    installed.hide_what_is_broken()
-    with without_compilers():
-        from megatron.training import arguments  # noqa: F401
+    values = read_job_config(*split_config(arguments)).values
+    return {name: value for name, value in values.items() if name not in known}
 
 
 @contextmanager
@@ -117,16 +103,10 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
         return pretend_gpu(installed.from_text(nodes))
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
-    said = _said_of_platform(arguments)
-    machine = assumed_nodes(said["transformer_impl"] == "transformer_engine")
-    on_gpus = machine.engine or machine.engine_fault or said["distributed_backend"] == "nccl"
-    return pretend_gpu(machine) if on_gpus else nullcontext()
-
-
-def _said_of_platform(arguments: list[str]) -> dict[str, Any]:
-    """The transformer implementation and the distributed backend that a job asks for; None for a missing setting."""
     values = read_job_config(*split_config(arguments)).values
-    return {name: values.get(name) for name in _PLATFORM}
+    machine = assumed_nodes(values.get("transformer_impl") == "transformer_engine")
+    on_gpus = machine.engine or machine.engine_fault or values.get("distributed_backend") == "nccl"
+    return pretend_gpu(machine) if on_gpus else nullcontext()
 
 
 def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
@@ -140,21 +120,8 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
         load_args_from_checkpoint(args)
 
 
-def assumes_local_layers(arguments: list[str]) -> bool:
-    """Whether a check on this machine assumes CPUs, although the job does not ask for them."""
-    pretends = not isinstance(_platform(arguments, here=False), nullcontext)
-    return not (asks_for_cpu(arguments) or torch.cuda.is_available() or pretends)
-
-
-def ranks_of_one_replica(arguments: list[str], own_script: bool = False, nodes: str | None = None) -> int:
-    """The number of ranks in one replica of the model. Raises UserError if the arguments cannot be parsed."""
-    own = own_options(arguments) if own_script else ()
-    with _platform(arguments, here=False, nodes=nodes), _parsed(arguments, 1, own) as args:
-        return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-
-
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Raise UserError unless this node has enough GPUs, a working network, and access to the output folders."""
+    """Raise UserError unless this node has enough GPUs and the network that the environment names."""
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
@@ -175,15 +142,6 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
             f"{node}: cannot resolve MASTER_ADDR={address} ({error.strerror}): set it to a name or address of rank 0's "
             f"node that every node can resolve"
         ) from error
-    for folder in filter(None, (args.save, args.tensorboard_dir)):
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(b"\0")
-        except OSError as error:
-            raise UserError(
-                f"{node}: cannot write to {folder} ({error.strerror}): choose a folder that every node can write to"
-            ) from error
 
 
 def describe_node() -> str:
@@ -206,13 +164,12 @@ def describe_node() -> str:
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
-    """Lines that describe a checked job on `ranks` ranks, including the iteration at which it would start."""
+    """Lines that describe a checked job on `ranks` ranks, and what follows from where it saves."""
     # Imported late, because these modules import Megatron.
-    from megatron_vp.mcore.options.vocab_rows import describe_rows
-    from megatron_vp.mcore.start.banner import describe_sizes
+    from megatron_vp.mcore.start.banner import describe_run
+    from megatron_vp.mcore.storage.optimizer_check import one_way
 
-    rows = describe_rows(job)
-    return [describe_sizes(job, ranks), *([rows] if rows else []), *describe_start(job)]
+    return [*describe_run(job, ranks), *describe_start(job), *filter(None, [one_way(job.arguments)])]
 
 
 def describe_start(job: SettledJob) -> list[str]:
@@ -237,23 +194,25 @@ def describe_start(job: SettledJob) -> list[str]:
 
 
 @contextmanager
-def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
-    """Patch Megatron inside this context, and yield the arguments that it parses; `own`: the script's own options."""
+def _parsed(arguments: list[str], ranks: int, own_script: bool = False) -> Iterator[argparse.Namespace]:
+    """Patch Megatron inside this context, and yield the arguments that it parses.
+
+    The environment is that of a rank after the job's last rank. Code that prints or writes files only on certain ranks
+    therefore does not run.
+    """
 
     def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        values = read_job_config(*split_config(arguments)).values
-        for name in own:
-            if values[name] is True:
-                parser.add_argument(option_of(name), action="store_true")
-            else:
-                parser.add_argument(option_of(name), nargs="*")
+        for name, value in own_options(arguments).items() if own_script else ():
+            kind: dict[str, Any] = {"action": "store_true"} if value is True else {"nargs": "*"}
+            parser.add_argument(option_of(name), **kind)
         return parser
 
     from megatron_vp.mcore import patches, settled
     from megatron_vp.mcore.start import launch
 
     before = patches.in_force()
-    with _environment_of_a_rank(ranks, ["pretrain_gpt_vp.py", *arguments]):
+    place = mock.patch.dict(os.environ, RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    with place, mock.patch.object(sys, "argv", ["pretrain_gpt_vp.py", *arguments]):
         try:
             launch.patch_megatron(sys.argv)
             from megatron.training import arguments as megatron
@@ -262,22 +221,6 @@ def _parsed(arguments: list[str], ranks: int, own: Sequence[str] = ()) -> Iterat
         finally:
             patches.undo([patch for patch in patches.in_force() if patch not in before])
             settled.clear()
-
-
-@contextmanager
-def _environment_of_a_rank(ranks: int, argv: list[str]) -> Iterator[None]:
-    """Set, inside this context, the environment variables that a launcher sets. RANK is one more than the job's last
-    rank. Code that prints or writes files only on certain ranks therefore does not run.
-    """
-    environment, command = dict(os.environ), list(sys.argv)
-    os.environ.update(RANK=str(ranks), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
-    sys.argv[:] = argv
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[:] = command
 
 
 def _names_an_interface(variable: str, interfaces: list[str]) -> bool:

@@ -6,10 +6,16 @@ ranks fail, at different times.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import json
+import pickle
 import warnings
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
@@ -18,7 +24,6 @@ from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
-from megatron_vp.mcore.storage.checkpoint_metadata import read_metadata
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
 from megatron_vp.schedule import FAMILIES
 
@@ -26,6 +31,20 @@ NON_PERSISTENT = "non_persistent"
 """Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
 
 _PARTS = ("metadata.json", ".metadata")
+
+_RECORDS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+"""Modules whose data classes and enumerations may be unpickled. They are not listed one by one, because torch may add
+more.
+"""
+_OTHERS = {
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
 
 
 def check_checkpoint(args: Arguments) -> str | None:
@@ -189,7 +208,7 @@ def _damage(folder: Path) -> str | None:
         json.loads((folder / part).read_bytes())
         part = _PARTS[1]
         stored = read_metadata(folder).storage_data
-    except Exception as error:  # Reading a damaged file may raise any error.
+    except Exception as error:
         return f"{folder / part} is corrupt ({_brief(error)})"
     ends: dict[str, int] = {}
     for piece in stored.values():
@@ -200,6 +219,34 @@ def _damage(folder: Path) -> str | None:
         if size is None or size < end:
             return f"{path} {'is missing' if size is None else f'is truncated: it has {size} of {end} bytes'}"
     return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle without running any function that it names: a checkpoint from someone else may name any, and a
+    check, for example on a login node, must not run it.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OTHERS:
+            return _OTHERS[module, name]
+        # Refuse dotted names, because they can reach functions of imported modules, such as `os.system`.
+        if (module == "torch" or module in _RECORDS) and "." not in name:
+            found = super().find_class(module, name)
+            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
+            if isinstance(found, torch.dtype | torch.memory_format) or (is_record and found.__module__ == module):
+                return found
+        raise pickle.UnpicklingError(
+            f"the pickle refers to {module}.{name}, which does not belong in a checkpoint's metadata and was not "
+            "executed"
+        )
+
+
+def read_metadata(folder: Path) -> Any:
+    """Return the `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`. Reading a damaged file
+    may raise any error.
+    """
+    with (folder / ".metadata").open("rb") as file:
+        return _Unpickler(file).load()
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
