@@ -218,7 +218,7 @@ def _shard(
     """
     config, device, rank = chunk.config, pipeline_device(), dist.get_rank(groups.mp)
     root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
-    trained, dtype = _kind(full_vh, config.params_dtype, root, groups.mp)
+    trained, dtype = _kind(job, full_vh, config.params_dtype, root, groups.mp)
     size = {"dtype": dtype, "device": device}
     own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
     if job.arguments.fake_process_group:
@@ -250,13 +250,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _kind(
-    full_vh: nn.Parameter | None, dtype: torch.dtype, root: int, group: dist.ProcessGroup
+    job: SettledJob, full_vh: nn.Parameter | None, dtype: torch.dtype, root: int, group: dist.ProcessGroup
 ) -> tuple[bool, torch.dtype]:
     """Whether the weight that rank `root` holds requires gradients, and its dtype. Scripts may have frozen or converted
     the weight since the configuration, which says `dtype`, was made.
     """
-    kind = [True, _DTYPES.index(dtype)] if full_vh is None else [full_vh.requires_grad, _DTYPES.index(full_vh.dtype)]
-    said = torch.tensor(kind, dtype=torch.uint8, device=pipeline_device())
+    kind = (True, dtype) if full_vh is None else (full_vh.requires_grad, full_vh.dtype)
+    if job.arguments.fake_process_group:  # A replayed rank has no peers, and a fake tensor could not hold the answer.
+        return kind
+    said = torch.tensor([kind[0], _DTYPES.index(kind[1])], dtype=torch.uint8, device=pipeline_device())
     dist.broadcast(said, src=root, group=group)
     trained, number = said.tolist()
     return bool(trained), _DTYPES[number]
