@@ -10,9 +10,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,12 @@ _BASE = "base"
 _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 # Most of these words match only at the end of a name, and PWD only after a prefix such as DB_. TOKENIZER, TRAIN_TOKENS,
 # KEY_FILE and PWD therefore do not count as secrets.
+_SECTIONS = re.compile(r"\$\{[\w.]*\.(?=\w+\})")
 _SECRET = re.compile(
     r"(?!.*_(FILE|PATH|DIR)$).*"
     r"((KEYS?|TOKEN|PASS|PASSPHRASE|CREDENTIALS?|CREDS?|COOKIE|JWT)\d*$|(^|_)(AUTH|BEARER|PAT)\d*$|.._PWD$|SECRET|PASSW)",
     re.IGNORECASE,
 )
-
-_Trail = tuple[str, ...]
-"""The names of the sections that contain a key, and the key."""
 
 
 @dataclass(frozen=True)
@@ -59,70 +55,35 @@ def read_leaves(paths: Sequence[str | os.PathLike[str]]) -> list[Leaf]:
     base and each of `paths` may also be the name of a configuration that comes with megatron_vp. Raises UserError for
     a missing or malformed file.
     """
-    found: list[tuple[Path, _Trail, Any]] = []
-    files: dict[_Trail, Path] = {}
+    found: list[Leaf] = []
     for file, content in (layer for path in paths for layer in _layers(configuration(Path(path)), ())):
-        own = list(_leaves(content))
-        keys = {trail[-1] for trail, _ in own}
-        found = [each for each in found if each[1][-1] not in keys] + [(file, trail, value) for trail, value in own]
-        files |= {trail: file for trail, _ in own}
-    values = {trail[-1]: value for _, trail, value in found}
-    placed = {trail: value for _, trail, value in found}
-    tree: dict[str, Any] = {}
-    for trail, file in files.items():  # An interpolation may name a key in the section of any file.
-        within = tree
-        for number, name in enumerate(trail[:-1], 1):
-            if (other := files.get(trail[:number])) is not None and values[name] is not None:
-                raise UserError(
-                    f"{other}: '{'.'.join(trail[:number])}' has a value here, but is a section in {file}: replace "
-                    f"this value with 'argument_name: value' lines"
-                )
-            if within.get(name) is None:
-                within[name] = {}
-            within = within[name]
-        if not isinstance(within.get(trail[-1]), dict):
-            within[trail[-1]] = placed.get(trail, values[trail[-1]])
+        own = [Leaf(file, *each) for each in _leaves(content)]
+        keys = {leaf.key for leaf in own}
+        found = [leaf for leaf in found if leaf.key not in keys] + own
+    values = {leaf.key: leaf.value for leaf in found}
     try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
-        # Only the first line of OmegaConf's message is meant for users. The lines after it describe internal state
-        # (full_key, object_type).
-        what = str(error).partition("\n")[0]
+        # Only the first line of OmegaConf's message is meant for users.
         where = f" (at '{error.full_key}')" if error.full_key else ""
-        raise UserError(f"{', '.join(map(str, paths))}: {what}{where}") from error
-    leaves = []
-    for file, trail, _ in found:
-        value = reduce(getitem, trail, resolved)
-        if not isinstance(value, Mapping):  # Otherwise, an empty section of this file has keys in another.
-            section = f"section '{'.'.join(trail[:-1])}'" if trail[1:] else "the top level"
-            leaves.append(Leaf(file, section, trail[-1], value))
-    return leaves
+        raise UserError(f"{', '.join(map(str, paths))}: {str(error).partition('\n')[0]}{where}") from error
+    return [replace(leaf, value=resolved[leaf.key]) for leaf in found]
 
 
 def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, Any]]:
     """The files that `path` is based on (`base:`), then `path` itself, as pairs of path and parsed content."""
     if path.resolve() in overlaid_by:
         raise UserError(f"{path}: '{_BASE}' leads back to the file itself; remove one of the '{_BASE}' lines")
-    text = read_text(path, "configuration file", MIB)
+    # Every key has one value, so the sections in an interpolation are for human readers alone.
+    text = _SECTIONS.sub("${", read_text(path, "configuration file", MIB))
+    lines = "write 'argument_name: value' lines, grouped in sections, and put texts with special characters in quotes"
     try:
         config = OmegaConf.load(io.StringIO(text))
-    except OSError as error:  # OmegaConf raises OSError for a file that contains only a word or a number.
-        raise UserError(
-            f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections"
-        ) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} nests sections or lists too deeply; write them on one level") from error
-    except OmegaConfBaseException as error:
-        raise UserError(
-            f"{path}: {str(error).partition('\n')[0]}; keys must be section names or argument names"
-        ) from error
-    except ValueError as error:  # YAML raises ValueError for impossible dates and numbers with thousands of digits.
-        what = one_line(error).partition(";")[0]
-        raise UserError(f"{path} is not valid YAML: {what}; quote the value if it is text") from error
+    # OmegaConf raises OSError for a file that contains only a word, and YAML ValueError for impossible dates.
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError, ValueError) as error:
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}; {lines}") from error
     if not isinstance(config, DictConfig):
-        raise UserError(f"{path} does not contain a mapping; write 'argument_name: value' lines, grouped in sections")
+        raise UserError(f"{path} does not contain a mapping; {lines}")
     content: Any = OmegaConf.to_container(config)
     for name in _VARIABLE.findall(str(content)):
         if _SECRET.match(name):
@@ -145,7 +106,8 @@ def _layers(path: Path, overlaid_by: tuple[Path, ...]) -> list[tuple[Path, Any]]
     return [*_layers(below, (*overlaid_by, path.resolve())), (path, content)]
 
 
-def _leaves(node: Mapping[Any, Any], trail: _Trail = ()) -> Iterator[tuple[_Trail, Any]]:
+def _leaves(node: Mapping[Any, Any], trail: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+    """The section, the key and the value of each leaf."""
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*trail, str(key)))
@@ -153,7 +115,7 @@ def _leaves(node: Mapping[Any, Any], trail: _Trail = ()) -> Iterator[tuple[_Trai
             where = ".".join((*trail, str(key)))
             raise UserError(f"section '{where}' is a list: write its 'argument_name: value' lines without dashes")
         else:
-            yield (*trail, str(key)), value
+            yield f"section '{'.'.join(trail)}'" if trail else "the top level", str(key), value
 
 
 def one_line(error: Exception) -> str:
