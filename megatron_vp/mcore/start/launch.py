@@ -159,7 +159,7 @@ def _end_quietly_when_interrupted() -> None:
 
 
 def _report(error: BaseException) -> None:
-    line = _checkpoint_line(error) or _storage_line(error) or _lost_peer_line(error)
+    line = _known_line(error)
     if line is None:
         at_last(lambda: sys.excepthook(type(error), error, error.__traceback__))
     else:
@@ -189,49 +189,35 @@ def _exit(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _checkpoint_line(error: BaseException) -> str | None:
-    """One line that describes a checkpoint error; None for other errors. Only rank 0 can name the rank that failed."""
+def _known_line(error: BaseException) -> str | None:
+    """One line that describes an error of a checkpoint, an error of the storage, or where this rank was waiting for a
+    lost or silent peer; None for any other error.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
-    if not isinstance(error, CheckpointException):
-        return None
-    failed = [f"rank {rank}: {_failure(reason)}" for rank, (reason, _) in error.failures.items()]
-    where = f" on {'; '.join(failed)}" if failed else "; the message of rank 0 names the rank that failed"
-    return f"{_who()} abandoned the checkpoint, because the {error.args[0]} step failed{where}"
+    from megatron_vp.runtime.progress import lost_peer
+    from megatron_vp.runtime.watchdog import others_of_a_lost_peer
+
+    rank = f"rank {os.environ.get('RANK', '?')}"
+    if isinstance(error, CheckpointException):  # Only rank 0 can name the rank that failed.
+        failed = [f"rank {number}: {_failure(reason)}" for number, (reason, _) in error.failures.items()]
+        where = f" on {'; '.join(failed)}" if failed else "; the message of rank 0 names the rank that failed"
+        return f"{rank} abandoned the checkpoint, because the {error.args[0]} step failed{where}"
+    if refused := storage_failure(error):
+        return f"{rank} failed in {_place(error)}: {refused}"
+    if isinstance(error, PeerLost):
+        return str(error)
+    if reason := lost_peer(error):
+        waited = f"{rank} was waiting in {_place(error)}, outside the pipeline schedule"
+        return f"{waited}: {reason}{others_of_a_lost_peer()}"
+    return None
 
 
 def _failure(reason: BaseException) -> str:
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
-    state = str(reason.args[0]).startswith("optimizer.state.")
-    way = (
-        "; the run that saved it had frozen this parameter: add --no-load-optim to start with a fresh optimizer"
-        if state
-        else ""
-    )
-    return f"the checkpoint has no {reason.args[0]}{way}"
-
-
-def _storage_line(error: BaseException) -> str | None:
-    refused = storage_failure(error)
-    return None if refused is None else f"{_who()} failed in {_place(error)}: {refused}"
-
-
-def _lost_peer_line(error: BaseException) -> str | None:
-    """One line that says where this rank was waiting for a lost or silent peer; None for any other error."""
-    from megatron_vp.runtime.progress import lost_peer
-    from megatron_vp.runtime.watchdog import others_of_a_lost_peer
-
-    if isinstance(error, PeerLost):
-        return str(error)
-    reason = lost_peer(error)
-    if reason is None:
-        return None
-    return f"{_who()} was waiting in {_place(error)}, outside the pipeline schedule: {reason}{others_of_a_lost_peer()}"
-
-
-def _who() -> str:
-    return f"rank {os.environ.get('RANK', '?')}"
+    frozen = "; the run that saved it had frozen this parameter: add --no-load-optim to start with a fresh optimizer"
+    return f"the checkpoint has no {reason.args[0]}{frozen * str(reason.args[0]).startswith('optimizer.state.')}"
 
 
 def _place(error: BaseException) -> str:
