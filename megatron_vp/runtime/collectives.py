@@ -42,7 +42,7 @@ class LayerShards:
 
     Tied layers share one weight.
 
-    trains_embedding, trains_output: whether the layer's weight is trained (not frozen) on the ranks that hold its rows.
+    trains_embedding: whether the embedding's weight is trained (not frozen) on the ranks that hold its rows.
     """
 
     shards: VocabShards
@@ -50,7 +50,6 @@ class LayerShards:
     output: OutputLayer | None
     loss: TokenLoss = CROSS_ENTROPY
     trains_embedding: bool = True
-    trains_output: bool = True
 
     @property
     def holds_rows(self) -> bool:

@@ -6,6 +6,8 @@ with fp64 results.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_vp.vocab.derivative import Derivative, smallest_scale
@@ -197,21 +199,11 @@ class ShapeOperations(EagerOperations):
         statistics_3n, target_logit_n = (logits_nv.new_empty(*rows, len(logits_nv), dtype=dtype) for rows in ((3,), ()))
         return statistics_3n, torch.empty_like(labels_n), target_logit_n
 
-    def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-        """See `EagerOperations`."""
-
-    def rescale_(self, product_nh: torch.Tensor, *others: object) -> None:
-        """See `EagerOperations`."""
-
     def enter_targets_(self, exp_nv: torch.Tensor, x_nh: torch.Tensor, *others: object) -> torch.Tensor:
         """See `EagerOperations`."""
         return x_nh.new_empty(len(exp_nv), x_nh.shape[1])
 
-    def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
+    def _nothing(self, *others: Any, **named: Any) -> None:
         """See `EagerOperations`."""
 
-    def add_rows_(self, matrix_vh: torch.Tensor, *others: torch.Tensor, sorted_rows: bool = False) -> None:
-        """See `EagerOperations`."""
-
-    def sort_by_owner_(self, order_n: torch.Tensor, *others: object) -> None:
-        """See `EagerOperations`."""
+    fold_ = rescale_ = add_product_ = add_rows_ = sort_by_owner_ = _nothing

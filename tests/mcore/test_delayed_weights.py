@@ -20,7 +20,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
 from megatron_vp.mcore.training import megatron_model
 from megatron_vp.mcore.training.capture import Capture
-from megatron_vp.mcore.training.programs import late_weights
+from megatron_vp.mcore.training.forward_backward import late_weights
 from megatron_vp.schedule.passes import Pass
 
 

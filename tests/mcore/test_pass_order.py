@@ -23,7 +23,7 @@ from megatron_vp.mcore.options import predicted_job
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.mcore.training.programs import programs
+from megatron_vp.mcore.training.forward_backward import programs
 from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, StageCosts, VocabMethod, generate
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vp.mcore.training.programs import programs
+from megatron_vp.mcore.training.forward_backward import programs
 from megatron_vp.schedule import FAMILIES, ScheduleRequest, VocabMethod, evaluation, expand_interlaced, generate, lower
 
 

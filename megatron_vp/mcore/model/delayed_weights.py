@@ -19,13 +19,26 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.sequence import own_part, whole_sequence
 from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
 """Oldest Transformer Engine version with which Megatron allows delayed weight gradients together with overlapped
 gradient reduction.
 """
+
+
+def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Join the tensor ranks' parts of a sequence along the first dimension; without a group, return `part` itself."""
+    if group is None:
+        return part
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group)
+    return whole
+
+
+def own_part(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Copy this rank's part out of a joined sequence."""
+    return whole.chunk(group.size())[group.rank()].clone()
 
 
 @dataclass(frozen=True)

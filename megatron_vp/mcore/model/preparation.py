@@ -54,6 +54,7 @@ class RankModel:
         self.pipeline: Pipeline | None = None
         self._prepared = 0
         self._shards: dict[str, Any] = {}
+        self._trained: dict[str, bool] = {}
         self._start = plain_start(self.job, groups, build_plain)
 
     @property
@@ -86,7 +87,10 @@ class RankModel:
         leave_out_hooks(chunk)
         if job.settings.vocab_parallel:
             self._agree(functools.partial(check_vocabulary_layers, chunk, job.arguments.vocab_label_smoothing))
-            self._shards |= split_vocabulary(job, chunk, first, groups, index)
+            found = split_vocabulary(job, chunk, first, groups, index)
+            self._shards |= found
+            layers = {name: layer for name, layer in found.items() if isinstance(layer, nn.Module)}
+            self._trained |= {name: layer.weight.requires_grad for name, layer in layers.items()}
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
         # communicators only after the last chunk is built.
         if index + 1 == job.placement.chunks:
@@ -115,24 +119,26 @@ class RankModel:
         trains: whether gradients are computed. Raises UserError if a shard was replaced since the layers were split, or
             if it was frozen or unfrozen since then although gradients are computed.
         """
-        job, shards = self.job, self._shards
+        job, placement = self.job, self.job.placement
         if not job.settings.vocab_parallel:
             return None
-        places = {"embedding": job.placement.chunk_of(0), "output": job.placement.chunk_of(job.placement.stages - 1)}
-        for name, index in places.items():
-            path = {"embedding": "embedding.word_embeddings", "output": "output_layer"}[name]
-            if shards[name] is None:
+        places = (
+            ("embedding", "embedding.word_embeddings", placement.chunk_of(0)),
+            ("output", "output_layer", placement.chunk_of(placement.stages - 1)),
+        )
+        for name, path, index in places:
+            if self._shards[name] is None:
                 continue
             layer = self.chunks[index].get_submodule(path)
-            if layer is not shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
+            if layer is not self._shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
                 raise UserError(adapted(path, layer))
-            if trains and layer.weight.requires_grad != shards[f"trains_{name}"]:
+            if trains and layer.weight.requires_grad != self._trained[name]:
                 raise UserError(
                     "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
                     "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
                 )
         loss = TokenLoss(job.arguments.vocab_label_smoothing, job.arguments.vocab_z_loss)
-        return LayerShards(vocab_shards(job, self.chunks[0]), loss=loss, **shards)
+        return LayerShards(vocab_shards(job, self.chunks[0]), loss=loss, **self._shards)
 
 
 def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:

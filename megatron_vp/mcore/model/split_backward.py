@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_vp.mcore.model.delayed_weights import take_delayed
-from megatron_vp.mcore.model.sequence import whole_sequence
+from megatron_vp.mcore.model.delayed_weights import take_delayed, whole_sequence
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
 

@@ -132,20 +132,18 @@ def split_vocabulary(
         elif holds_rows:
             chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
         found |= {"embedding": word_embeddings if holds_rows else None, "trains_embedding": weight.requires_grad}
-        if tied:
-            found["trains_output"] = weight.requires_grad
     if index == placement.chunk_of(placement.stages - 1):
         if tied:
             weight = first.embedding.word_embeddings.weight if holds_rows else None
         else:
             full = chunk.output_layer.weight if chunk.post_process else None
             weight = _shard(job, full, shards, placement.last_rank, groups, chunk)
-            found["trains_output"] = weight.requires_grad
         if holds_rows:
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
             del chunk.output_layer
         found["output"] = chunk.output_layer if holds_rows else None
+    whole.shards_of = found
     whole.release()
     if chunk.post_process and chunk.config.use_mup:
         # Megatron would scale the logits, but no rank holds all of them; scaling the hidden states has the same effect.

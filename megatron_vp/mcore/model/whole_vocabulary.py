@@ -24,8 +24,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.groups import pipeline_device
-from megatron_vp.vocab.embedding import EmbeddingLayer
-from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
@@ -50,6 +48,8 @@ class WholeLayers:
         self.tied = chunk.share_embeddings_and_output_weights
         self.shown = False
         """Whether an export view of this chunk is open."""
+        self.shards_of: dict[str, Any] = {}
+        """The shards that replaced the layers: `embedding` and `output`, None on a rank without rows."""
         self._ends = {name: getattr(chunk, name) for name in _ENDS}
         self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
         self.output_layer = chunk.output_layer if chunk.post_process else None
@@ -100,8 +100,7 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     if not cut or cut[0].shown:  # The layers are not split, or an enclosing call has already made them whole.
         yield
         return
-    chunks = [layers.chunk for layers in cut]
-    embedding, output = _shard_of(chunks, "embedding.word_embeddings"), _shard_of(chunks, "output_layer")
+    embedding, output = _own_rows(cut, "embedding"), _own_rows(cut, "output")
     with ExitStack() as stack:
         for layers in cut:
             stack.enter_context(layers.in_place())
@@ -120,15 +119,10 @@ def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
     return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
 
 
-def _shard_of(chunks: Sequence[nn.Module], path: str) -> torch.Tensor | None:
+def _own_rows(cut: Sequence[WholeLayers], name: str) -> torch.Tensor | None:
     """This rank's shard of a layer's weight; None if the rank holds no shard."""
-    for chunk in chunks:
-        layer: Any = chunk
-        for name in path.split("."):
-            layer = getattr(layer, name, None)
-        if isinstance(layer, EmbeddingLayer | OutputLayer):
-            return layer.weight.detach()
-    return None
+    shard = next((each.shards_of[name] for each in cut if name in each.shards_of), None)
+    return None if shard is None else shard.weight.detach()
 
 
 def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -28,14 +28,15 @@ from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_mem
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
-from megatron_vp.mcore.training.programs import late_weights, programs
 from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers
 from megatron_vp.runtime.rehearsal import MICROBATCHES
+from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, Schedule
 from megatron_vp.schedule.request import ScheduleRequest
 
@@ -106,19 +107,6 @@ def forward_backward(
     if timers is not None:
         timers("forward-backward").stop()
     return megatron.losses
-
-
-def training_schedule(
-    model: list[torch.nn.Module],
-    pg_collection: ProcessGroupCollection | None,
-    microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-) -> tuple[Schedule, int]:
-    """Return the schedule of a training iteration, and the pipeline rank of this process."""
-    job = _job(model, pg_collection, True)
-    schedule, _ = _programs(job, microbatches, True, _shapes(job, seq_length, micro_batch_size, True))
-    return schedule, job.pipeline.groups.rank
 
 
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
@@ -289,6 +277,32 @@ def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bo
         )
 
 
+@lru_cache(maxsize=8)
+def programs(request: ScheduleRequest, mtp_stage: int | None) -> tuple[Schedule, tuple[Program, ...]]:
+    """Return the schedule of an iteration and the programs of all pipeline ranks.
+
+    The costs in the request decide the order of passes and the points at which the programs communicate.
+    `mtp_stage` is explained in `lower`.
+    """
+    schedule = expand_interlaced(request.schedule())
+    return schedule, lower(schedule, request.costs, mtp_stage)
+
+
+def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
+    """Return the (chunk, microbatch) pairs for which the rank runs another F or B between B and W."""
+    started: dict[tuple[int, int], int] = {}
+    late, passes = set(), 0
+    for step in schedule.ranks[rank]:
+        which = (step.chunk, step.microbatch)
+        if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
+            passes += 1
+        if step.kind is PassKind.B:
+            started[which] = passes
+        if step.kind is PassKind.W and passes > started[which]:
+            late.add(which)
+    return frozenset(late)
+
+
 def graph_order(schedule: Schedule, rank: int) -> list[int]:
     """Return the order of a rank's forwards and backwards: c + 1 stands for F of chunk c, -(c + 1) for its backward.
 
@@ -322,8 +336,10 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def _get_cuda_graph_input_data(self: Any) -> Any:
-        sizes = get_num_microbatches(), self.seq_length, self.micro_batch_size
-        order = graph_order(*training_schedule(self.model, self.pg_collection, *sizes))
+        job = _job(self.model, self.pg_collection, True)
+        shapes = _shapes(job, self.seq_length, self.micro_batch_size, True)
+        schedule, _ = _programs(job, get_num_microbatches(), True, shapes)
+        order = graph_order(schedule, job.pipeline.groups.rank)
         with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
             return original(self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from megatron_vp.mcore.model.delayed_weights import delaying_layers, trained_par
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture
-from megatron_vp.mcore.training.gradient_sync import GradientSynchronisation
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.training.packed_sequences import check_packed
 from megatron_vp.runtime.model import Shapes
@@ -57,9 +56,10 @@ class MegatronModel:
         # If Megatron aligns gradient synchronisation between ranks, only the first rank starts the synchronisation
         # inside the schedule, as in Megatron's 1F1B.
         inside = self._config.grad_sync_func is None or (is_first_rank and len(chunks) == 1)
+        held = _listed(self._config.no_sync_func if gradients else None, len(chunks))
         self._chunks = [
-            _Chunk(chunk, iterator, microbatches, synchronises_in_schedule=inside)
-            for chunk, iterator in zip(chunks, data_iterators, strict=True)
+            _Chunk(chunk, iterator, microbatches, inside, (no_sync or nullcontext)())
+            for chunk, iterator, no_sync in zip(chunks, data_iterators, held, strict=True)
         ]
         self._forward_step = forward_step
         self._microbatches = microbatches
@@ -79,9 +79,6 @@ class MegatronModel:
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
-        if gradients:
-            for chunk, no_sync in zip(self._chunks, _listed(self._config.no_sync_func, len(chunks)), strict=True):
-                chunk.synchronisation.hold((no_sync or nullcontext)())
 
     def load(self, chunk: int, microbatch: int) -> None:
         """Read the data of a microbatch by calling the user's `forward_step`."""
@@ -204,7 +201,7 @@ class MegatronModel:
         """Report to Megatron that a weight's gradient is complete, as hooks do if autograd computes the gradient."""
         for chunk in self._chunks:
             if chunk.owns(parameter):
-                chunk.synchronisation.complete(parameter)
+                chunk.complete(parameter)
 
     def finish(self) -> None:
         """Start the gradient synchronisations that did not start during the schedule."""
@@ -216,7 +213,7 @@ class MegatronModel:
             return
         aligned = _listed(self._config.grad_sync_func, len(self._chunks))
         for chunk, synchronise in zip(self._chunks, aligned, strict=True):
-            chunk.synchronisation.finish(synchronise)
+            chunk.finish(synchronise)
 
     def check_losses(self) -> None:
         """Check the losses of the iteration as described for `LossCheck.judge`."""
@@ -308,10 +305,22 @@ def _copies(positions: Any) -> Any:
 
 
 class _Chunk:
-    """One model chunk of the rank in one iteration: its captured microbatches, and the progress of its passes."""
+    """One model chunk of the rank in one iteration: its captured microbatches, the progress of its passes, and the
+    synchronisation of its gradients, with or without Megatron's DDP.
+
+    Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
+    autograd's graph report through a hook. If a pass T, IB or W accumulates the gradient of a weight, this class
+    reports that the gradient is ready, exactly once and only after the synchronisation has started. Before that,
+    Megatron does not count reports, because it expects further microbatches.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, data_iterator: Any, microbatches: int, synchronises_in_schedule: bool
+        self,
+        model: torch.nn.Module,
+        data_iterator: Any,
+        microbatches: int,
+        synchronises_in_schedule: bool,
+        no_sync: AbstractContextManager[Any],
     ) -> None:
         self.model = model
         self.core = unwrap_model(model)
@@ -319,10 +328,13 @@ class _Chunk:
         self.captures: dict[int, Capture] = {}
         self.captured = 0
         self.delaying = delaying_layers(model)
-        self.synchronisation = GradientSynchronisation(model)
         self._synchronises_in_schedule = synchronises_in_schedule
         self._microbatches = self._backwards_left = microbatches
         self._weight_passes = 0
+        self._held = no_sync
+        self._held.__enter__()
+        self._started = False
+        self._waiting: list[torch.nn.Parameter] = []
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         return any(own is parameter for own in self.core.parameters())
@@ -331,7 +343,7 @@ class _Chunk:
         """Allow the last backward of the iteration to synchronise gradients."""
         self._backwards_left -= 1
         if not self._backwards_left and self._synchronises_in_schedule:
-            self.synchronisation.start()
+            self._start()
 
     def before_weight_gradient(self, microbatch: int) -> None:
         """Check that W of microbatch 0 runs first, because it overwrites main_grad in Transformer Engine's layers."""
@@ -342,7 +354,38 @@ class _Chunk:
         """After the last pass W of the iteration, report that the gradients of `parameters` are complete."""
         if self._weight_passes == self._microbatches:
             for parameter in dict.fromkeys(parameters):
-                self.synchronisation.complete(parameter)
+                self.complete(parameter)
+
+    def complete(self, parameter: torch.nn.Parameter) -> None:
+        """Record that a pass T, IB or W has completed the gradient of a weight."""
+        if self._started:
+            self._report(parameter)
+        else:
+            self._waiting.append(parameter)
+
+    def finish(self, synchronise: Callable[..., Any] | None) -> None:
+        """Start the gradient synchronisation at the end of the schedule, unless it has already started. If Megatron
+        aligns the start between ranks, it provides the function `synchronise`.
+        """
+        if self._started:
+            return
+        if synchronise is None:
+            self._start()
+        else:
+            self._held.__exit__(None, None, None)
+            synchronise(self.model.parameters())
+
+    def _start(self) -> None:
+        """Exit `no_sync`, inside which Megatron ignores reports, and report the gradients that are already complete."""
+        self._held.__exit__(None, None, None)
+        self._started = True
+        for parameter in self._waiting:
+            self._report(parameter)
+
+    def _report(self, parameter: torch.nn.Parameter) -> None:
+        settings = getattr(self.model, "ddp_config", None)
+        if settings is not None and settings.overlap_grad_reduce:
+            self.model.param_to_bucket_group[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
 
 
 def _listed(value: Any, count: int) -> list[Any]:
