@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from sleeping_device import SleepingDevice
 
-from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule import Costs, Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from megatron_vp.runtime.model import Model
+from megatron_vp.runtime.iteration import Iteration
 from megatron_vp.runtime.offload import Offload
-from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind
-from megatron_vp.schedule.placement import Placement
 
 Handler = Callable[[int, int], None]
 """Function that runs a pass, given the microbatch and the chunk."""
@@ -55,30 +54,18 @@ class VocabLayers(Protocol):
 class ChunkPasses:
     """Runs the passes F, B and W of a rank's chunks.
 
-    Args:
-        gradients: whether gradients are computed; False in evaluation.
-        split_backward: whether B computes only the input gradient and leaves the weight gradients to the pass W.
-        offload: moves activations to host memory; None if all activations stay on the device.
+    offload: moves activations to host memory; None if all activations stay on the device.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        model: Model,
-        vocab_layers: VocabLayers,
-        rank: int,
-        placement: Placement,
-        gradients: bool,
-        split_backward: bool,
-        offload: Offload | None = None,
-    ) -> None:
-        self._store = store
-        self._model = model
+    def __init__(self, iteration: Iteration, vocab_layers: VocabLayers, offload: Offload | None = None) -> None:
+        self._store = iteration.store
+        self._model = iteration.model
         self._vocab_layers = vocab_layers
-        self._stages = placement.stage_of[rank]
-        self._last = placement.stages - 1
-        self._gradients = gradients
-        self._split_backward = split_backward
+        self._stages = iteration.placement.stage_of[iteration.rank]
+        self._last = iteration.placement.stages - 1
+        self._gradients = iteration.gradients
+        # Whether B computes only the input gradient and leaves the weight gradients to the pass W.
+        self._split_backward = iteration.schedule.split_backward
         self._offload = offload
 
     @property

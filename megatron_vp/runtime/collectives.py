@@ -11,99 +11,59 @@ the statistics of an empty shard, and zero gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime.communicator import Communicator
-from megatron_vp.runtime.executor import Observer
-from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.model import Shapes
-from megatron_vp.runtime.progress import Progress
-from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.iteration import Iteration, LayerShards
+from megatron_vp.runtime.store import Slot
 from megatron_vp.runtime.streams import Event, Stream
+from megatron_vp.schedule.instructions import Wait
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.transfers import Collective, CollectiveKind
-from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffer
-from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.embedding import RowExchange, count_buffer
 from megatron_vp.vocab.operations import operations_for
-from megatron_vp.vocab.output import OutputLayer, PendingOutput
-from megatron_vp.vocab.shards import VocabShards
+from megatron_vp.vocab.output import PendingOutput
 from megatron_vp.vocab.statistics import MAX, GlobalStatistics, statistics_dtype
 
 Action = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class LayerShards:
-    """The token loss, and this rank's shards of the vocabulary layers (None on a rank without vocabulary rows).
-
-    Tied layers share one weight.
-
-    trains_embedding: whether the embedding's weight is trained (not frozen) on the ranks that hold its rows.
-    """
-
-    shards: VocabShards
-    embedding: EmbeddingLayer | None
-    output: OutputLayer | None
-    loss: TokenLoss = CROSS_ENTROPY
-    trains_embedding: bool = True
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether this rank holds vocabulary rows, and so runs the vocabulary passes."""
-        return self.output is not None
-
-
 class VocabularyCollectives:
-    """Posts and completes the collectives of one iteration on one rank.
+    """Posts and completes the collectives of one iteration on one rank."""
 
-    Args:
-        gradients: whether gradients are computed; False in evaluation.
-        first_rank, last_rank: pipeline ranks of the first and of the last virtual stage.
-        mtp_rank: pipeline rank of the stage of multi-token prediction, which also embeds tokens, or None.
-        awaited: the collectives whose results this rank uses.
-    """
-
-    def __init__(
-        self,
-        groups: PipelineGroups,
-        stream: Stream,
-        store: Store,
-        shapes: Shapes,
-        layer_shards: LayerShards,
-        method: VocabMethod,
-        gradients: bool,
-        first_rank: int,
-        last_rank: int,
-        mtp_rank: int | None,
-        microbatches: int,
-        awaited: frozenset[Collective],
-        observer: Observer,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, iteration: Iteration, layer_shards: LayerShards, stream: Stream) -> None:
+        groups, shapes, gradients = iteration.groups, iteration.shapes, iteration.gradients
+        schedule, placement = iteration.schedule, iteration.placement
+        first_rank = placement.first_rank
+        mtp_rank = None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage)
         self._groups = groups
         self._members = groups.vocab_members
         self._stream = stream
-        self._store = store
+        self._store = iteration.store
         self._shapes = shapes
         self._layer_shards = layer_shards
         self._holds_rows = layer_shards.holds_rows
         self._gradients = gradients
         self._embedding_gradients = gradients and layer_shards.trains_embedding
-        self._reduces_in_c1 = gradients and method is VocabMethod.VOCAB_2
+        self._reduces_in_c1 = gradients and schedule.vocab is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == first_rank
-        self._holds_last = groups.rank == last_rank
+        self._holds_last = groups.rank == placement.last_rank
         self._holds_mtp = groups.rank == mtp_rank
         self._word_ranks = [first_rank] if mtp_rank is None else sorted({first_rank, mtp_rank})
         self._has_words = groups.rank in self._word_ranks
         self._runs_loss = groups.rank == len(groups.members) - 1
-        self._counts = count_buffer(microbatches, len(groups.members), shapes.device)
-        self._awaited = awaited
-        self._observer = observer
-        self._progress = progress
+        self._counts = count_buffer(schedule.microbatches, len(groups.members), shapes.device)
+        # The collectives whose results this rank uses.
+        self._awaited = frozenset(
+            instruction.operation
+            for instruction in iteration.program.instructions
+            if isinstance(instruction, Wait) and isinstance(instruction.operation, Collective)
+        )
+        self._observer = iteration.observer
+        self._progress = iteration.progress
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from megatron_vp.runtime.chunk_passes import ChunkPasses, VocabLayers
-from megatron_vp.runtime.collectives import LayerShards, VocabularyCollectives
+from megatron_vp.runtime.collectives import VocabularyCollectives
 from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
+from megatron_vp.runtime.iteration import Iteration, LayerShards
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.offload import Offload
@@ -55,9 +56,9 @@ class Runner(Protocol):
 class _Messages:
     """Sends tensors from the store, and puts received tensors into it."""
 
-    def __init__(self, groups: PipelineGroups, store: Store, shapes: Shapes) -> None:
-        self._rank, self._store, self._shapes = groups.rank, store, shapes
-        self._links = Links(groups)
+    def __init__(self, iteration: Iteration) -> None:
+        self._rank, self._store, self._shapes = iteration.rank, iteration.store, iteration.shapes
+        self._links = Links(iteration.groups)
         self.finish = self._links.finish
 
     def post(self, message: Message) -> None:
@@ -135,57 +136,27 @@ class Pipeline:
         observer: Observer | None = None,
         rehearsal: bool = False,
     ) -> Report:
-        """Run one iteration.
-
-        Args:
-            schedule: the schedule that `program` was lowered from.
-            layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
-            shapes: sizes of a microbatch, equal on all ranks.
-            gradients: False for evaluation, whose schedule contains only forward passes.
-            rehearsal: whether this is a rehearsal, which does not count as an iteration of the job.
+        """Run one iteration. `Iteration` describes the arguments; a `rehearsal` does not count as an iteration of the
+        job.
         """
-        placement, rank = schedule.placement, self.groups.rank
-        observer = observer or Unobserved()
+        observer, store = observer or Unobserved(), Store()
         marks_device = shapes.device.type == "cuda"
-        store = Store()
+        iteration = Iteration(
+            self.groups, schedule, program, store, shapes, model, layer_shards, gradients, observer, self.progress
+        )
         vocab_layers: VocabLayers
         runners: dict[type, Runner] = {}
         if layer_shards is None:
-            vocab_layers = WholeVocabLayers(store, model, placement, rank)
+            vocab_layers = WholeVocabLayers(iteration)
         else:
-            vocab_layers = ShardedVocabLayers(
-                store,
-                shapes,
-                layer_shards,
-                model,
-                schedule.vocab,
-                schedule.microbatches,
-                gradients,
-                reads_tokens=rank == 0,
-                reads_labels=rank == placement.ranks - 1,
-            )
-            runners[Collective] = VocabularyCollectives(
-                self.groups,
-                self._stream,
-                store,
-                shapes,
-                layer_shards,
-                schedule.vocab,
-                gradients,
-                placement.first_rank,
-                placement.last_rank,
-                None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage),
-                schedule.microbatches,
-                awaited=_awaited_collectives(program.instructions),
-                observer=observer,
-                progress=self.progress,
-            )
-        offload = self._offload(program, store, shapes.device, observer, rehearsal)
+            vocab_layers = ShardedVocabLayers(iteration, layer_shards)
+            runners[Collective] = VocabularyCollectives(iteration, layer_shards, self._stream)
+        offload = self._offload(iteration, rehearsal)
         if offload is not None:
             runners[Copy] = offload
-        chunks = ChunkPasses(store, model, vocab_layers, rank, placement, gradients, schedule.split_backward, offload)
+        chunks = ChunkPasses(iteration, vocab_layers, offload)
         passes = chunks.handlers | vocab_layers.handlers | (offload.handlers if offload else {})
-        runners[Message] = _Messages(self.groups, store, shapes)
+        runners[Message] = _Messages(iteration)
 
         def run(instruction: Run) -> None:
             action = instruction.action
@@ -216,25 +187,15 @@ class Pipeline:
             store.assert_peaks(program.peaks)
         return Report(store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak)
 
-    def _offload(
-        self, program: Program, store: Store, device: torch.device, observer: Observer, rehearsal: bool
-    ) -> Offload | None:
+    def _offload(self, iteration: Iteration, rehearsal: bool) -> Offload | None:
         """Create the `Offload` of a program with copies to the host; return None for other programs.
 
         A rehearsal uses separate host memory, because its tensors are too small to show how large a slot must be.
         """
-        slots = slots_by_chunk(program.instructions)
+        slots, device = slots_by_chunk(iteration.program.instructions), iteration.shapes.device
         if not slots:
             return None
         self._copies = self._copies or second_stream(device, alone=self.groups.alone)
         memory = HostMemory(pins=False) if rehearsal else self.host_memory
         memory.expect(slots)
-        return Offload(store, self._copies, memory, device, slots, observer)
-
-
-def _awaited_collectives(instructions: Sequence[object]) -> frozenset[Collective]:
-    return frozenset(
-        instruction.operation
-        for instruction in instructions
-        if isinstance(instruction, Wait) and isinstance(instruction.operation, Collective)
-    )
+        return Offload(iteration.store, self._copies, memory, device, slots, iteration.observer)

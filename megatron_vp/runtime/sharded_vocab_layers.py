@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_vp.runtime.chunk_passes import Handler
-from megatron_vp.runtime.collectives import LayerShards
-from megatron_vp.runtime.model import Model, Shapes
-from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.iteration import Iteration, LayerShards
+from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY
@@ -15,40 +14,27 @@ from megatron_vp.vocab.output import OutputLayer
 
 
 class ShardedVocabLayers:
-    """Runs the passes of a rank's vocabulary shards, with the method vocab-1 or vocab-2.
-
-    Args:
-        reads_tokens, reads_labels: whether this rank reads token ids (rank 0) and labels (rank p-1).
-        microbatches: the number per iteration, used to recognise the last contribution to a weight's gradient.
-        gradients: whether gradients are computed; False in evaluation.
+    """Runs the passes of a rank's vocabulary shards, with the method vocab-1 or vocab-2. Rank 0 reads token ids, and
+    rank p-1 reads labels.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        shapes: Shapes,
-        layer_shards: LayerShards,
-        model: Model,
-        method: VocabMethod,
-        microbatches: int,
-        gradients: bool,
-        reads_tokens: bool,
-        reads_labels: bool,
-    ) -> None:
-        self._store = store
-        self._shapes = shapes
+    def __init__(self, iteration: Iteration, layer_shards: LayerShards) -> None:
+        schedule, gradients, rank = iteration.schedule, iteration.gradients, iteration.rank
+        self._store = iteration.store
+        self._shapes = iteration.shapes
         self._layer_shards = layer_shards
-        self._model = model
-        self._method = method
+        self._model = iteration.model
+        self._method = schedule.vocab
         self._gradients = gradients
-        self._reads_tokens = reads_tokens
-        self._reads_labels = reads_labels
+        self._reads_tokens = rank == 0
+        self._reads_labels = rank == schedule.placement.ranks - 1
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
         self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
+        # The last contribution to a weight's gradient completes the gradient.
         self._contributions: dict[torch.nn.Parameter, int] = {}
         for layer in (layer_shards.embedding, layer_shards.output):
             if layer is not None and layer.weight.requires_grad:
-                self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + microbatches
+                self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + schedule.microbatches
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:

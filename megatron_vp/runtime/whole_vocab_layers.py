@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_vp.runtime.chunk_passes import Handler
-from megatron_vp.runtime.model import Model
-from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.iteration import Iteration
+from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind
-from megatron_vp.schedule.placement import Placement
 
 
 class WholeVocabLayers:
@@ -18,9 +17,10 @@ class WholeVocabLayers:
     labels, losses and gradients between rank p-1 and the rank of the last stage.
     """
 
-    def __init__(self, store: Store, model: Model, placement: Placement, rank: int) -> None:
-        self._store = store
-        self._model = model
+    def __init__(self, iteration: Iteration) -> None:
+        placement, rank = iteration.placement, iteration.rank
+        self._store = iteration.store
+        self._model = iteration.model
         self._last = placement.stages - 1
         self._reads_tokens = rank == 0
         self._reads_labels = rank == placement.ranks - 1

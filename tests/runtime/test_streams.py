@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
-from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.executor import Observer, Unobserved
 from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.rehearsal import MICROBATCHES

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime import offload
-from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
@@ -165,8 +165,8 @@ def run_pipeline(
         for name, weight in (("embedding", embedding), ("output", output)):
             weight.requires_grad_(name not in frozen)
         held = (EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
-        trains = {f"trains_{name}": name not in frozen for name in ("embedding", "output")}
-        layers = LayerShards(shards, *(held if rank in shards.holders else (None, None)), **trains)
+        own = held if rank in shards.holders else (None, None)
+        layers = LayerShards(shards, *own, trains_embedding="embedding" not in frozen)
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}

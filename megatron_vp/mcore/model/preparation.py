@@ -34,7 +34,7 @@ from megatron_vp.mcore.model.model_check import adapted, check_model, check_voca
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, stage_ends, vocab_shards
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
-from megatron_vp.runtime.collectives import LayerShards
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.vocab.loss import TokenLoss
 

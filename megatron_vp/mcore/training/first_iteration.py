@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from megatron.training.utils import print_rank_0
 
-from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.host_memory import HostMemory
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Program

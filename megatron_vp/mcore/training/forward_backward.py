@@ -28,8 +28,8 @@ from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_mem
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
-from megatron_vp.runtime.collectives import LayerShards
 from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.random_buffers import RandomBuffers

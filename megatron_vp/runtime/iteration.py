@@ -1,0 +1,71 @@
+"""Describes one iteration on one rank, for the parts of the runtime that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vp.runtime.executor import Observer
+from megatron_vp.runtime.groups import PipelineGroups
+from megatron_vp.runtime.model import Model, Shapes
+from megatron_vp.runtime.progress import Progress
+from megatron_vp.runtime.store import Store
+from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.placement import Placement
+from megatron_vp.vocab.embedding import EmbeddingLayer
+from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.output import OutputLayer
+from megatron_vp.vocab.shards import VocabShards
+
+
+@dataclass(frozen=True)
+class LayerShards:
+    """The token loss, and this rank's shards of the vocabulary layers (None on a rank without vocabulary rows).
+
+    Tied layers share one weight.
+
+    trains_embedding: whether the embedding's weight is trained (not frozen) on the ranks that hold its rows.
+    """
+
+    shards: VocabShards
+    embedding: EmbeddingLayer | None
+    output: OutputLayer | None
+    loss: TokenLoss = CROSS_ENTROPY
+    trains_embedding: bool = True
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether this rank holds vocabulary rows, and so runs the vocabulary passes."""
+        return self.output is not None
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What the parts of the runtime share in one iteration.
+
+    schedule, program: the schedule, and this rank's program, which was lowered from it.
+    shapes: sizes of a microbatch, equal on all ranks.
+    layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
+    gradients: False for evaluation, whose schedule contains only forward passes.
+    """
+
+    groups: PipelineGroups
+    schedule: Schedule
+    program: Program
+    store: Store
+    shapes: Shapes
+    model: Model
+    layer_shards: LayerShards | None
+    gradients: bool
+    observer: Observer
+    progress: Progress
+
+    @property
+    def rank(self) -> int:
+        """This rank's position in the pipeline."""
+        return self.groups.rank
+
+    @property
+    def placement(self) -> Placement:
+        """The virtual stage of each chunk on each rank."""
+        return self.schedule.placement
