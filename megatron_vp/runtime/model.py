@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import torch
@@ -28,12 +28,13 @@ class Shapes:
     hidden: int
     dtype: torch.dtype
     device: torch.device
-    mtp_depth: int = field(default=0, kw_only=True)
-    mtp_stage: int | None = field(default=None, kw_only=True)
-    unsharded_mtp_depth: int = field(default=0, kw_only=True)
-    cp_chunks: int = field(default=1, kw_only=True)
-    sp_size: int = field(default=1, kw_only=True)
-    sp_rank: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    mtp_depth: int = 0
+    mtp_stage: int | None = None
+    unsharded_mtp_depth: int = 0
+    cp_chunks: int = 1
+    sp_size: int = 1
+    sp_rank: int = 0
 
     @property
     def tokens(self) -> int:

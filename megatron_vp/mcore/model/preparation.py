@@ -156,15 +156,17 @@ def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
 
 
 def _placing(
-    build: Callable[..., nn.Module], groups: ProcessGroupCollection, build_plain: BuildPlain
+    build: Callable[..., nn.Module], groups: Callable[[], ProcessGroupCollection], build_plain: BuildPlain
 ) -> Callable[..., nn.Module]:
     """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`."""
+    if _constructor_places():
+        return build
     model: RankModel | None = None
 
     def build_chunk(*args: Any, **kwargs: Any) -> nn.Module:
         nonlocal model
         if model is None or not kwargs.get("vp_stage"):
-            model = RankModel(groups, build_plain)
+            model = RankModel(groups(), build_plain)
         return model.build(lambda **ends: build(*args, **kwargs | ends))
 
     return build_chunk
@@ -176,61 +178,62 @@ def _constructor_places() -> bool:
     return loop is not None and not loop.reads_arguments()
 
 
-def building(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap `unimodal_build_distributed_models`, through which Megatron's builders build and wrap a rank's chunks."""
-    signature = inspect.signature(original)
+def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a patch that changes the arguments of each call, given by name."""
 
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> list[nn.Module]:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        builder, groups, hook = given["build_model_func"].__self__, given["pg_collection"], given.get("pre_wrap_hook")
+    @functools.wraps(change)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
 
-        def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-            plain = copy.copy(builder)
-            plain._model_config = layout.of_model(builder._model_config)
-            return plain.build_model(groups, **place)
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            change(bound.arguments)
+            return original(*bound.args, **bound.kwargs)
 
-        def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
-            chunks = (hook and hook(chunks)) or chunks
-            prepare(chunks)
-            return chunks
+        return call
 
-        if not _constructor_places():
-            given["build_model_func"] = _placing(given["build_model_func"], groups, plain_chunk)
-        given["pre_wrap_hook"] = last_hook
-        return original(*bound.args, **bound.kwargs)
-
-    return build
+    return make
 
 
-def getting_model(original: Callable[..., list[nn.Module]]) -> Callable[..., list[nn.Module]]:
-    """Wrap Megatron's `get_model`, which builds chunks with a script's own `model_provider`."""
-    signature = inspect.signature(original)
+@_changing
+def building(given: dict[str, Any]) -> None:
+    """Patch `unimodal_build_distributed_models`, through which Megatron's builders build and wrap a rank's chunks."""
+    builder, groups, hook = given["build_model_func"].__self__, given["pg_collection"], given.get("pre_wrap_hook")
 
-    @functools.wraps(original)
-    def get_model(*args: Any, **kwargs: Any) -> list[nn.Module]:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        build = provider = given["model_provider_func"]
-        if not _constructor_places():
-            groups = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-            config = given.get("config")
+    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+        plain = copy.copy(builder)
+        plain._model_config = layout.of_model(builder._model_config)
+        return plain.build_model(groups, **place)
 
-            def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-                return provider(config=config and layout.of_model(config), pg_collection=groups, **place)
+    def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
+        chunks = (hook and hook(chunks)) or chunks
+        prepare(chunks)
+        return chunks
 
-            build = _placing(provider, groups, plain_chunk)
+    given["build_model_func"] = _placing(given["build_model_func"], lambda: groups, plain_chunk)
+    given["pre_wrap_hook"] = last_hook
 
-        def prepared(*args: Any, **kwargs: Any) -> nn.Module:
-            chunk = build(*args, **kwargs)
-            prepare([chunk])
-            return chunk
 
-        given["model_provider_func"] = prepared
-        return original(*bound.args, **bound.kwargs)
+@_changing
+def getting_model(given: dict[str, Any]) -> None:
+    """Patch Megatron's `get_model`, which builds chunks with a script's own `model_provider`."""
+    provider, config = given["model_provider_func"], given.get("config")
 
-    return get_model
+    def groups() -> ProcessGroupCollection:
+        return given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+
+    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+        return provider(config=config and layout.of_model(config), pg_collection=groups(), **place)
+
+    build = _placing(provider, groups, plain_chunk)
+
+    def prepared(*args: Any, **kwargs: Any) -> nn.Module:
+        chunk = build(*args, **kwargs)
+        prepare([chunk])
+        return chunk
+
+    given["model_provider_func"] = prepared
 
 
 def wrapping(original: Callable[..., None]) -> Callable[..., None]:
@@ -260,7 +263,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         nonlocal model, running
         loop = own_loop()
-        if running or loop is None or loop.reads_arguments():
+        if running or loop is None or not _constructor_places():
             original(self, *args, **kwargs)
             return
         bound = signature.bind(self, *args, **kwargs)
