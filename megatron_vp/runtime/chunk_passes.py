@@ -1,63 +1,32 @@
-"""Runs the passes F, B and W of a rank's chunks, and defines the interface for vocabulary layers."""
+"""Runs the passes F, B and W of a rank's chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 
-from megatron_vp.runtime.iteration import Iteration
+from megatron_vp.runtime.iteration import Handler, Iteration
 from megatron_vp.runtime.offload import Offload
+from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot
+from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
 from megatron_vp.schedule.passes import PassKind
-
-Handler = Callable[[int, int], None]
-"""Function that runs a pass, given the microbatch and the chunk."""
-
-
-class VocabLayers(Protocol):
-    """Interface of the vocabulary layers, which provide stage 0's input and consume the last stage's output."""
-
-    @property
-    def handlers(self) -> dict[PassKind, Handler]:
-        """Handlers of the vocabulary passes, which a rank runs in addition to F, B and W."""
-
-    def load(self, microbatch: int) -> None:
-        """Read the microbatch's data: token ids on rank 0, labels on rank p-1, nothing on other ranks."""
-
-    def first_input(self, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the autograd leaf from which stage 0's input is computed, and stage 0's input [s / sp_size, b, h]."""
-
-    def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Process the gradient that the backward of stage 0 has left in `leaf`."""
-
-    def prepare(self, microbatch: int, stage: int) -> torch.Tensor | None:
-        """Prepare a stage's forward. Return the labels [b, s], int64, if the forward needs them from another rank;
-        otherwise None.
-        """
-
-    def last_output(self, microbatch: int, output: torch.Tensor) -> None:
-        """Receive the last stage's output, detached from the autograd graph."""
-
-    def last_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the last stage's output."""
-
-    def finish(self, microbatch: int, stage: int) -> None:
-        """After a stage's backward, store the gradient of embedding rows used for multi-token prediction, if any."""
-
-    def loss(self, microbatch: int) -> None:
-        """Run the user's loss function. Called only on rank p-1."""
 
 
 class ChunkPasses:
     """Runs the passes F, B and W of a rank's chunks.
 
+    vocab_layers: provide stage 0's input and consume the last stage's output.
     offload: moves activations to host memory; None if all activations stay on the device.
     """
 
-    def __init__(self, iteration: Iteration, vocab_layers: VocabLayers, offload: Offload | None = None) -> None:
+    def __init__(
+        self,
+        iteration: Iteration,
+        vocab_layers: WholeVocabLayers | ShardedVocabLayers,
+        offload: Offload | None = None,
+    ) -> None:
         self._store = iteration.store
         self._model = iteration.model
         self._vocab_layers = vocab_layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_vp.runtime.executor import Observer
@@ -16,6 +17,9 @@ from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
+
+Handler = Callable[[int, int], None]
+"""Function that runs a pass, given the microbatch and the chunk."""
 
 
 @dataclass(frozen=True)

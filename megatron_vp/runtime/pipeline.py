@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_vp.runtime.chunk_passes import ChunkPasses, VocabLayers
+from megatron_vp.runtime.chunk_passes import ChunkPasses
 from megatron_vp.runtime.collectives import VocabularyCollectives
 from megatron_vp.runtime.executor import Observer, Unobserved, execute
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
@@ -144,7 +144,7 @@ class Pipeline:
         iteration = Iteration(
             self.groups, schedule, program, store, shapes, model, layer_shards, gradients, observer, self.progress
         )
-        vocab_layers: VocabLayers
+        vocab_layers: WholeVocabLayers | ShardedVocabLayers
         runners: dict[type, Runner] = {}
         if layer_shards is None:
             vocab_layers = WholeVocabLayers(iteration)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vp.runtime.chunk_passes import Handler
-from megatron_vp.runtime.iteration import Iteration, LayerShards
+from megatron_vp.runtime.iteration import Handler, Iteration, LayerShards
 from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer
@@ -49,14 +48,14 @@ class ShardedVocabLayers:
         }
 
     def load(self, microbatch: int) -> None:
-        """Read token ids and labels for the collective TOKENS, which sends them to all members."""
+        """Read token ids on rank 0 and labels on rank p-1, for the collective TOKENS, which sends them to all."""
         if self._reads_tokens:
             self._store.put(Slot.TOKENS, microbatch, self._model.tokens(microbatch))
         if self._reads_labels:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
     def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedding rows from all ranks, as a leaf, and the first layer's input computed from these rows."""
+        """Return the embedding rows from all ranks, as an autograd leaf, and stage 0's input [s / sp_size, b, h]."""
         # The leaf is a separate tensor, so that freeing its data leaves the rows intact for multi-token prediction.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)

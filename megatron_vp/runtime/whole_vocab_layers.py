@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vp.runtime.chunk_passes import Handler
-from megatron_vp.runtime.iteration import Iteration
+from megatron_vp.runtime.iteration import Handler, Iteration
 from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind
 

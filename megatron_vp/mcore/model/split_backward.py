@@ -12,26 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_vp.mcore.model.delayed_weights import take_delayed, whole_sequence
+from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, take_delayed, whole_sequence
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
-
-
-class PendingGradient(Protocol):
-    """The part of one layer's backward for one microbatch that pass B leaves to W.
-
-    parameters: the parameters whose gradients are complete once `accumulate` has run for all microbatches.
-    """
-
-    parameters: tuple[torch.nn.Parameter, ...]
-
-    def accumulate(self) -> None:
-        """Add the gradients to `main_grad`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +50,11 @@ class PendingWeightGradient:
         rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
         operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
 
+
+PendingGradient = PendingWeightGradient | DelayedWeightGradient
+"""The part of one layer's backward for one microbatch that pass B leaves to W. The gradients of its `parameters` are
+complete once `accumulate` has run for all microbatches.
+"""
 
 _collected: list[PendingGradient] | None = None
 
