@@ -199,11 +199,11 @@ def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..
 @_changing
 def building(given: dict[str, Any]) -> None:
     """Patch `unimodal_build_distributed_models`, through which Megatron's builders build and wrap a rank's chunks."""
-    builder, groups, hook = given["build_model_func"].__self__, given["pg_collection"], given.get("pre_wrap_hook")
+    build, groups, hook = given["build_model_func"], given["pg_collection"], given.get("pre_wrap_hook")
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        plain = copy.copy(builder)
-        plain._model_config = layout.of_model(builder._model_config)
+        plain = copy.copy(build.__self__)
+        plain._model_config = layout.of_model(plain._model_config)
         return plain.build_model(groups, **place)
 
     def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
@@ -211,7 +211,7 @@ def building(given: dict[str, Any]) -> None:
         prepare(chunks)
         return chunks
 
-    given["build_model_func"] = _placing(given["build_model_func"], lambda: groups, plain_chunk)
+    given["build_model_func"] = _placing(build, lambda: groups, plain_chunk)
     given["pre_wrap_hook"] = last_hook
 
 
