@@ -48,15 +48,13 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             recorded = bool(iteration % 2)
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
-            recorder = Recorder(SHAPES.device, lean=True) if recorded else None
+            recorder = Recorder(SHAPES.device) if recorded else None
             pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
             if recorder:
-                pipeline_scalars.keep(iteration, recorder)
+                recorder.finish()
+                pipeline_scalars.leave(rank, iteration, recorder.spans)
                 if rank == ranks - 1:
-                    pipeline_scalars.write(ranks, at_last=False)
-                pipeline_scalars.publish(rank, at_last=False)
-                if rank == ranks - 1:
-                    pipeline_scalars._due.append(iteration)
+                    pipeline_scalars._write(iteration, ranks)
             burnt[recorded].append(time.process_time() - before)
             dist.barrier()
             took[recorded].append(time.perf_counter() - start)

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "evidence" / "nvidia_jobs.md"
 
 def nodes(capability: str) -> str:
     """Describe nodes with the packages of NVIDIA's own containers and GPUs of a compute capability."""
-    return f"te=2.20.2,apex=yes,einops=yes,nvrx=yes,emerging=yes,cc={capability}"
+    return f"te=2.20.2,apex=yes,cc={capability}"
 
 
 OTHER_MODELS = {"bert", "common", "mimo", "multimodal-llava", "t5"}

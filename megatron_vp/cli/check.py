@@ -26,10 +26,9 @@ def check(
         str | None,
         typer.Option(
             "--nodes",
-            metavar="te=VERSION|no,apex=yes|no,einops=yes|no,nvrx=yes|no,emerging=yes|no,datasets=yes|no,cc=X.Y",
-            help="Describe the job's nodes if they differ from this machine: Transformer Engine, Apex, einops, "
-            "nvidia-resiliency-ext (for --async-save), emerging-optimizers (for Muon), datasets (for --sft) and the "
-            "GPU's compute capability. In other commands, --nodes is the number of nodes.",
+            metavar="te=VERSION|no,apex=yes|no,cc=X.Y",
+            help="Describe the job's nodes if they differ from this machine: Transformer Engine, Apex and the GPU's "
+            "compute capability. In other commands, --nodes is the number of nodes.",
         ),
     ] = None,
     script: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -113,14 +112,6 @@ def schedule(
             "schedules.",
         ),
     ] = None,
-    from_time: Annotated[
-        float | None,
-        typer.Option(help="Start of the time interval that a table or picture shows, in the unit of --cost."),
-    ] = None,
-    until: Annotated[
-        float | None,
-        typer.Option(help="End of the time interval that a table or picture shows, in the unit of --cost."),
-    ] = None,
 ) -> None:
     """Generate a pipeline schedule (or read one with --from), prove that it cannot deadlock, and show it.
 
@@ -192,8 +183,7 @@ def schedule(
             shown.append(timed(_read(Path(compare)) if second else _compared(compare, found, costs), check=second))
     except ScheduleError as error:
         raise UserError(str(error)) from error
-    window = _window(from_time, until, output_format, max(each.makespan for each in shown))
-    write(_render(shown, output_format, costs, window), output)
+    write(_render(shown, output_format, costs), output)
 
 
 def _compared(words: str, first: Schedule, costs: PassCosts) -> Schedule:
@@ -206,25 +196,6 @@ def _compared(words: str, first: Schedule, costs: PassCosts) -> Schedule:
     return generate(
         name, first.pipeline_size, first.microbatches, vocab=vocab or family(name).method(alike), costs=costs
     )
-
-
-def _window(
-    from_time: float | None, until: float | None, output_format: Format, makespan: float
-) -> tuple[float, float] | None:
-    if from_time is None and until is None:
-        return None
-    if output_format not in (Format.TABLE, Format.SVG, Format.PNG, Format.HTML):
-        raise UserError(
-            f"--from-time and --until do not apply to --format {output_format}, which always holds the whole schedule: "
-            "leave them out, or use a table or picture"
-        )
-    start, end = from_time or 0.0, makespan if until is None else until
-    if not 0 <= start < end < math.inf or start >= makespan:
-        raise UserError(
-            f"--from-time {start:g} --until {end:g} is not a part of the schedule, which takes {makespan:.6g}: give "
-            "a start between 0 and that time, and a later end"
-        )
-    return start, min(end, makespan)
 
 
 def _ranks(text: str) -> list[int]:
@@ -240,17 +211,15 @@ def _read(source: Path) -> Schedule:
     return schedule_of_text(str(source), text_of_file(str(source)))
 
 
-def _render(
-    timelines: Sequence[Timeline], output_format: Format, costs: PassCosts, window: tuple[float, float] | None
-) -> str | bytes:
+def _render(timelines: Sequence[Timeline], output_format: Format, costs: PassCosts) -> str | bytes:
     from megatron_vp.schedule import draw, lower, programs_to_json, to_csv, to_json, web_page
 
     timeline = timelines[0]
     match output_format:
         case Format.TABLE:
-            return draw.to_text(timeline, window=window)
+            return draw.to_text(timeline)
         case Format.HTML:
-            return web_page.to_html(timelines, window)
+            return web_page.to_html(timelines)
         case Format.JSON:
             return to_json(timeline.schedule, timeline) + "\n"
         case Format.CSV:
@@ -259,5 +228,5 @@ def _render(
             return draw.to_perfetto(timeline) + "\n"
         case Format.PROGRAMS:
             return programs_to_json(timeline.schedule, lower(timeline.schedule, costs)) + "\n"
-    picture = draw.to_picture(timeline, output_format.value, window)
+    picture = draw.to_picture(timeline, output_format.value)
     return picture.decode() if output_format is Format.SVG else picture

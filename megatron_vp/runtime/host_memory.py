@@ -18,8 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.instructions import Instruction, Post, Wait
-from megatron_vp.schedule.transfers import Copy
+from megatron_vp.schedule.instructions import Instruction, Run
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held, PassKind
 
 GIB = 2**30
 ALIGNMENT = 512
@@ -32,16 +33,10 @@ TOUCHING_THREADS = 4
 
 def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
     """Return, by chunk, the largest number of microbatches whose activations are in host memory at once."""
-    now: dict[int, int] = defaultdict(int)
-    most: dict[int, int] = defaultdict(int)
-    for each in instructions:
-        if isinstance(each, Post) and isinstance(each.operation, Copy) and each.operation.to_host:
-            chunk = each.operation.chunk
-            now[chunk] += 1
-            most[chunk] = max(most[chunk], now[chunk])
-        elif isinstance(each, Wait) and isinstance(each.operation, Copy) and not each.operation.to_host:
-            now[each.operation.chunk] -= 1
-    return dict(most)
+    passes = [each.action for each in instructions if isinstance(each, Run)]
+    chunks = {step.chunk for step in passes if step.kind is PassKind.O}
+    of_chunk = {chunk: [step for step in passes if step.chunk == chunk] for chunk in chunks}
+    return {chunk: peak(order, Held.HOST_ACTIVATIONS) for chunk, order in of_chunk.items()}
 
 
 class HostSlot:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_vp.schedule.instructions import Instruction, Loss, Run
+from megatron_vp.schedule.instructions import Instruction
 from megatron_vp.schedule.transfers import Operation
 
 Work = Instruction | Operation
@@ -50,10 +50,6 @@ class HostClock:
         """Mark the current moment on the current stream or thread."""
         return time.perf_counter_ns(), time.thread_time_ns()
 
-    def passed(self, mark: Any) -> bool:
-        """Return whether a mark can already be read. This method does not wait for it."""
-        return True
-
     def drain(self) -> None:
         """Block until all marks can be read."""
 
@@ -65,14 +61,9 @@ class HostClock:
 class DeviceClock(HostClock):
     """Marks moments with CUDA events. The host waits for the first event, before the iteration, to relate the times of
     events to its own clock.
-
-    With `lean`, the host does not wait, and times count from the first event.
     """
 
-    def __init__(self, lean: bool = False) -> None:
-        if lean:
-            self._anchor, self._anchor_ns = self.mark(), 0
-            return
+    def __init__(self) -> None:
         torch.cuda.synchronize()
         before = time.perf_counter_ns()
         self._anchor = self.mark()
@@ -87,10 +78,6 @@ class DeviceClock(HostClock):
         event.record()
         return event
 
-    def passed(self, mark: Any) -> bool:
-        """Return whether the device has passed the event."""
-        return mark.query()
-
     def drain(self) -> None:
         """Block until the device has passed every event."""
         torch.cuda.synchronize()
@@ -104,19 +91,13 @@ class DeviceClock(HostClock):
 class Recorder:
     """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
 
-    With `lean`, recording does not slow the iteration down: only passes, losses, vocabulary collectives and offload
-    copies are timed, and the host never waits for the device. The caller of a lean recorder calls `read` instead of
-    `finish`, once `passed` returns True. On CUDA, a lean recorder gives the start and end of a span relative to the
-    start of the iteration.
-
     spans: everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
     clock_error: see `HostClock.error`.
     """
 
-    def __init__(self, device: torch.device, lean: bool = False) -> None:
-        self._lean = lean
-        self._clock = DeviceClock(lean) if device.type == "cuda" else HostClock()
+    def __init__(self, device: torch.device) -> None:
+        self._clock = DeviceClock() if device.type == "cuda" else HostClock()
         self.clock_error = self._clock.error
         self._marks: list[tuple[Work, Any, Any, float]] = []
         self._started = time.perf_counter_ns()
@@ -131,25 +112,11 @@ class Recorder:
         end = self._clock.mark()
         self._marks.append((work, start, end, (time.perf_counter_ns() - began) / 1e6))
 
-    def watch(self, instruction: Instruction) -> Any:
-        """Time an instruction."""
-        return nullcontext() if self._lean and not isinstance(instruction, Run | Loss) else self.span(instruction)
-
-    def communicating(self, operation: Operation) -> Any:
-        """Time a collective or an offload copy on its own stream."""
-        return self.span(operation)
+    watch = communicating = span
 
     def finish(self) -> None:
         """At the end of the iteration, wait until all marks can be read, and read them."""
         self._clock.drain()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
-        self.read()
-
-    def passed(self) -> bool:
-        """Whether all marks can already be read. This method does not wait for them."""
-        return all(self._clock.passed(end) for _, _, end, _ in reversed(self._marks))
-
-    def read(self) -> None:
-        """Read all marks and discard them. This requires that the device has passed them."""
         self.spans += [self._clock.span(*marks) for marks in self._marks]
         self._marks.clear()

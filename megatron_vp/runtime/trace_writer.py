@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -129,7 +129,7 @@ class PipelineTrace:
         write_report(path_of(self._folder, self._rank), self._trace.to_json(), "the pass trace")
 
 
-def traced_spans(spans: list[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
+def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
     """Convert recorded spans to trace spans, sorted by start. An operation's span also records when it was posted.
 
     Posts get no spans, because they take no time. `axis` converts a recorded moment to milliseconds.

@@ -1,14 +1,19 @@
-"""Ends a process that cannot continue, and prints one line that says where the process was stuck.
+"""Ends a process that cannot continue, and prints one line that says where the process and its peers were stuck.
 
 A rank that waits for a peer is inside the backend's code, where neither an exception nor a Python signal handler
 reaches it. A rank whose data loader hangs raises no exception. A separate thread can detect both cases with the help of
 `Progress`, and can end the process.
+
+The ranks of a stalled pipeline find out, through the launcher's store, which rank holds up the others. The first rank
+that reaches its time limit or loses a connection calls the roll. Every rank that is stuck then records what it is
+doing, even before its own time limit, so the records do not depend on which rank reaches its limit first. The caller
+and all ranks that fail later read these records. A rank without a record has been suspended, has exited, is
+unreachable, or is still making progress.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import multiprocessing
 import os
 import select
@@ -16,26 +21,31 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from megatron_vp.errors import at_last, printable, say
+from megatron_vp.runtime.launcher_store import Notes, named
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.runtime.roll_call import RollCall
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals with which a launcher, a scheduler or a closing terminal ends a process."""
 _LOOKS_A_LIMIT = 20
-_LONGEST_LOOK_SECONDS = 5.0
-_SECONDS_TO_ANSWER = 3.0
-"""Minimum time limit in seconds for the other ranks' answers to a roll call. Stuck ranks check for a roll call at least
-once per second. After a termination signal, the limit is shorter.
-"""
+_LONGEST_LOOK_SECONDS = 1.0
+_SECONDS_TO_ANSWER, _MOST_SECONDS_TO_ANSWER = 3.0, 8.0
+"""Limits on how long the other ranks may take to answer a roll call. Stuck ranks check for one once per second."""
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank stays alive after collecting all answers. If it exited right away, peers that are still
-collecting answers would report its broken connections instead of the answers.
+collecting answers would report its broken connections instead of the answers. Also the time for answers after a
+termination signal.
 """
 _TOLD_SECONDS = 2.0
 """Seconds that a process may continue after a termination signal, to ask its peers what they are doing."""
+_ROUND_SECONDS = 0.1
+_STORE_SECONDS = 10.0
+"""Time limit for each operation on the store, in seconds, when a rank answers a roll call."""
 
 
 class Watchdog:
@@ -48,35 +58,32 @@ class Watchdog:
     """
 
     def __init__(self, progress: Progress, first_limit: float, limit: float) -> None:
-        self._progress = progress
-        self._first_limit = first_limit
-        self._limit = limit
-        self._roll_call = RollCall(progress)
+        self._progress, self._first_limit, self._limit = progress, first_limit, limit
+        self._own = progress.members[progress.rank]
         self._told: int | None = None
         """The first signal that told this process to end."""
         self._signals = _signals()
-        self._looking = threading.Lock()
-        """Held while the watchdog reads the progress, and forever after `_stop`."""
+        self._looking, self._answering = threading.Lock(), threading.Lock()
+        """Each is held while its thread reads the progress or contacts the store, and forever after `_stop`."""
 
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
         global _running
         _running, self._progress.others = self, self.others
-        limit = min(self._first_limit, self._limit)
-        threading.Thread(target=self._roll_call.answer, args=(limit,), name="roll call", daemon=True).start()
-        threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
+        for each in (self.answer, self.watch):
+            threading.Thread(target=each, name=f"watchdog {each.__name__}", daemon=True).start()
         atexit.register(self._stop)
 
     def _stop(self) -> None:
-        """Stop the watchdog's and the roll call's threads before the interpreter exits. From then on, signals end the
-        process without a message.
+        """Stop the watchdog's threads before the interpreter exits. From then on, signals end the process without a
+        message.
 
         Up to Python 3.13, an exiting interpreter unwinds the stack of every daemon thread that asks for the interpreter
         lock. If the stack contains PyTorch's C++ code, this aborts the process, and even successful training ends with
         status 134.
         """
         self._looking.acquire(timeout=1)
-        self._roll_call.close()
+        self._answering.acquire(timeout=_STORE_SECONDS + 1)
         if self._signals is not None:
             _forget(self._signals[1])
 
@@ -95,7 +102,7 @@ class Watchdog:
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
-            self._sleep(min(limit / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS))
+            self._sleep(self._period)
             with self._looking:
                 now, there = time.monotonic(), self._progress.place()
             if there != place:
@@ -106,13 +113,72 @@ class Watchdog:
                 continue
             said = self._progress.sentence()
             if self._told is None:
-                others = self._roll_call.ask(min(max(limit / 5, _SECONDS_TO_ANSWER), 20.0), self._sleep)
-                if self._told is None:
-                    self._sleep(_LAST_WORDS_SECONDS)
+                others = self.others(min(max(limit / 5, _SECONDS_TO_ANSWER), _MOST_SECONDS_TO_ANSWER))
+                self._sleep(_LAST_WORDS_SECONDS)
             else:
                 # A rank that has made progress recently does not start a roll call.
-                others = self._roll_call.ask(_LAST_WORDS_SECONDS, self._sleep, call=stood >= limit / 4)
+                others = self.others(_LAST_WORDS_SECONDS, call=stood >= limit / 4)
             self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
+
+    @property
+    def _period(self) -> float:
+        return min(min(self._first_limit, self._limit) / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
+
+    def answer(self) -> None:
+        """Record what this rank is doing, if another rank calls the roll while this rank is stuck. A rank that makes
+        progress does not contact the store.
+
+        This method never returns, and a store may never answer, so it needs its own thread.
+        """
+        place = contact = None
+        while True:
+            time.sleep(self._period)
+            with self._answering, suppress(Exception):  # The process that hosts the store may have exited.
+                before, place = place, self._progress.place()
+                if place == before:
+                    called, words = contact = contact or _contact(_STORE_SECONDS)
+                    if called.read(self._progress.members[:1]):
+                        words.leave(self._own, self._progress.sentence())
+
+    def others(self, seconds: float = _SECONDS_TO_ANSWER, call: bool = True) -> str:
+        """Record what this rank is doing, and return a text that names the ranks that hold up the pipeline. The main
+        thread calls this when a connection breaks.
+
+        The text lists the ranks that do not wait for others, then the ranks without a record. Other ranks may take
+        `seconds` to answer if the machine is idle. If this rank does not `call` the roll, and no other rank has called
+        it, the text is empty.
+        """
+        heard: dict[int, str] = {}
+        asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
+        with suppress(Exception):  # The system may refuse to start a thread.
+            asking.start()
+        ends = time.monotonic() + 3 * seconds + 1
+        while asking.is_alive() and time.monotonic() < ends:
+            self._sleep(_ROUND_SECONDS / 2)
+            if self._told is not None:
+                ends = min(ends, time.monotonic() + _TOLD_SECONDS)
+        if self._own not in heard:
+            return "; the launcher's store does not answer" if call else ""
+        others = [rank for rank in self._progress.members if rank != self._own]
+        waits = self._progress.place()[1] is not None
+        busy = [heard[rank] for rank in others if waits and rank in heard and " waited " not in heard[rank]]
+        silent = [rank for rank in others if rank not in heard]
+        return "".join(f"; {each}" for each in [*busy, *([f"no word from {named(silent)}"] if silent else [])])
+
+    def _ask(self, seconds: float, heard: dict[int, str], call: bool) -> None:
+        with suppress(Exception):
+            called, words = _contact(2 * seconds)
+            said, members = self._progress.sentence(), self._progress.members
+            words.leave(self._own, said)
+            if call:
+                called.leave(members[0])
+            elif not called.read(members[:1]):
+                return
+            heard[self._own] = said
+            # On a busy machine, each round takes longer, and the other ranks get more than `seconds`.
+            for _ in range(round(seconds / _ROUND_SECONDS)):
+                if silent := [rank for rank in members if rank not in heard]:
+                    heard |= {rank: printable(word) for rank, word in words.read(silent, _ROUND_SECONDS).items()}
 
     def _end(self, said: str, others: str = "") -> NoReturn:
         if self._told is None:
@@ -120,25 +186,22 @@ class Watchdog:
         name = signal.Signals(self._told).name
         end_process(128 + self._told, f"error: {said} when it received {name}{others}")
 
-    def others(self) -> str:
-        """Name the ranks that hold up the pipeline; the main thread calls this when a connection breaks."""
-        # This sleep need not end at a signal, because the watchdog's thread still checks for signals.
-        return self._roll_call.ask(_SECONDS_TO_ANSWER, _sleep)
-
-    def _sleep(self, seconds: float) -> float:
-        """Sleep, but wake up at a termination signal; return how many more seconds the process may continue."""
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, but wake up at a termination signal."""
         if self._signals is None:
-            return _sleep(seconds)
+            time.sleep(seconds)
+            return
         reader, ours = self._signals
-        ready, _, _ = select.select([reader], [], [], seconds)
-        told = ours.intersection(os.read(reader, 64)) if ready else ()
-        self._told = self._told or next(iter(told), None)
-        return math.inf if self._told is None else _TOLD_SECONDS
+        select.select([reader], [], [], seconds)
+        with suppress(BlockingIOError):
+            self._told = self._told or next(iter(ours.intersection(os.read(reader, 64))), None)
 
 
-def _sleep(seconds: float) -> float:
-    time.sleep(seconds)
-    return math.inf
+def _contact(seconds: float) -> tuple[Notes, Notes]:
+    """The calls of the roll and the ranks' records, with a limit of `seconds` for each operation on the store."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
+    return Notes("stalled/called", store), Notes("stalled", store)
 
 
 _running: Watchdog | None = None
@@ -178,7 +241,8 @@ def _signals() -> tuple[int, frozenset[int]] | None:
         return None
     ours = frozenset(number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL)
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    for end in (reader, writer):
+        os.set_blocking(end, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # Python writes each signal to the wakeup fd, and so to the pipe. These handlers also write to the pipe, in case
     # another library replaces the wakeup fd.

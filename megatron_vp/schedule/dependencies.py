@@ -27,20 +27,21 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
 
 
-def expected_passes(schedule: Schedule, holds_rows: bool) -> list[Pass]:
-    """The passes that a rank must run exactly once each, including vocabulary passes if it holds vocabulary rows. A BW
-    is listed as B and W.
+def expected_passes(schedule: Schedule, holds_rows: bool, offloaded: Sequence[int] = ()) -> list[Pass]:
+    """The passes that a rank must run exactly once each, including vocabulary passes if it holds vocabulary rows, and O
+    and R of its chunks in `offloaded`. A BW is listed as B and W.
     """
     chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
     if schedule.has_backward:
         chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
     else:
         single = [kind for kind in single if kind.forward]
+    kinds = [(kind, range(schedule.chunks)) for kind in chunked] + [(kind, range(1)) for kind in single]
     return [
         Pass(kind, microbatch, chunk)
         for microbatch in range(schedule.microbatches)
-        for kind, chunks in [(k, schedule.chunks) for k in chunked] + [(k, 1) for k in single]
-        for chunk in range(chunks)
+        for kind, chunks in (*kinds, (PassKind.O, offloaded), (PassKind.R, offloaded))
+        for chunk in chunks
     ]
 
 
@@ -48,8 +49,9 @@ def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once, and otherwise only optional passes.
 
     With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
-    counts as a B and its W. Optional passes are O, R and those of kinds added with `PassKind.define`. A rank may list
-    each of them once.
+    counts as a B and its W. If a rank lists O or R of a chunk, it must list both for every microbatch, with a
+    computation between them. Passes of kinds added with `PassKind.define` are optional. A rank may list each of them
+    once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -60,61 +62,57 @@ def check_passes(schedule: Schedule) -> None:
             f"no rank has vocabulary passes, but {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
             f"one rank (schedule: {schedule.name})"
         )
-    expected = {holds_rows: expected_passes(schedule, holds_rows) for holds_rows in (False, True)}
-    demanded = {holds_rows: set(passes) for holds_rows, passes in expected.items()}
-    own_choice = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) - VOCABULARY_KINDS
+    own_choice = schedule.kinds - BASE_KINDS - OFFLOAD_KINDS - VOCABULARY_KINDS
+    expected: dict[tuple[bool, tuple[int, ...]], tuple[list[Pass], set[Pass]]] = {}
+
+    def is_optional(step: Pass) -> bool:
+        chunks = schedule.chunks if step.kind.per_chunk else 1
+        return step.kind in own_choice and step.chunk < chunks and step.microbatch < schedule.microbatches
+
     for rank, order in enumerate(schedule.ranks):
-        holds_rows = rank in schedule.vocab_ranks
-        passes, each_once = expected[holds_rows], demanded[holds_rows]
+        offloaded = tuple(chunk for each, chunk in schedule.offloaded if each == rank and chunk < schedule.chunks)
+        alike = rank in schedule.vocab_ranks, offloaded
+        if alike not in expected:
+            passes = expected_passes(schedule, *alike)
+            expected[alike] = passes, set(passes)
+        passes, each_once = expected[alike]
         if len(order) == len(passes) and set(order) == each_once:
             continue
-        found = Counter(order)
-        known, optional = set(each_once), set()
-        for step in found:
-            if step.kind is PassKind.BW:
-                halves = {step._replace(kind=kind) for kind in (PassKind.B, PassKind.W)} & each_once
-                known -= halves
-                optional |= {step} if halves else set()
-            elif step.kind in own_choice and step.chunk in range(schedule.chunks if step.kind.per_chunk else 1):
-                optional |= {step} if step.microbatch in range(schedule.microbatches) else set()
+        found: Counter[Pass] = Counter()
+        for step in order:
+            halves = [step._replace(kind=kind) for kind in (PassKind.B, PassKind.W)]
+            found.update([each for each in halves if step.kind is PassKind.BW and each in each_once] or [step])
         defects = {
-            "lacks": [step for step in passes if step in known and step not in found],
+            "lacks": [step for step in passes if step not in found],
             "repeats": [step for step in found if found[step] > 1],
-            "must not list": [step for step in found if step not in known and step not in optional],
+            "must not list": [step for step in found if step not in each_once and not is_optional(step)],
         }
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
-    _check_offloaded(schedule)
+    for rank, back in returning_at_once(schedule):
+        raise ScheduleError(
+            f"rank {rank} has no pass between {back._replace(kind=PassKind.O)} and {back} ({schedule.name}, "
+            f"{schedule.vocab}): do not offload this chunk on this rank"
+        )
 
 
-def _check_offloaded(schedule: Schedule) -> None:
-    """Raise ScheduleError if an offloaded chunk lacks an O or R, or if a rank computes nothing between O and R."""
-    for rank, chunk in schedule.offloaded:
-        order = schedule.ranks[rank]
-        places: dict[PassKind, dict[int, int]] = {PassKind.O: {}, PassKind.R: {}}
-        for place, step in enumerate(order):
-            if step.kind in OFFLOAD_KINDS and step.chunk == chunk:
-                places[step.kind][step.microbatch] = place
-        lacking = [
-            Pass(kind, microbatch, chunk)
-            for microbatch in range(schedule.microbatches)
-            for kind, listed in places.items()
-            if microbatch not in listed
-        ]
-        if lacking:
-            raise ScheduleError(
-                f"rank {rank} offloads chunk {chunk} but lacks {_listed(lacking)} ({schedule.name}, {schedule.vocab}): "
-                "give every microbatch of the chunk an O and an R pass, or do not offload the chunk"
-            )
-        for microbatch, left in places[PassKind.O].items():
-            back = places[PassKind.R][microbatch]
-            if all(step.kind in OFFLOAD_KINDS for step in order[left:back]):
-                raise ScheduleError(
-                    f"rank {rank} has no pass between {Pass(PassKind.O, microbatch, chunk)} and "
-                    f"{Pass(PassKind.R, microbatch, chunk)} ({schedule.name}, {schedule.vocab}): do not offload this "
-                    "chunk on this rank"
-                )
+def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
+    """Return (rank, R) for every R that no computing pass separates from its O."""
+    found: list[tuple[int, Pass]] = []
+    if not schedule.offloaded:
+        return found
+    for rank, order in enumerate(schedule.ranks):
+        left: set[tuple[int, int]] = set()
+        for step in order:
+            key = step.chunk, step.microbatch
+            if step.kind is PassKind.O:
+                left.add(key)
+            elif step.kind is not PassKind.R:
+                left.clear()
+            elif key in left:
+                found.append((rank, step))
+    return found
 
 
 def _listed(steps: Sequence[Pass]) -> str:

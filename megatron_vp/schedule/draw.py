@@ -15,7 +15,7 @@ from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
 from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.timeline import Span, Timeline
+from megatron_vp.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,8 +46,8 @@ WIDEST = 16.0
 """Largest width of a picture in inches; viewers would scale down a wider one."""
 
 
-def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) -> str:
-    """Return metrics, a table with a line per rank, and a text chart, which shows `window` in `width` columns."""
+def to_text(timeline: Timeline, width: int = 100) -> str:
+    """Return metrics, a table with a line per rank, and a text chart in `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     on_host = "   activation in host memory" if schedule.offloaded else ""
@@ -64,13 +64,11 @@ def to_text(timeline: Timeline, width: int = 100, window: Span | None = None) ->
             f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
             f"{timeline.logits_in_flight[rank]:30d}" + (f"{timeline.peak_host[rank]:28.4g}" if on_host else "")
         )
-    first, last = window or (0.0, timeline.makespan)
-    column = (last - first) / width
+    column = timeline.makespan / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
-    shown = f"time {first:.6g} to {last:.6g}: " if window else ""
     legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
-    lines += ["", shown + legend]
-    middles = [first + (place + 0.5) * column for place in range(width)]
+    lines += ["", legend]
+    middles = [(place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
 
@@ -114,8 +112,8 @@ def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
     return "".join(cells)
 
 
-def to_picture(timeline: Timeline, file_format: str, window: Span | None = None) -> bytes:
-    """Draw the timeline, or the part of it in `window`, as `svg` or `png`.
+def to_picture(timeline: Timeline, file_format: str) -> bytes:
+    """Draw the timeline as `svg` or `png`.
 
     Each rank has a row of passes and, below it, a chart of the activations held. Passes that are wide enough show their
     microbatch. A line below the passes shows the rank's collectives, except those of zero duration.
@@ -124,8 +122,8 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
     from matplotlib.figure import Figure
 
     schedule = timeline.schedule
-    ranks, (first, last) = schedule.pipeline_size, window or (0.0, timeline.makespan or 1.0)
-    width = min(WIDEST, max(9.0, 0.13 * (last - first) / _typical_duration(timeline) + 2))
+    ranks, makespan = schedule.pipeline_size, timeline.makespan or 1.0
+    width = min(WIDEST, max(9.0, 0.13 * makespan / _typical_duration(timeline) + 2))
     # Equal schedules give equal files: an SVG file gets a fixed hash salt and no date. Text is stored as text, not
     # outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
@@ -137,12 +135,12 @@ def to_picture(timeline: Timeline, file_format: str, window: Span | None = None)
             for rank in operation.members(schedule.vocab_members) if end > start else ():
                 lines[operation.category, rank].append((start, end - start))
         for rank in range(ranks):
-            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / (last - first))
+            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
             for style, top, height in zip(COMMUNICATION, (0.575, 0.625), (0.045, 0.03), strict=False):
                 spans = lines.get((style.kind, rank), ())
                 axes.broken_barh(spans, (rank + top, height), facecolor=style.colour, linewidth=0)
             _draw_memory(axes, timeline, rank, peak)
-        axes.set_xlim(first, last)
+        axes.set_xlim(0.0, makespan)
         axes.set_ylim(ranks, -0.12)
         axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
         axes.tick_params(axis="y", length=0)

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
-from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.flex import fitted
 from megatron_vp.schedule.formats import from_text
@@ -242,30 +242,16 @@ def generate(
     microbatches: int,
     *,
     vocab: VocabMethod | str = VocabMethod.NONE,
-    chunks: int | None = None,
-    costs: Costs | None = None,
-    vocab_ranks: Iterable[int] | None = None,
-    further_orders: bool = True,
-    offload_chunks: int = 0,
     activation_limit: float | None = None,
+    **more: Any,
 ) -> Schedule:
-    """Generate a schedule of the family or file called `name`; see `ScheduleRequest` for the other arguments.
+    """Generate a schedule of the family or file called `name`; `more` are the other arguments of `ScheduleRequest.of`.
 
     `activation_limit` is the memory limit of a flexible family, in units of one microbatch's activations on a rank.
     Raises UserError for an unknown family or vocabulary method, and in the cases listed by `ScheduleRequest` and
     `fitted`.
     """
-    request = ScheduleRequest.of(
-        family(name),
-        pipeline_size,
-        microbatches,
-        method=VocabMethod(vocab),
-        chunks=chunks,
-        costs=costs,
-        vocab_ranks=vocab_ranks,
-        further_orders=further_orders,
-        offload_chunks=offload_chunks,
-    )
+    request = ScheduleRequest.of(family(name), pipeline_size, microbatches, method=VocabMethod(vocab), **more)
     if activation_limit is not None:
         request = replace(request, family=fitted(request, activation_limit))
     return request.schedule()

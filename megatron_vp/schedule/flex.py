@@ -17,7 +17,7 @@ from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.generators.v_shapes import Shape
 from megatron_vp.schedule.graph import Graph
-from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.reorder import first_makespan, linked_graph
@@ -108,7 +108,7 @@ class _Generated:
 
     def __init__(self, request: ScheduleRequest) -> None:
         schedule = request.schedule()
-        self.family, self.peak = request.family, _fullest(schedule)
+        self.family, self.peak = request.family, max(peaks(schedule, Held.ACTIVATIONS))
         self.makespan = simulate(schedule, request.costs).makespan
 
 
@@ -134,7 +134,7 @@ class _Search:
 
     def peak(self, shape: Shape) -> int:
         """Largest number of chunk activations on a rank in the sample, if passes run in the building block's order."""
-        return _fullest(self.placed(str(shape)))
+        return max(peaks(self.placed(str(shape)), Held.ACTIVATIONS))
 
     def _placed(self, shape: str) -> Schedule:
         return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
@@ -168,7 +168,3 @@ class _Search:
                     break
                 found.append(Shape(slack, gap))
         return sorted(shape for shape in found if self.peak(shape) <= self.most)
-
-
-def _fullest(schedule: Schedule) -> int:
-    return max(peak(order, Held.ACTIVATIONS) for order in schedule.ranks)

@@ -44,30 +44,27 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     return list(ends.items())
 
 
-def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each pass, how many pieces of memory of the kind `held` it allocates at its start, and how many it frees at
-    its end.
-    """
+def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """For each pass, how many pieces of memory of the kind `held` are in use during the pass and after it."""
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
         given[last] += 1
-    return list(zip(taken, given, strict=True))
-
-
-def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each pass, how many pieces of memory of the kind `held` are in use during the pass and after it."""
     found, level = [], 0
-    for taken, given in changes(order, held):
-        during = level + taken
-        level = during - given
-        found.append((during, level))
+    for more, less in zip(taken, given, strict=True):
+        found.append((level + more, level + more - less))
+        level += more - less
     return found
 
 
 def peak(order: Sequence[Pass], held: Held) -> int:
     """The largest number of pieces of memory of the kind `held` that are in use at the same time."""
     return max((during for during, _ in levels(order, held)), default=0)
+
+
+def peaks(schedule: Schedule, held: Held) -> tuple[int, ...]:
+    """The `peak` of every rank."""
+    return tuple(peak(order, held) for order in schedule.ranks)
 
 
 def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:

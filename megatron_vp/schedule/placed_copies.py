@@ -18,7 +18,7 @@ from statistics import fmean
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
+from megatron_vp.schedule.dependencies import OFFLOAD_KINDS, returning_at_once
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.transfers import Copy
@@ -73,24 +73,6 @@ def check_offloaded(schedule: Schedule) -> None:
             "has a backward that starts before its activations could go to the host and come back; use more pipeline "
             "ranks or another schedule, or leave --offload-chunks out"
         )
-
-
-def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Return (rank, R) for every R that no computing pass separates from its O."""
-    found: list[tuple[int, Pass]] = []
-    if not schedule.offloaded:
-        return found
-    for rank, order in enumerate(schedule.ranks):
-        left: set[Key] = set()
-        for step in order:
-            key = step.chunk, step.microbatch
-            if step.kind is PassKind.O:
-                left.add(key)
-            elif step.kind is not PassKind.R:
-                left.clear()
-            elif key in left:
-                found.append((rank, step))
-    return found
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:

@@ -8,14 +8,15 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
+from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Step
-from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
-from megatron_vp.schedule.placed_copies import computed_between, first_microbatches, offload, returning_at_once
+from megatron_vp.schedule.placed_copies import computed_between, first_microbatches, offload
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
 from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
@@ -111,19 +112,15 @@ class ScheduleRequest:
         if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        if self.family.order is not None or self.family.keeps_order:
+        if self.family.order is not None:
             return nominal.schedule
         return self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
         """The memory limits of the search for shorter orders, which starts from the schedule `nominal`."""
-
-        def peaks(held: Held) -> tuple[int, ...]:
-            return tuple(peak(order, held) for order in nominal.ranks)
-
         if not nominal.offloaded and self.family.limit is None:
             return MemoryLimits(self.promised_peaks)
-        device = peaks(Held.ACTIVATIONS)
+        device = peaks(nominal, Held.ACTIVATIONS)
         # A flexible family is limited to the peak of its nominal order. The search does not use all of
         # --activation-limit, because it can find a slower schedule under a higher limit.
         most = self.promised_peaks if self.family.limit is None else (max(device),) * self.pipeline_size
@@ -134,7 +131,7 @@ class ScheduleRequest:
         # limit in `most`. In host memory, it may hold the activations of one more F than in the nominal order.
         return MemoryLimits(
             tuple(max(own, min(max(device), bound)) for own, bound in zip(device, most, strict=True)),
-            host=tuple(each + 1 for each in peaks(Held.HOST_ACTIVATIONS)),
+            host=tuple(each + 1 for each in peaks(nominal, Held.HOST_ACTIVATIONS)),
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:

@@ -10,7 +10,7 @@ from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Step
-from megatron_vp.schedule.ledger import activation_levels, peak
+from megatron_vp.schedule.ledger import activation_levels, peaks
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
@@ -67,15 +67,15 @@ class Timeline:
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
         """Peak activations of each rank; the unit is the activations of one microbatch in all chunks of the rank."""
-        return tuple(peak(order, Held.ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
+        return tuple(most / self.schedule.chunks for most in peaks(self.schedule, Held.ACTIVATIONS))
 
     @cached_property
     def peak_host(self) -> tuple[float, ...]:
         """Peak of each rank's activations in host memory, in the unit of `peak_activation`."""
-        return tuple(peak(order, Held.HOST_ACTIVATIONS) / self.schedule.chunks for order in self.schedule.ranks)
+        return tuple(most / self.schedule.chunks for most in peaks(self.schedule, Held.HOST_ACTIVATIONS))
 
     @cached_property
-    def copy_waits(self) -> tuple[tuple[float, float, float], ...]:
+    def copy_waits(self) -> tuple[tuple[float, ...], ...]:
         """For each rank, the total time for which passes wait only for copies, in three parts: passes O, backwards, and
         other passes.
 
@@ -85,16 +85,15 @@ class Timeline:
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
         waits = []
         for steps, order in zip(self.schedule.ranks, graph.numbers(self.schedule.ranks), strict=True):
-            out = back = other = 0.0
+            waited = [0.0, 0.0, 0.0]
             for step, number in zip(steps, order, strict=True):
                 needed = graph.predecessors[number]
                 if any(is_copy[before] for before in needed):
                     since = max((end[before] for before in needed if not is_copy[before]), default=0.0)
                     wait = max(0.0, start[number] - since)
-                    out += wait if step.kind is PassKind.O else 0.0
-                    back += wait if step.kind in (PassKind.B, PassKind.BW) else 0.0
-                    other += wait if step.kind not in (PassKind.O, PassKind.B, PassKind.BW) else 0.0
-            waits.append((out, back, other))
+                    part = 0 if step.kind is PassKind.O else 1 if step.kind in (PassKind.B, PassKind.BW) else 2
+                    waited[part] += wait
+            waits.append(tuple(waited))
         return tuple(waits)
 
     def held(self, rank: int, held: Held) -> list[tuple[float, float]]:
@@ -112,7 +111,7 @@ class Timeline:
     @cached_property
     def logits_in_flight(self) -> tuple[int, ...]:
         """Largest number of microbatches that are between the start of S and the end of T, for each rank."""
-        return tuple(peak(order, Held.LOGITS) for order in self.schedule.ranks)
+        return peaks(self.schedule, Held.LOGITS)
 
 
 class Simulator:

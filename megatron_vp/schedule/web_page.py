@@ -12,19 +12,18 @@ from megatron_vp.schedule import draw
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass
-from megatron_vp.schedule.timeline import Span, Timeline, rounded
+from megatron_vp.schedule.timeline import Timeline, rounded
 
 
-def to_html(timelines: Sequence[Timeline], window: Span | None = None) -> str:
-    """Make the page. All timelines share a time axis, which initially shows `window` (start, end) or everything."""
+def to_html(timelines: Sequence[Timeline]) -> str:
+    """Make the page. All timelines share a time axis."""
     styles = [*draw.styles(timelines), draw.Style("", 0, draw.HELD, "activations held on the device")]
     if any(timeline.schedule.offloaded for timeline in timelines):
         styles.append(draw.Style("", 0, draw.COPIES, "activations in host memory"))
     places: dict[tuple[str, int], int] = {style[:2]: place for place, style in enumerate(styles)}
-    start, end = window or (0.0, max(timeline.makespan for timeline in timelines))
     page = {
-        "from": start,
-        "until": end if end > start else start + 1,
+        "from": 0.0,
+        "until": max(timeline.makespan for timeline in timelines) or 1,
         "peak": max(max(*each.peak_activation, *each.peak_host) for each in timelines),
         "host_colour": draw.COPIES,
         "styles": [style._asdict() for style in styles],

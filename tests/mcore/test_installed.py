@@ -248,27 +248,40 @@ def answered(capsys, monkeypatch):
 
 EXPERTS = ("--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear")
 GROWING = ("--config", "tests/mcore/configs/no_batch.yaml", "--step-batch-size-schedule", "0:8 800:16")
-INSTANCES = (
-    "--use-distributed-optimizer",
-    "--num-distributed-optimizer-instances=2",
-    "--pipeline-model-parallel-size=4",
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--async-save", "--use-persistent-ckpt-worker"), "--async-save needs the package nvidia-resiliency-ext"),
+        (
+            (
+                "--use-distributed-optimizer",
+                "--num-distributed-optimizer-instances=2",
+                "--pipeline-model-parallel-size=4",
+            ),
+            "einops, which is not installed",
+        ),
+        (("--optimizer", "muon"), "emerging-optimizers, which is not installed"),
+    ],
+    ids=str,
 )
+def test_a_package_that_an_option_needs_is_missed_here_and_expected_on_other_nodes(
+    answered, separately, tmp_path, words, said
+):
+    job = (CONFIGS[0], f"--save={tmp_path}", f"--load={tmp_path}", *words)
+    status, printed, errors = answered(*job, "--nodes", "te=no")
+    assert status == 0 and printed.startswith("ok: 8 ranks = "), errors
+    status, printed, errors = answered(*job, "--cpu")
+    assert (status, printed) == (2, "") and said in errors
 
 
 @pytest.mark.parametrize(
     ("words", "good", "bad", "said"),
     [
-        (
-            ("--async-save", "--use-persistent-ckpt-worker"),
-            "nvrx=yes",
-            "nvrx=no",
-            "--async-save needs the package nvidia-resiliency-ext",
-        ),
         (EXPERTS, "te=2.17.1,cc=8.0", "te=2.17.1,cc=7.0", "compute capability"),
-        (INSTANCES, "te=no,einops=yes", "te=no,einops=no", "einops, which is not installed"),
-        (("--optimizer", "muon"), "emerging=yes", "emerging=no", "emerging-optimizers, which is not installed"),
         ((), "cc=9.0", "cc=ninety", "cc=ninety cannot be parsed: use a compute capability such as cc=9.0"),
-        ((), "einops=no", "einops=maybe", "einops=maybe cannot be parsed: use einops=yes or einops=no"),
+        ((), "apex=no", "apex=maybe", "apex=maybe cannot be parsed: use apex=yes or apex=no"),
         ((), "te=no", "4", "--nodes: 4 cannot be parsed: use te=2.17.1 or te=no, "),
     ],
     ids=str,

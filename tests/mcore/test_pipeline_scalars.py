@@ -12,10 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_vp.mcore.reports import pipeline_scalars
 from megatron_vp.runtime import launcher_store
-from megatron_vp.runtime.launcher_store import Notes
-from megatron_vp.runtime.recorder import Recorder, Span
-from megatron_vp.schedule.instructions import Run
-from megatron_vp.schedule.passes import Pass, PassKind
 from megatron_vp.trace.figures import RankFigures, scalars
 from megatron_vp.trace.two_runs import read_losses
 from tests.harness.ranks import ROOT, run_ranks_to_their_end
@@ -85,40 +81,6 @@ def test_the_curves_are_those_of_all_ranks():
     assert set(scalars([RankFigures(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)])) == ALWAYS
 
 
-class Device:
-    """The clock of a device that has finished nothing until the host waits for it."""
-
-    error, drained = 0, False
-
-    def mark(self):
-        return None
-
-    def passed(self, mark):
-        return self.drained
-
-    def drain(self):
-        self.drained = True
-
-    def span(self, work, start, end, issued):
-        assert self.drained, "an event was read before the device had passed it"
-        return Span(work, 0, 1_000_000_000, 1.0, issued)
-
-
-def test_a_device_that_is_still_busy_is_awaited_in_the_last_iteration_alone(monkeypatch):
-    """Without clipping and checks, nothing else has made the host wait."""
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
-    recorder = Recorder(torch.device("cpu"), lean=True)
-    recorder._clock = Device()
-    with recorder.watch(Run(Pass(PassKind.F, 0, 0))):
-        pass
-    pipeline_scalars.keep(1, recorder)
-    pipeline_scalars.publish(0, at_last=False)
-    assert not recorder._clock.drained and not Notes("scalars/1").read([0])
-    pipeline_scalars.publish(0, at_last=True)
-    assert json.loads(Notes("scalars/1").read([0])[0])["busy"] == 1e3
-
-
 def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys):
     store = torch.distributed.HashStore()
     args = SimpleNamespace(
@@ -126,8 +88,6 @@ def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys
     )
     monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
     monkeypatch.setattr(pipeline_scalars, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(pipeline_scalars.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(pipeline_scalars, "_due", [])
     monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
     [patch] = pipeline_scalars.PATCHES
     assert patch.make(lambda *given, **named: True)({}, {}, 0.1, 1) is True

@@ -25,8 +25,8 @@ from megatron_vp.schedule import (
     to_json,
     validate,
 )
+from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.families import family_of_text
-from megatron_vp.schedule.placed_copies import returning_at_once
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 NAMES = ("gis", "gis-h", "po")
@@ -274,7 +274,7 @@ def test_activations_that_come_back_behind_their_backward_are_refused(some):
 
 @pytest.mark.parametrize("kind", ["O", "R"])
 def test_a_file_with_incomplete_copies_is_refused(some, kind):
-    with pytest.raises(ScheduleError, match=f"rank 0 offloads chunk 0 but lacks {kind}1 .*give every microbatch"):
+    with pytest.raises(ScheduleError, match=f"rank 0 lacks {kind}1 "):
         validate(edited(some, lambda order: order.pop(find(order, kind, 1))))
 
 

@@ -81,11 +81,6 @@ def test_a_name_to_compare_with_gets_the_same_vocabulary_method(tmp_path):
         assert f"vocabulary {other}:" in shown
 
 
-def test_a_window_is_what_is_shown_first():
-    page = data(run("1f1b", "-p", 3, "-m", 4, "--format", "html", "--from-time", 2, "--until", 7).stdout)
-    assert (page["from"], page["until"]) == (2, 7)
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")
 def test_a_browser_shows_passes_and_tells_what_they_wait_for(tmp_path):
     (tmp_path / "page.html").write_text(to_html([OFFLOADED, PLAIN]))

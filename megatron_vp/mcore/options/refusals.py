@@ -27,7 +27,7 @@ from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
-from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.settled import run_settings, words
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 from megatron_vp.trace.rank_files import path_of
@@ -271,7 +271,7 @@ def _chunks_differ(a: Arguments) -> bool:
 
 def _properties(a: Arguments) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
-    settings, here = run_settings(a), installed()
+    settings = run_settings(a)
     return {
         UNREAD: True,
         "any run": True,
@@ -288,9 +288,9 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "V without shards": settings.last_stage_elsewhere and not a.vocab_parallel,
         "vocabulary passes": VocabMethod.NONE not in settings.family.methods,
         "pattern without heads": a.vocab_parallel and "/" not in (a.hybrid_layer_pattern or "/"),
-        "no emerging-optimizers": not here.emerging_optimizers,
-        "no einops": not here.einops,
-        "no datasets": not here.datasets,
+        "no emerging-optimizers": lacks("emerging_optimizers"),
+        "no einops": lacks("einops"),
+        "no datasets": lacks("datasets"),
     }
 
 

@@ -22,12 +22,10 @@ INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,c
 _ENGINE, _APEX = "transformer_engine", "apex"
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
-_PACKAGES = {"einops": "einops", "nvrx": "nvrx", "emerging": "emerging_optimizers", "datasets": "datasets"}
-"""The names of packages in `--nodes`, and the fields of `Installed` that they set."""
 _IN_NODES = {
     "te": (r"no|\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?", "te=2.17.1 or te=no"),
     "cc": (r"\d{1,2}\.\d", "a compute capability such as cc=9.0"),
-    **{name: ("yes|no", f"{name}=yes or {name}=no") for name in ("apex", *_PACKAGES)},
+    "apex": ("yes|no", "apex=yes or apex=no"),
 }
 """The entries of `--nodes`: the values that they may have, and examples."""
 _NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
@@ -49,14 +47,6 @@ class Installed:
     """Whether Apex is installed with its norms and its optimizer."""
     apex_fault: str | None = None
     """The reason why Megatron must not use the installed package `apex`."""
-    datasets: bool = False
-    """Whether `datasets` is installed, which Megatron needs to read conversations for --sft."""
-    einops: bool = False
-    """Whether `einops` is installed, which Megatron needs for several instances of the distributed optimizer."""
-    emerging_optimizers: bool = False
-    """Whether `emerging_optimizers` is installed, which provides Muon and similar optimizers."""
-    nvrx: bool = False
-    """Whether `nvidia_resiliency_ext` is installed, which --async-save uses by default to write checkpoints."""
     capability: tuple[int, int] | None = None
     """The compute capability that --nodes gives for the GPUs; None if it gives none."""
 
@@ -72,6 +62,11 @@ def installed() -> Installed:
     return here() if of_nodes is None else of_nodes
 
 
+def lacks(module: str) -> bool:
+    """Whether the job will not find a package. A job's other nodes are expected to have it."""
+    return of_nodes is None and not _is_there(module)
+
+
 def here() -> Installed:
     """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway."""
     engine, engine_fault = _engine()
@@ -83,10 +78,6 @@ def here() -> Installed:
         apex_softmax=all(map(_is_there, _SOFTMAX)),
         apex=_is_there(_APEX) and apex_fault is None,
         apex_fault=apex_fault,
-        datasets=_is_there("datasets"),
-        einops=_is_there("einops"),
-        emerging_optimizers=_is_there("emerging_optimizers"),
-        nvrx=_is_there("nvidia_resiliency_ext"),
     )
 
 
@@ -119,8 +110,7 @@ def _hide(package: str, reason: str) -> None:
 
 
 def from_text(text: str) -> Installed:
-    """Parse `--nodes "te=VERSION|no,apex=yes|no,PACKAGE=yes|no,cc=X.Y"`, which describes a job's nodes. PACKAGE is a
-    name in `_PACKAGES`.
+    """Parse `--nodes "te=VERSION|no,apex=yes|no,cc=X.Y"`, which describes a job's nodes.
 
     Entries that are missing from the text take the values of this machine. Raises UserError.
     """
@@ -129,7 +119,7 @@ def from_text(text: str) -> Installed:
         form, examples = _IN_NODES.get(name, ("", ", ".join(each for _, each in _IN_NODES.values())))
         if not (value and re.fullmatch(form, value)):
             raise UserError(f"--nodes: {name}{'=' * bool(value)}{value} cannot be parsed: use {examples}")
-    changed: dict[str, Any] = {_PACKAGES[name]: given[name] == "yes" for name in _PACKAGES if name in given}
+    changed: dict[str, Any] = {}
     if "te" in given:
         changed |= {"engine": None if given["te"] == "no" else given["te"], "engine_fault": None}
     if "apex" in given:

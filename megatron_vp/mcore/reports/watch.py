@@ -39,14 +39,15 @@ class Watch:
         in_flight: the largest number of microbatches whose activations this rank held at once.
         logits: the largest number of microbatches whose logits this rank held at once.
         """
-        if self.report or self.trace:
-            self.recorder.finish()
+        self.recorder.finish()
         if self.report:
             self.report.add(self.recorder, model, schedule.microbatches, in_flight, logits)
         if self.trace:
             self.trace.add(self.recorder, schedule)
         if self.iteration is not None:
-            pipeline_scalars.keep(self.iteration, self.recorder)
+            pipeline_scalars.leave(
+                parallel_state.get_pipeline_model_parallel_rank(), self.iteration, self.recorder.spans
+            )
 
 
 def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None:
@@ -76,4 +77,4 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
         return None
     if report:
         report.begin()
-    return Watch(Recorder(pipeline_device(), lean=not (report or trace)), report, trace, iteration)
+    return Watch(Recorder(pipeline_device()), report, trace, iteration)

@@ -21,7 +21,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.virtual_stages import chunks_asked
-from megatron_vp.mcore.platform.installed import installed
+from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
@@ -57,7 +57,7 @@ def check_checkpoint(args: Arguments) -> str | None:
     format are not checked. An empty directory is accepted if the run also saves to it. Raises UserError if the
     checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
     """
-    if args.async_save and args.async_strategy == "nvrx" and not installed().nvrx:
+    if args.async_save and args.async_strategy == "nvrx" and lacks("nvidia_resiliency_ext"):
         raise UserError(
             "--async-save needs the package nvidia-resiliency-ext, which is not installed: install it, or use "
             "Megatron's own writer with --async-strategy mcore"
