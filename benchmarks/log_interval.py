@@ -28,6 +28,7 @@ from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
 from megatron_vp.mcore.reports import pipeline_scalars
+from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
@@ -43,7 +44,9 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
     logged: list[dict[str, float]] = []
     took: dict[bool, list[float]] = {False: [], True: []}
     burnt: dict[bool, list[float]] = {False: [], True: []}
-    with device.serving(), mock.patch.object(pipeline_scalars, "_log", lambda values, _: logged.append(values)):
+    own_rank = mock.patch.object(pipeline_scalars.parallel_state, "get_pipeline_model_parallel_rank", lambda: rank)
+    logs = mock.patch.object(pipeline_scalars, "_log", lambda values, _: logged.append(values))
+    with device.serving(), own_rank, logs:
         for iteration in range(2 * options.iterations + 2):
             recorded = bool(iteration % 2)
             dist.barrier()
@@ -52,7 +55,7 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
             if recorder:
                 recorder.finish()
-                pipeline_scalars.leave(rank, iteration, recorder.spans)
+                PipelineScalars(argparse.Namespace(curr_iteration=iteration - 1)).add(recorder)
                 if rank == ranks - 1:
                     pipeline_scalars._write(iteration, ranks)
             burnt[recorded].append(time.process_time() - before)

@@ -1,4 +1,4 @@
-"""Collective operations of a pipeline's ranks, with one interface for NCCL and gloo.
+"""Collective operations of a pipeline's ranks, over NCCL or gloo.
 
 Every member of a group calls the same operations in the same order. An operation blocks until this rank's part is done:
 on CUDA it blocks the current stream, on CPU the calling thread. In this module, a rank is a position within a group,
@@ -7,7 +7,7 @@ and a group need not contain all ranks of the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -69,63 +69,15 @@ class NativeCommunicator(Communicator):
         rank = self._group.rank()
         if rank in sends:
             receives[rank].copy_(sends[rank])
-        self._transfer(sends, receives)
-
-    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send and receive tensors, which are keyed by peer, and wait for them; skip entries for this rank."""
         batch = [
             dist.P2POp(start, tensor, group=self._group, group_peer=peer)
             for start, tensors in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in tensors.items()
-            if peer != self._group.rank()
+            if peer != rank
         ]
         # PyTorch rejects an empty batch.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
-
-
-class MessageCommunicator(NativeCommunicator):
-    """Implements `Communicator` for gloo with point-to-point messages, because gloo's own collectives send more
-    messages for small tensors.
-    """
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """See `Communicator`."""
-        if self._group.rank() == root:
-            self._transfer(sends=dict.fromkeys(range(self._group.size()), tensor), receives={})
-        else:
-            self._transfer(sends={}, receives={root: tensor})
-
-    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        """See `Communicator`."""
-        self._gather(gathered, own, root=0)
-        self.broadcast(gathered, root=0)
-
-    def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """See `Communicator`; the sum is computed in rank order."""
-        is_root = self._group.rank() == root
-        parts = tensor.new_empty((self._group.size() if is_root else 0, *tensor.shape))
-        self._gather(parts, tensor, root)
-        if is_root:
-            torch.sum(parts, 0, out=tensor)
-
-    def _transfer(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        works = [
-            start(tensor, group=self._group, **{peer: rank})
-            for start, peer, tensors in ((dist.irecv, "group_src", receives), (dist.isend, "group_dst", sends))
-            for rank, tensor in tensors.items()
-            if rank != self._group.rank()
-        ]
-        for work in works:
-            assert work is not None  # `work` is None only on ranks outside the group.
-            work.wait()
-
-    def _gather(self, parts: torch.Tensor, own: torch.Tensor, root: int) -> None:
-        if self._group.rank() == root:
-            parts[root].copy_(own)
-            self._transfer(sends={}, receives=dict(enumerate(parts)))
-        else:
-            self._transfer(sends={root: own}, receives={})
 
 
 def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -138,7 +90,4 @@ def _rows_by_rank(tensor: torch.Tensor, counts: Sequence[int]) -> dict[int, torc
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """Return a communicator for the backend of `group`."""
-    backend = dist.get_backend(group)
-    if backend == "fake":
-        return Communicator()
-    return MessageCommunicator(group) if backend == "gloo" else NativeCommunicator(group)
+    return Communicator() if dist.get_backend(group) == "fake" else NativeCommunicator(group)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -53,7 +54,7 @@ class HostSlot:
 
     def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Split the slot into consecutive parts of the given sizes, in bytes."""
-        return [self.memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
+        return [self.memory[end - _padded(size) :][:size] for end, size in zip(_ends(sizes), sizes, strict=True)]
 
 
 class HostMemory:
@@ -81,7 +82,7 @@ class HostMemory:
         Forwards save different amounts if experts get different numbers of tokens. A chunk whose slots have all been
         made then gives up its smallest free slot for one with room to spare, so memory stays near what is needed.
         """
-        free, room = self._free[chunk], _room(sizes)
+        free, room = self._free[chunk], max(_ends(sizes), default=0)
         slot = min((each for each in free if each.size >= room), key=lambda each: each.size, default=None)
         if slot is not None:
             free.remove(slot)
@@ -142,13 +143,9 @@ def _unpin(slot: torch.Tensor) -> None:
     assert error == torch.cuda.cudart().cudaError.success, f"cannot unpin host memory: {error}"
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += -(-size // ALIGNMENT) * ALIGNMENT
-    return starts
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _room(sizes: Sequence[int]) -> int:
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(map(_padded, sizes)))

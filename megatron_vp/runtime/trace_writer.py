@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,9 +91,10 @@ class PipelineTrace:
     ) -> None:
         self._folder, self._iterations, self._partition = folder, iterations, partition
         self._pipeline, self._rank, self._ranks = pipeline, rank, ranks
-        self._iteration = 0
+        self._iteration, self._clock_error = 0, 0.0
         self._alignments: list[Alignment] = []
-        self._trace: RankTrace | None = None
+        self._microbatches: dict[int, int] = {}
+        self._spans: list[TracedSpan] = []
 
     def begin(self) -> bool:
         """Count an iteration. If it is traced, compare the ranks' clocks and return True. Otherwise return False."""
@@ -104,29 +104,25 @@ class PipelineTrace:
         self._alignments.append(align(self._pipeline, self._rank, self._ranks))
         return True
 
-    def add(self, recorder: Recorder, schedule: Schedule) -> None:
+    def add(self, recorder: Recorder, schedule: Schedule, *_unused: Any) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
         first, now = self._alignments[0], self._alignments[-1]
-        trace = self._trace or RankTrace(
+        shift = now.offset - first.origin
+        self._microbatches[self._iteration] = schedule.microbatches
+        self._clock_error = max(self._clock_error, (now.error + recorder.clock_error) / 1e6)
+        self._spans += traced_spans(recorder.spans, self._iteration, lambda nanoseconds: (nanoseconds + shift) / 1e6)
+        trace = RankTrace(
             run=str(first.wall),
             rank=self._rank,
             schedule=schedule.name,
             vocab=schedule.vocab.value,
             placement=schedule.placement.stage_of,
-            microbatches={},
-            clock_error=0.0,
-            spans=(),
+            microbatches=self._microbatches,
+            clock_error=self._clock_error,
+            spans=tuple(self._spans),
             partition=self._partition,
         )
-        shift = now.offset - first.origin
-        spans = traced_spans(recorder.spans, self._iteration, lambda nanoseconds: (nanoseconds + shift) / 1e6)
-        self._trace = replace(
-            trace,
-            microbatches={**trace.microbatches, self._iteration: schedule.microbatches},
-            clock_error=max(trace.clock_error, (now.error + recorder.clock_error) / 1e6),
-            spans=(*trace.spans, *spans),
-        )
-        write_report(path_of(self._folder, self._rank), self._trace.to_json(), "the pass trace")
+        write_report(path_of(self._folder, self._rank), trace.to_json(), "the pass trace")
 
 
 def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:

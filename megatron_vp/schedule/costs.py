@@ -149,10 +149,7 @@ class StageCosts:
     def check_size(self, name: str, ranks: int, chunks: int) -> None:
         """Raise UserError if a pass kind has the wrong number of durations for `ranks` ranks with `chunks` chunks."""
         for kind, values in self.named().items():
-            if PassKind(kind).per_chunk:
-                places, unit = ranks * chunks, "stages"
-            else:
-                places, unit = ranks, "ranks"
+            places, unit = (ranks * chunks, "stages") if PassKind(kind).per_chunk else (ranks, "ranks")
             if len(values) != places and (values or kind in _BY_STAGE):
                 raise UserError(
                     f"costs have {len(values)} durations of {kind}, but schedule {name} has {places} {unit}"
@@ -160,14 +157,13 @@ class StageCosts:
 
     def scaled(self, factor: float) -> StageCosts:
         """Multiply all durations by `factor`."""
-        passes = {kind: tuple(factor * value for value in values) for kind, values in self.named().items()}
-        return StageCosts(
-            **{kind: passes.pop(kind) for kind in PASSES},
-            other=passes,
-            messages={name: factor * value for name, value in self.messages.items()},
-            collectives={kind: factor * value for kind, value in self.collectives.items()},
-            copies={copy: factor * value for copy, value in self.copies.items()},
-        )
+
+        def times(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: times(each) for key, each in value.items()}
+            return tuple(map(times, value)) if isinstance(value, tuple) else factor * value
+
+        return StageCosts(**{entry.name: times(getattr(self, entry.name)) for entry in fields(self)})
 
     def evened(self) -> StageCosts:
         """These costs with each stage's F, B and W replaced by their mean; messages and collectives take no time."""

@@ -50,20 +50,20 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     """Return metrics, a table with a line per rank, and a text chart in `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    on_host = "   activation in host memory" if schedule.offloaded else ""
+    rows = [
+        ["rank", "busy", "bubble %", "peak activation", "microbatches between S and T", "activation in host memory"]
+    ]
+    for rank, busy in enumerate(timeline.busy):
+        idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
+        peaks = f"{timeline.peak_activation[rank]:.4g}", f"{timeline.logits_in_flight[rank]}"
+        rows.append([f"{rank}", f"{busy:.6g}", f"{idle:.2f}", *peaks, f"{timeline.peak_host[rank]:.4g}"])
     lines = [
         f"schedule {title(schedule)}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
-        f"rank   busy   bubble %   peak activation   microbatches between S and T{on_host}",
+        *aligned([row[: 6 if schedule.offloaded else 5] for row in rows]),
     ]
-    for rank, busy in enumerate(timeline.busy):
-        idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
-        lines.append(
-            f"{rank:4d} {busy:6.6g} {idle:10.2f} {timeline.peak_activation[rank]:17.4g} "
-            f"{timeline.logits_in_flight[rank]:30d}" + (f"{timeline.peak_host[rank]:28.4g}" if on_host else "")
-        )
     column = timeline.makespan / width
     marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
     legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
@@ -71,6 +71,19 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     middles = [(place + 0.5) * column for place in range(width)]
     lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["   ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def saved(figure: Figure, file_format: str = "png") -> bytes:
+    """A picture in a file's format; equal pictures give equal SVG files, which get no date."""
+    out = io.BytesIO()
+    figure.savefig(out, format=file_format, dpi=150, metadata={"Date": None} if file_format == "svg" else None)
+    return out.getvalue()
 
 
 def figures(timeline: Timeline) -> str:
@@ -124,8 +137,7 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
     schedule = timeline.schedule
     ranks, makespan = schedule.pipeline_size, timeline.makespan or 1.0
     width = min(WIDEST, max(9.0, 0.13 * makespan / _typical_duration(timeline) + 2))
-    # Equal schedules give equal files: an SVG file gets a fixed hash salt and no date. Text is stored as text, not
-    # outlines.
+    # Equal schedules give equal files, so an SVG file gets a fixed hash salt. Text is stored as text, not outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
         axes = figure.add_subplot()
@@ -150,9 +162,7 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
         timed = {category for category, _ in lines}
         _add_legend(figure, [each for each in styles([timeline]) if each.kind in PassKind or each.kind in timed], width)
-        out = io.BytesIO()
-        figure.savefig(out, format=file_format, dpi=160, metadata={"Date": None} if file_format == "svg" else None)
-    return out.getvalue()
+        return saved(figure, file_format)
 
 
 def _typical_duration(timeline: Timeline) -> float:

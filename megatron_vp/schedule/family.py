@@ -38,8 +38,10 @@ class Family:
     peak_formula: str
     """the peak of rank r as a formula in p, r and v (see `Peak`), in units of one microbatch's activations on a rank"""
     block: Block | None = None
-    """the building block, into which vocabulary passes are inserted; a search then reorders the passes for the real
-    costs, within `promised_peak`
+    """the building block, into which vocabulary passes are inserted"""
+    keeps_order: bool = False
+    """whether the block's order is used, whatever the costs are; otherwise a search changes the order to reduce the
+    makespan for the real costs, within `promised_peak`
     """
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""

@@ -44,14 +44,21 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     return list(ends.items())
 
 
-def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
-    """For each pass, how many pieces of memory of the kind `held` are in use during the pass and after it."""
+def changes(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """For each pass, how many pieces of memory of the kind `held` it allocates at its start, and how many it frees at
+    its end.
+    """
     taken, given = [0] * len(order), [0] * len(order)
     for first, last in lives(order, held):
         taken[first] += 1
         given[last] += 1
+    return list(zip(taken, given, strict=True))
+
+
+def levels(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
+    """For each pass, how many pieces of memory of the kind `held` are in use during the pass and after it."""
     found, level = [], 0
-    for more, less in zip(taken, given, strict=True):
+    for more, less in changes(order, held):
         found.append((level + more, level + more - less))
         level += more - less
     return found

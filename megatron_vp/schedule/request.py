@@ -112,7 +112,7 @@ class ScheduleRequest:
         if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        if self.family.order is not None:
+        if self.family.order is not None or self.family.keeps_order:
             return nominal.schedule
         return self._tightened(nominal, self.limits(nominal.schedule))
 
@@ -223,15 +223,10 @@ class ScheduleRequest:
         if holders == every:
             return
         asked, name = f"vocabulary rows on ranks {_listed(holders)}", self.family.name
-        if self.family.fixed is not None:
+        if self.family.fixed is not None or not self.method.is_sharded:
             raise UserError(
-                f"{asked} cannot be used with the schedule in {name}, which has vocabulary passes on ranks "
-                f"{_listed(every)}; use these ranks or another file"
-            )
-        if not self.method.is_sharded:
-            why = "makes every rank compute part of the output layer" if every else "has no vocabulary passes"
-            raise UserError(
-                f"{asked} cannot be used with schedule {name} and vocab method {self.method}, because this method {why}"
+                f"{asked} cannot be used with schedule {name} and vocab method {self.method}, which have vocabulary "
+                f"passes on ranks {_listed(every)}; use these ranks, another schedule or another method"
             )
         if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
             raise UserError(

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.costs import StageCosts
+from megatron_vp.schedule.draw import aligned
 from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
@@ -20,6 +22,7 @@ from megatron_vp.schedule.transfers import Channel, CollectiveKind
 from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, TracedSpan
 
 VOCABULARY_KINDS = (PassKind.S, PassKind.T)
+_TIMED = ("F", "B", "W", "S", "T", "IF", "IB")
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,10 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
         seats = stages if kind.per_chunk else [(rank, 0) for rank in ranks]
         return tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)
 
+    passes: dict[str, Any] = {name: mean(PassKind(name)) for name in _TIMED}
     message = fmean(means.values()) if means else 0.0
     return StageCosts(
-        F=mean(PassKind.F),
-        B=mean(PassKind.B),
-        W=mean(PassKind.W),
-        S=mean(PassKind.S),
-        T=mean(PassKind.T),
-        IF=mean(PassKind.IF),
-        IB=mean(PassKind.IB),
+        **passes,
         messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
         collectives=means,
     )
@@ -232,24 +230,20 @@ def table(traces: Sequence[RankTrace], found: Figures) -> str:
     first = traces[0]
     counts = sorted(set(first.microbatches.values()))
     costs = found.costs.nominal(len(found.ranks))
-    names = ("F", "B", "W", "S", "T", "IF", "IB", "comm")
-    times = " ".join(f"{name}={getattr(costs, name):.4g}" for name in names)
+    times = " ".join(f"{name}={getattr(costs, name):.4g}" for name in (*_TIMED, "comm"))
+    rows = [["rank", "busy ms", "bubble %", "S+T % of busy", "waits ms", "collectives ms", "hidden %"]]
+    for rank, figure in enumerate(found.ranks):
+        idle, vocabulary = 100 - _percent(figure.busy, found.measured), _percent(figure.vocabulary, figure.busy)
+        hidden = _percent(figure.hidden, figure.communicating)
+        columns = (figure.busy, idle, vocabulary, figure.waiting, figure.communicating, hidden)
+        rows.append([str(rank), *(f"{column:.2f}" for column in columns)])
     lines = [
         f"schedule {first.schedule}, vocabulary {first.vocab}: {len(traces)} ranks, "
         f"{' or '.join(map(str, counts))} microbatches, iterations {', '.join(map(str, found.iterations))} of the job",
         f"mean times in ms: {times}",
         f"clocks of the ranks agree within {found.clock_error:.3g} ms",
         "",
-        "rank   busy ms   bubble %   S+T % of busy   waits ms     collectives ms         hidden %",
-    ]
-    for rank, figure in enumerate(found.ranks):
-        hidden = _percent(figure.hidden, figure.communicating)
-        lines.append(
-            f"{rank:4d} {figure.busy:9.2f} {100 - _percent(figure.busy, found.measured):10.2f} "
-            f"{_percent(figure.vocabulary, figure.busy):15.2f} {figure.waiting:10.2f} {figure.communicating:18.2f} "
-            f"{hidden:16.2f}"
-        )
-    lines += [
+        *aligned(rows),
         "",
         f"iteration: {found.measured:.2f} ms measured, {found.predicted:.2f} ms predicted from these pass times "
         f"(measured / predicted {found.measured / found.predicted:.3f})",

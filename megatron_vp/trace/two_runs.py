@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError, printable
 from megatron_vp.files import MIB, read_text
+from megatron_vp.schedule.draw import aligned
 from megatron_vp.trace.rank_reports import RankReport, read_reports
 
 LOG_SUFFIXES = (".txt", ".log", ".out")
@@ -205,9 +206,7 @@ def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
     rows = [["rank", *(title for title, _ in columns)]]
     for number, pair in enumerate(zip(plain.ranks, split.ranks, strict=True)):
         rows.append([str(number), *(" | ".join(map(show, pair)) for _, show in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return lines if measured else [*lines, "peak memory: measured only on GPUs"]
+    return [*aligned(rows), *([] if measured else ["peak memory: measured only on GPUs"])]
 
 
 def _seconds(seconds: float) -> str:

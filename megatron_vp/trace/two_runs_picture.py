@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
+from megatron_vp.schedule.draw import saved
 from megatron_vp.trace.two_runs import TwoRuns
 
 
@@ -38,6 +37,4 @@ def picture(runs: TwoRuns) -> bytes:
     bars.set_ylabel("seconds per iteration")
     bars.set_ylim(0, 1.3 * max(run.iteration_seconds for run in (runs.plain, runs.split)))
     bars.legend(ncols=2, fontsize="x-small", loc="upper center")
-    file = io.BytesIO()
-    figure.savefig(file, dpi=150, format="png")
-    return file.getvalue()
+    return saved(figure)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime import groups, links, pipeline
-from megatron_vp.runtime.communicator import MessageCommunicator
+from megatron_vp.runtime.communicator import NativeCommunicator
 
 
 class HostFlag:
@@ -196,7 +196,7 @@ class StagedCommunicator:
     """A `Communicator` for tensors of any device over gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._over_gloo = MessageCommunicator(group)
+        self._over_gloo = NativeCommunicator(group)
         self._lane = Lane()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

@@ -178,7 +178,7 @@ def _long_run(rank, world_size, folder, iterations):
             with recorder.span(Run(Pass(PassKind.F, 0))):
                 pass
             recorder.finish()
-            report.add(recorder, [torch.nn.Linear(2, 3)], microbatches, 1.0, 0)
+            report.add(recorder, SimpleNamespace(microbatches=microbatches), [torch.nn.Linear(2, 3)], 1.0, 0)
 
 
 def test_the_report_of_a_long_run_holds_its_last_iterations(tmp_path):

@@ -1,4 +1,4 @@
-"""Test that both communicators, messages and the backend's collectives (used with NCCL), move the same values."""
+"""Test that a communicator moves the values that its operations name."""
 
 import random
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vp.runtime.communicator import MessageCommunicator, NativeCommunicator
+from megatron_vp.runtime.communicator import NativeCommunicator
 from tests.harness.ranks import process_group, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -15,9 +15,9 @@ COUNTS = [[1, 2, 0], [0, 0, 3], [2, 0, 0]]
 
 
 def operations(process, processes, dtype):
-    """Of every communicator and root, what each operation left on this rank, where it leaves something.
+    """Of every root, what each operation left on this rank, where it leaves something.
 
-    Process 0 is not a member, so a rank of the communicators is not that of its process.
+    Process 0 is not a member, so a rank of the communicator is not that of its process.
     """
     import torch.distributed as dist
 
@@ -25,11 +25,9 @@ def operations(process, processes, dtype):
         rank, world = process - 1, processes - 1
         own = torch.arange(12, dtype=dtype).view(3, 4) + 100 * rank
         results = {}
-        for kind in (MessageCommunicator, NativeCommunicator):
-            group = dist.new_group(list(range(1, processes)))
-            if not process:
-                continue
-            communicator = kind(group)
+        group = dist.new_group(list(range(1, processes)))
+        if process:
+            communicator = NativeCommunicator(group)
             for root in range(world):
                 broadcast, reduced = own.clone(), own.clone()
                 gathered = own.new_zeros((world, *own.shape))
@@ -37,12 +35,12 @@ def operations(process, processes, dtype):
                 communicator.all_gather(gathered, own)
                 communicator.reduce(reduced, root)
                 found = [broadcast, gathered] + [reduced] * (rank == root)
-                results[kind.__name__, root] = [tensor.tolist() for tensor in found]
+                results[root] = [tensor.tolist() for tensor in found]
             incoming = [counts[rank] for counts in COUNTS]
             received = own.new_zeros((sum(incoming), 2))
             sent = own.view(-1, 2)[: sum(COUNTS[rank])]
             communicator.exchange(received, sent, incoming, COUNTS[rank])
-            results[kind.__name__, "exchange"] = received.tolist()
+            results["exchange"] = received.tolist()
         dist.barrier()
         return results
 
@@ -53,16 +51,15 @@ def found():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["MessageCommunicator", "NativeCommunicator"])
-def test_every_operation_moves_what_it_says(kind, dtype, found):
+def test_every_operation_moves_what_it_says(dtype, found):
     own = [torch.arange(12, dtype=dtype).view(3, 4) + 100 * rank for rank in range(3)]
     rows = [each.view(-1, 2)[: sum(counts)].split(counts) for each, counts in zip(own, COUNTS, strict=True)]
     for rank in range(3):
         for root in range(3):
             expected = [own[root], torch.stack(own)] + [torch.stack(own).sum(0)] * (rank == root)
-            assert found[dtype][rank][kind, root] == [tensor.tolist() for tensor in expected], (rank, root)
+            assert found[dtype][rank][root] == [tensor.tolist() for tensor in expected], (rank, root)
         exchanged = torch.cat([parts[rank] for parts in rows])
-        assert found[dtype][rank][kind, "exchange"] == exchanged.tolist(), rank
+        assert found[dtype][rank]["exchange"] == exchanged.tolist(), rank
 
 
 def random_counts(seed, ranks):

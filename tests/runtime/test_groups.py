@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_vp.runtime import groups
 from megatron_vp.runtime.groups import CTAS, PipelineGroups
+from megatron_vp.runtime.links import Links
 from megatron_vp.schedule import Channel, Placement, lower
 from megatron_vp.schedule.communicators import all_edges, communicators
 from tests.harness.ranks import RankError, run_ranks
@@ -27,18 +28,19 @@ def made_at_first_use(rank: int, world: int, schedule: str, method: str, early: 
     used = set()
 
     def waiting_for_the_peer(operation):
-        def start(tensor, *args, group=None, **kwargs):
+        def start(links, message, tensor):
+            group = links._group(message)
             if group not in used:
                 used.add(group)
                 print("waits for the peer", flush=True)
                 dist.barrier(group=group)
                 print("found the peer", flush=True)
-            return operation(tensor, *args, group=group, **kwargs)
+            return operation(links, message, tensor)
 
         return start
 
     with (
-        mock.patch.multiple(dist, **{name: waiting_for_the_peer(getattr(dist, name)) for name in ("isend", "irecv")}),
+        mock.patch.multiple(Links, send=waiting_for_the_peer(Links.send), receive=waiting_for_the_peer(Links.receive)),
         mock.patch.object(toy, "lower", lambda whole: with_early_receives(lower(whole)) if early else lower(whole)),
     ):
         return run_pipeline(rank, world, schedule, method, STEPS, False)

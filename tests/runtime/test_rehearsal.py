@@ -59,7 +59,7 @@ def used(rank: int, world: int, schedule: str, method: str) -> dict[str, object]
         checks[0],
         checks[1],
         mock.patch.object(Pipeline, "rehearse", rehearse),
-        watched(communicator.MessageCommunicator, "exchange", exchanged),
+        watched(communicator.NativeCommunicator, "exchange", exchanged),
         watched(Links, "send", lambda self, message, tensor: found["messages"].add((message.channel, tensor.shape))),
         watched(EmbeddingLayer, "backward_pass", lambda self, exchange, rows: found["rows"].add(len(rows))),
     ):

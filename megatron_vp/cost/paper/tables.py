@@ -8,13 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from megatron_vp.cost.paper.published import COLUMNS, METHODS, Cell, Measurement
 from megatron_vp.cost.paper.runs import CellPrediction
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from megatron_vp.schedule.draw import aligned, saved
 
 _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
 _QUANTITIES = {"mfu": ("MFU", "MFU, percent"), "memory": ("GiB", "peak memory, GiB")}
@@ -86,19 +83,17 @@ def to_csv(rows: Iterable[Row]) -> str:
 def to_text(rows: Sequence[Row]) -> str:
     """Format both tables as text, with errors in percent and a summary if there are published values."""
     compared = any(row.published for row in rows)
-    width = 13 if compared else 8
     lines = ["predicted MFU in percent and peak memory in GiB; ! marks runs that do not fit in memory"]
     if compared:
         lines.append("each value is followed by its relative error in percent; oom: the published run did not fit")
     for (table, gpus, sequence), methods in _blocks(rows).items():
-        sizes = sorted({row.cell.vocab_k for cells in methods.values() for row in cells})
-        heads = "".join(f"{f'{size}k':>{width}}" for size in sizes)
-        titles = "".join(f"  {title:>{len(heads)}}" for title, _ in _QUANTITIES.values())
-        lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", f"{'':9}{titles}"]
-        lines.append(f"{'':11}{'  '.join([heads] * len(_QUANTITIES))}")
-        for method, cells in methods.items():
-            texts = ("".join(f"{_entry(row, name, compared):>{width}}" for row in cells) for name in _QUANTITIES)
-            lines.append(f"{method:11}{'  '.join(texts)}")
+        sizes = [f"{row.cell.vocab_k}k" for row in next(iter(methods.values()))]
+        heads = [f"{title} {size}" for title, _ in _QUANTITIES.values() for size in sizes]
+        body = [
+            [method, *(_entry(row, name, compared) for name in _QUANTITIES for row in cells)]
+            for method, cells in methods.items()
+        ]
+        lines += ["", f"{_TITLES[table]}, {gpus} GPUs, sequence {sequence}", *aligned([["", *heads], *body])]
     if compared:
         said = []
         for name, (_, label) in _QUANTITIES.items():
@@ -112,9 +107,7 @@ def to_text(rows: Sequence[Row]) -> str:
 
 
 def _entry(row: Row, quantity: str, compared: bool) -> str:
-    value = f"{getattr(row.predicted, quantity):.2f}"
-    if quantity == "memory" and not row.predicted.fits:
-        value = f"!{value}"
+    value = f"{'!' * (quantity == 'memory' and not row.predicted.fits)}{getattr(row.predicted, quantity):.2f}"
     error = row.error(quantity)
     behind = "oom" if row.out_of_memory else "" if error is None else f"{error:+.1f}"
     return f"{value}{behind:>6}" if compared else value
@@ -125,47 +118,30 @@ def picture(rows: Sequence[Row]) -> bytes:
 
     Solid lines show predictions, and crosses show published values. Dotted lines show the GPUs' memory.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     blocks = _blocks(rows)
     tables = {table: [setup for setup in blocks if setup[0] == table] for table in sorted({each[0] for each in blocks})}
     columns = max(map(len, tables.values()))
-    figure, axes = pyplot.subplots(
-        2 * len(tables),
-        columns,
-        figsize=(2.9 * columns, 5 * len(tables)),
-        squeeze=False,
-        sharex=True,
-        sharey="row",
-    )
+    figure = Figure(figsize=(2.9 * columns, 5 * len(tables)), layout="constrained")
+    axes = figure.subplots(2 * len(tables), columns, squeeze=False, sharex=True, sharey="row")
     for place, (table, setups) in enumerate(tables.items()):
-        for row, (quantity, (_, label)) in enumerate(_QUANTITIES.items(), 2 * place):
-            for column, setup in enumerate(setups):
-                _panel(axes[row][column], blocks[setup], quantity)
-                if quantity == "mfu":
-                    axes[row][column].set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)
-                else:
-                    axes[row][column].axhline(_MEMORY, color="k", linestyle=":", linewidth=1)
-            axes[row][0].set_ylabel(label)
+        for column, setup in enumerate(setups):
+            for row, (quantity, (_, label)) in enumerate(_QUANTITIES.items(), 2 * place):
+                axis = axes[row][column]
+                for method, cells in blocks[setup].items():
+                    sizes = [each.cell.vocab_k for each in cells]
+                    published = [getattr(each.published, quantity, None) or float("nan") for each in cells]
+                    predicted = [getattr(each.predicted, quantity) for each in cells]
+                    axis.plot(sizes, predicted, color=_COLORS[method], label=method)
+                    axis.plot(sizes, published, "x", color=_COLORS[method])
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(sizes, [str(size) for size in sizes])
+                axis.set_xlabel("vocabulary, thousand tokens")
+                axis.set_ylabel(label)
+                axis.label_outer()
+                axis.grid(alpha=0.3)
+            axes[2 * place][column].set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)
+            axes[2 * place + 1][column].axhline(_MEMORY, color="k", linestyle=":", linewidth=1)
         axes[2 * place][0].legend(fontsize=7)
-    for axis in axes[-1]:
-        axis.set_xlabel("vocabulary, thousand tokens")
-    figure.tight_layout()
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    pyplot.close(figure)
-    return out.getvalue()
-
-
-def _panel(axis: Axes, methods: Mapping[str, Sequence[Row]], quantity: str) -> None:
-    for method, cells in methods.items():
-        sizes = [row.cell.vocab_k for row in cells]
-        published = [getattr(row.published, quantity, None) for row in cells]
-        axis.plot(sizes, [getattr(row.predicted, quantity) for row in cells], color=_COLORS[method], label=method)
-        axis.plot(sizes, [float("nan") if each is None else each for each in published], "x", color=_COLORS[method])
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.grid(alpha=0.3)
+    return saved(figure)

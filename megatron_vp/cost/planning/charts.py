@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.sizes.shapes import Recompute
+from megatron_vp.schedule.draw import saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -176,6 +176,4 @@ def _png(figure: Figure) -> bytes:
         handles, labels = axes.get_legend_handles_labels()
         if handles:
             axes.legend(handles, labels, fontsize=7, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=140)
-    return out.getvalue()
+    return saved(figure)

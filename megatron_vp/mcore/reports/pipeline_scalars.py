@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.training.utils import print_rank_last
 
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.launcher_store import Notes, named
-from megatron_vp.runtime.recorder import Span
+from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import traced_spans
 from megatron_vp.trace.figures import RankFigures, rank_figures, scalars
 
@@ -26,16 +27,25 @@ _PATIENCE_SECONDS = 10.0
 """The longest time to wait for the figures of an iteration, which all ranks have finished."""
 
 
-def is_recorded(args: argparse.Namespace) -> bool:
-    """Whether the next training iteration is recorded."""
-    # curr_iteration is the number of iterations that Megatron has completed.
-    return bool(args.log_pipeline_interval) and (args.curr_iteration + 1) % args.log_pipeline_interval == 0
+class PipelineScalars:
+    """Leaves this rank's figures of every N-th iteration for the job's last rank."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
 
-def leave(rank: int, iteration: int, spans: Sequence[Span]) -> None:
-    """Leave a pipeline rank's figures of an iteration. If Megatron repeats the iteration, the last figures count."""
-    figures = rank_figures(traced_spans(spans, iteration, lambda nanoseconds: nanoseconds / 1e6))
-    Notes(f"scalars/{iteration}").leave(rank, json.dumps(asdict(figures)))
+    @property
+    def _iteration(self) -> int:
+        return self._args.curr_iteration + 1  # Megatron counts completed iterations.
+
+    def begin(self) -> bool:
+        """Whether the next training iteration is recorded."""
+        return self._iteration % self._args.log_pipeline_interval == 0
+
+    def add(self, recorder: Recorder, *_unused: Any) -> None:
+        """Leave the figures of an iteration. If Megatron repeats the iteration, the last figures count."""
+        spans = traced_spans(recorder.spans, self._iteration, lambda nanoseconds: nanoseconds / 1e6)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        Notes(f"scalars/{self._iteration}").leave(rank, json.dumps(asdict(rank_figures(spans))))
 
 
 def _write(iteration: int, ranks: int) -> None:

@@ -25,6 +25,7 @@ from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.passes import Schedule
 from megatron_vp.trace.rank_files import path_of
 
 KEPT = 200
@@ -44,12 +45,13 @@ class RankReport:
         self._in_flight, self._logits = 0.0, 0
         self._now = self._most = 0
 
-    def begin(self) -> None:
-        """Begin an iteration: reset the memory peak."""
+    def begin(self) -> bool:
+        """Begin an iteration, which is always recorded: reset the memory peak."""
         self._now = _allocated(restart=True)[0]
+        return True
 
     def add(
-        self, recorder: Recorder, model: Sequence[torch.nn.Module], microbatches: int, in_flight: float, logits: int
+        self, recorder: Recorder, schedule: Schedule, model: Sequence[torch.nn.Module], in_flight: float, logits: int
     ) -> None:
         """Add an iteration that `recorder` has finished recording, and write the report. At most `in_flight`
         microbatches had activations in memory, and `logits` had logits.
@@ -60,7 +62,7 @@ class RankReport:
                 kind = span.work.action.kind
                 device[kind] = device.get(kind, 0.0) + span.computed
                 host[kind] = host.get(kind, 0.0) + span.issued
-        self._iterations.append((recorder.milliseconds, microbatches, device, host))
+        self._iterations.append((recorder.milliseconds, schedule.microbatches, device, host))
         self._in_flight, self._logits = max(self._in_flight, in_flight), max(self._logits, logits)
         self._most = max(self._most, _allocated()[1])
         self._write([parameter for chunk in model for parameter in chunk.parameters()])
