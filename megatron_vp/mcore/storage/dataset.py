@@ -111,13 +111,11 @@ def prepare(
     try:
         output.mkdir(parents=True, exist_ok=True)
         _check_names(written, overwrite)
-        TemporaryDirectory(dir=output, prefix=f".{name}-").cleanup()  # If this fails, fail before the long work.
-        if vocab_size is not None:
-            trained = train_tokenizer(_counted(documents, partial(progress, "training the tokenizer")), vocab_size)
         with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
             folder = Path(temporary)
             if vocab_size is not None:
-                save_tokenizer(trained, folder)
+                texts = _counted(documents, partial(progress, "training the tokenizer"))
+                save_tokenizer(train_tokenizer(texts, vocab_size), folder)
             model, end_id = load_tokenizer(folder if tokenizer is None else tokenizer)
             counts = _write(_counted(documents, partial(progress, "encoding")), model, end_id, folder / prefix.name)
             _check_names(written, overwrite)
