@@ -1,18 +1,14 @@
-"""Reads documents from text files, JSON lines, directories, and the source files that every Python installation has."""
+"""Reads documents from text files, JSON lines and directories."""
 
 from __future__ import annotations
 
 import json
 import os
-import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vp.errors import UserError
-
-_NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -75,16 +71,3 @@ class TextFiles:
                 f"line, which begins {line[:60]!r}, or name the right key with --json-key"
             ) from None
         return text
-
-
-def standard_library_texts() -> list[tuple[str, str]]:
-    """Return the running Python's standard library as (relative path, text) pairs: about 11 million characters that
-    need no download. Tests, installed packages and the few files that are not UTF-8 are left out.
-    """
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if _NO_SOURCES.isdisjoint(name.parts):
-            with suppress(UnicodeDecodeError, OSError):
-                found.append((name.as_posix(), path.read_text(encoding="utf-8")))
-    return found

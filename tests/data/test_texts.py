@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_vp.data.texts import TextFiles, standard_library_texts
+from megatron_vp.data.texts import TextFiles
 from megatron_vp.errors import UserError
 
 
@@ -67,12 +67,3 @@ def test_an_input_without_a_regular_file_is_named(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")  # The input is read twice.
     with pytest.raises(UserError, match=f"{name} is neither a regular file nor a folder with files"):
         TextFiles.find([tmp_path / name])
-
-
-def test_standard_library_is_large_sorted_and_without_tests():
-    found = list(standard_library_texts())
-    names = [name for name, _ in found]
-    assert names == sorted(names, key=lambda name: name.split("/"))
-    assert "json/decoder.py" in names
-    assert not [name for name in names if "test" in name.split("/")]
-    assert sum(len(text) for _, text in found) > 5_000_000
