@@ -18,18 +18,7 @@ def check(flags, **settings):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (
-            "--pipeline-trace-iterations 5-3",
-            "--pipeline-trace-iterations 5-3 is not a range of iterations: give A-B with 1 <= A <= B",
-        ),
-        ("--pipeline-trace-iterations now", "--pipeline-trace-iterations now is not a range"),
-        (
-            "--vocab-parallel --pipeline-trace {folder} --pipeline-trace-iterations 90",
-            "--pipeline-trace-iterations 90 begins after the last iteration (--train-iters",
-        ),
-        ("--vocab-parallel-algorithm vocab-1", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--vocab-shards even", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
-        ("--vocab-shards 32,32", "has no effect without --vocab-parallel: add --vocab-parallel, or leave"),
         ("--vocab-parallel --vocab-shards equal", "--vocab-shards: equal cannot be parsed: use balanced, even"),
         ("--vocab-parallel --vocab-shards measured:", "--vocab-shards: measured: needs a folder"),
         ("--vocab-parallel --vocab-shards 64", "gives rows for 1 pipeline rank, but the pipeline has 2"),
@@ -39,19 +28,11 @@ def check(flags, **settings):
             "assigns no rows to any rank: distribute all 64 rows of the vocabulary",
         ),
         ("--vocab-parallel --vocab-shards 32,24", "adds up to 56 rows, but the padded vocabulary has 64: add 8"),
-        ("--vocab-parallel --vocab-shards 64,64", "but the padded vocabulary has 64: remove 64"),
         (
             "--vocab-parallel --pipeline-schedule interlaced --vocab-shards 64,0",
             "--vocab-shards 64,0 with --pipeline-schedule interlaced is not supported: all ranks compute the",
         ),
-        (
-            "--data-path corpus",
-            "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add "
-            "--config data/mock",
-        ),
-        ("--log-straggler", "pretrain_gpt_vp.py with --log-straggler is not supported"),
         ("--dataloader-type external", "pretrain_gpt_vp.py with --dataloader-type external is not supported"),
-        ("--vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel: add --vocab-parallel"),
         ("--activation-limit 3", "--activation-limit 3 with --pipeline-schedule 1f1b has no effect"),
         (
             "--pipeline-schedule v-flex --vocab-parallel --activation-limit 0.5",
