@@ -41,21 +41,15 @@ def parse(tmp_path, text: str, *flags: str) -> argparse.Namespace:
         ("num_layers: 4", "num_layers", 4),
         ("a: {b: {c: {num_layers: 4}}}", "num_layers", 4),
         ("lr: 1e-4", "lr", 1e-4),
-        ("lr: 1", "lr", 1.0),
-        ("lr: -1e-4", "lr", -1e-4),
         ("lr: null", "lr", 0.5),
-        ("bf16: true", "bf16", True),
         ("bf16: false", "bf16", False),
         ("no_rope_fusion: true", "rope_fusion", False),
         ("no_rope_fusion: false", "rope_fusion", True),
         ("prefix_caching: false", "prefix_caching", False),
-        ("no_prefix_caching: true", "prefix_caching", False),
         ("no_prefix_caching: false", "prefix_caching", True),
         ("data_path: [0.3, a, 0.7, b]", "data_path", ["0.3", "a", "0.7", "b"]),
-        ("data_path: a", "data_path", ["a"]),
         ("data_path: []", "data_path", []),
         ("window: [1, -2]", "window", [1, -2]),
-        ("activation: relu", "activation", "relu"),
         ("persistent_save_interval: 5", "save_interval", 5),
         ("override_opt_param_scheduler: true", "override_opt_param_scheduler", True),
         ("x: {num_layers: 6}\ny: {window: ['${x.num_layers}', 1]}", "window", [6, 1]),
@@ -76,23 +70,17 @@ def test_command_line_wins(tmp_path):
     [
         ("model: {size: {num_layer: 4}}", ["job.yaml", "num_layer", "model.size", "nearest", "'num_layers'"]),
         ("rope_fusion: false", ["rope_fusion", "top level", "'no_rope_fusion'"]),
-        ("qqqq: 1", ["qqqq", "nearest"]),
         ("help: true", ["help"]),
         ("num_layers: four", ["num_layers", "invalid int value: 'four'"]),
-        ("num_layers: 4.5", ["num_layers", "invalid int value"]),
         ("num_layers: true", ["num_layers", "cannot be True"]),
         ("num_layers: [1, 2]", ["one value"]),
         ("lr: high", ["lr", "invalid float value"]),
         ("bf16: 1", ["bf16", "true or false"]),
-        ("bf16: 'false'", ["bf16", "true or false"]),
         ("activation: tanh", ["activation", "(choose from 'gelu', 'relu')"]),
-        ("activation: true", ["activation", "cannot be True"]),
         ("window: [1]", ["window", "2 values"]),
-        ("data_path: [true]", ["data_path", "need quotes"]),
         ("a: {lr: 1}\nb: {lr: 2}", ["'lr' in section 'b'", "section 'a'"]),
         ("save_interval: 1\npersistent_save_interval: 2", ["persistent_save_interval", "also set in"]),
         ("lr: 1\nlr: 2", ["not valid YAML", "duplicate"]),
-        ("lr: [1", ["not valid YAML"]),
         ("- lr", ["mapping"]),
         ("lr: ${nowhere}", ["nowhere"]),
         ("lr: ${oc.env:NOT_SET_ANYWHERE}", ["NOT_SET_ANYWHERE", "'lr'"]),
@@ -102,7 +90,6 @@ def test_command_line_wins(tmp_path):
         ("base: other.yaml", ["cannot read", "other.yaml"]),
         ("base: 3", ["base", "comes with megatron_vp", "not 3"]),
         ("base: llama4_8b", ["base", "comes with megatron_vp", "'llama4_8b'"]),
-        ("base: /etc/passwd", ["base", "'/etc/passwd'", ".yaml"]),
         ("num_layers: " + "9" * 5000, ["not valid YAML", "5000 digits"]),
         ("lr: !!timestamp 2001-99-99", ["not valid YAML", "month"]),
         ("model:\n- num_layers: 4", ["section 'model' is a list", "without dashes"]),
@@ -115,11 +102,6 @@ def test_refused_with_one_clear_line(tmp_path, text, parts):
     assert "\n" not in message
     for part in parts:
         assert part in message
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
-        arguments_from_config([tmp_path / "none.yaml"], parser())
 
 
 def test_empty_file_is_no_arguments(tmp_path):
@@ -139,17 +121,6 @@ def overlaid(tmp_path, *texts):
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
     return paths
-
-
-def test_later_files_win(tmp_path):
-    files = overlaid(
-        tmp_path,
-        "m: {num_layers: 4, lr: 1, bf16: true}\nd: {window: ['${m.num_layers}', 1], data_path: [a, b]}",
-        "m: {num_layers: 6, bf16: false}\nd: {data_path: null}",
-        "m: {lr: 3}",
-    )
-    args = parser().parse_args(arguments_from_config(files, parser()))
-    assert (args.num_layers, args.lr, args.bf16, args.window, args.data_path) == (6, 3.0, False, [6, 1], None)
 
 
 def test_a_later_file_wins_from_any_section(tmp_path):

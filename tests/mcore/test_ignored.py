@@ -109,12 +109,6 @@ def test_nothing_is_said_where_megatron_uses_the_option():
     assert len(warned(pipeline_schedule="zb-h1", **ASKED)) == len(ASKED) - len(FOR_VOCABULARY_PASSES) - 2
 
 
-def test_grouped_products_of_experts_are_said_to_need_other_layers_in_plain_runs_too():
-    (said,) = warned(moe_grouped_gemm=True)
-    assert said.startswith("--moe-grouped-gemm and --transformer-impl local has no effect: Megatron's local layers")
-    assert not warned(moe_grouped_gemm=True, transformer_impl="transformer_engine")
-
-
 @pytest.mark.parametrize(("job", "mended"), TRAINS_SOMETHING_ELSE, ids=str)
 def test_a_job_in_which_megatron_trains_something_else_is_warned_of_and_its_sound_neighbour_is_not(job, mended):
     (said,) = warned(**job)

@@ -59,16 +59,11 @@ def one_of_two_ranks(monkeypatch):
             {"pipeline schedule", "split backward", "cpu platform", *WITHOUT_PACKAGES},
         ),
         ("--rank-report there", False, {"plain schedule"}),
-        ("--pipeline-trace there", False, {"plain schedule"}),
         ("--log-pipeline-interval 2", False, {"plain schedule"}),
-        ("--log-pipeline-interval 2 --vocab-parallel", False, SHARDS),
         ("--rank-report there --vocab-parallel", False, SHARDS),
         ("--override-opt_param-scheduler", False, {"parameter groups"}),
-        ("--use-checkpoint-opt-param-scheduler", False, {"parameter groups"}),
         ("--iterations-to-skip 3 4", False, {"chunk data"}),
-        ("--multiple-validation-sets", False, {"chunk data"}),
         ("--heterogeneous-layers-config-path there", False, {"heterogeneous layers"}),
-        ("--heterogeneous-layers-config-encoded-json {}", False, {"heterogeneous layers"}),
     ],
 )
 def test_what_a_command_line_selects(one_of_two_ranks, monkeypatch, words, on_cpu, chosen):

@@ -119,12 +119,6 @@ def test_a_layout_that_is_chosen_with_the_rows_has_the_multi_token_prediction_la
     assert args.pipeline_model_parallel_layout.endswith("mL") and args.vocab_rows is not None
 
 
-@pytest.mark.parametrize("shards", ["even", "4096,4096,4096,4096"])
-def test_layers_that_do_not_divide_need_a_layout_with_given_shards(shards):
-    with pytest.raises(UserError, match="layers cannot be split equally over 4 stages"):
-        resolved(vocab_shards=shards)
-
-
 def test_a_replay_of_few_microbatches_takes_the_rows_of_the_whole_job():
     job = read_job_config([], tiny_model(**SEVEN, vocab_shards="balanced"))
     whole, few = (resolved(vocab_shards="balanced", global_batch_size=batch) for batch in (32, 2))
@@ -176,9 +170,6 @@ def test_measured_rows_leave_a_slow_rank(tmp_path):
 @pytest.mark.parametrize(
     ("job", "run", "said"),
     [
-        ({"pipeline_model_parallel_size": 2, "num_layers": 8}, {}, "a run with 4 pipeline ranks, but this job has 2"),
-        ({"vocab_size": 8191}, {}, "a run with 16384 vocabulary rows, but this job has 8192"),
-        ({}, {"tensor": 2}, "a run with 2 tensor ranks, but this job has 1"),
         (
             {"pipeline_model_parallel_layout": "Et|tt|tt|ttL"},
             {},

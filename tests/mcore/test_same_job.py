@@ -65,17 +65,7 @@ def starting(pretrain):
 
 APART = [
     ({"global_batch_size": 16}, "--global-batch-size is 8 on rank 0, 16 on rank 1"),
-    ({"normalization": "RMSNorm"}, "--normalization is LayerNorm on rank 0, RMSNorm on rank 1"),
-    (
-        {"position_embedding_type": "rope"},
-        "--position-embedding-type is learned_absolute on rank 0, rope on rank 1",
-    ),
-    (
-        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1},
-        "--weight-decay-incr-style is constant on rank 0, linear on rank 1",
-    ),
     ({"iterations_to_skip": [2]}, "--iterations-to-skip is [] on rank 0, [2] on rank 1"),
-    ({"pipeline_schedule": "zb-h1"}, "--pipeline-schedule is 1f1b on rank 0, zb-h1 on rank 1"),
     ({"vocab_shards": "300,212"}, "--vocab-shards is balanced on rank 0, 300,212 on rank 1"),
     ({"disable_bias_linear": True}, "add_bias_linear (--disable-bias-linear) is True on rank 0, False on rank 1"),
     (

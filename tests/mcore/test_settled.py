@@ -86,6 +86,8 @@ def test_a_job_is_settled_from_its_words():
     assert job.words.options["pipeline_schedule"] == "--pipeline-schedule" and job.nodes is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.order = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.arguments.lr = 1.0
     plain = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2)], 2)
     assert not plain.settings.replaces_schedule and plain.method is VocabMethod.NONE and plain.order is None
 
@@ -168,7 +170,7 @@ ONE_CHUNK = (
     ("stages", "chunks", "asks"),
     [
         *((each, 2, {"vocab_parallel": True}) for each in TWO_CHUNKS),
-        *((each, 2, {"offload_chunks": "all"}) for each in TWO_CHUNKS),
+        (TWO_CHUNKS[0], 2, {"offload_chunks": "all"}),
         *((each, 1, {"vocab_parallel": True}) for each in ONE_CHUNK),
     ],
     ids=str,
@@ -181,7 +183,7 @@ def test_a_job_without_a_schedule_gets_the_one_that_its_stages_need(stages, chun
     assert plan.offload_chunks == (chunks if "offload_chunks" in asks else 0)
 
 
-@pytest.mark.parametrize("stages", TWO_CHUNKS, ids=str)
+@pytest.mark.parametrize("stages", TWO_CHUNKS[2:4], ids=str)
 def test_virtual_stages_alone_leave_the_schedule_to_megatron(stages):
     words = tiny_model(pipeline_model_parallel_size=2, **stages)
     assert not check_job(["--cpu", *words], 2).settings.replaces_schedule
