@@ -95,17 +95,14 @@ def listed_parser() -> Parser:
 
 LEAST = {"mtp_num_layers": 0, "num_experts": 0}
 """Smallest accepted values of sizes; all other sizes must be at least 1."""
-LARGEST = {
-    **dict.fromkeys(
-        ("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups"), 2**28
-    ),
-    **dict.fromkeys(("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "seq_length"), 2**28),
-    **dict.fromkeys(("num_query_groups", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"), 2**28),
-    **dict.fromkeys(("micro_batch_size", "global_batch_size", "pipeline_model_parallel_size"), 2**28),
-    **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"), 2**28),
-    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"), 2**28),
-    **{"num_layers": 10_000, "mtp_num_layers": 2**10},
-}
+_SIZES = (
+    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts"),
+    *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "seq_length", "micro_batch_size"),
+    *("moe_ffn_hidden_size", "moe_router_topk", "global_batch_size", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+)
+LARGEST = dict.fromkeys(_SIZES, 2**28) | {"num_layers": 10_000, "mtp_num_layers": 2**10}
 """Largest accepted values of sizes, to catch typos."""
 
 
