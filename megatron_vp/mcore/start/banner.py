@@ -91,15 +91,12 @@ def _describe_precision(a: Arguments) -> str | None:
         return None
     vocabulary = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32"
     layers = "the other layers and their weights" if a.fp8_param_gather or a.fp4_param_gather else "the other layers"
-    if a.fp4:
-        # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
-        return (
-            f"{vocabulary} in the vocabulary layers, fp4 ({a.fp4_recipe}) in {layers}: tested only on CPU, without "
-            "the fp4 kernels; losses differ between schedules, because gradients are rounded stochastically"
-        )
+    kind, recipe = ("fp4", a.fp4_recipe) if a.fp4 else ("fp8", a.fp8_recipe)
+    # In fp4, gradients are rounded with random numbers, which depend on the order of passes.
+    differ = "; losses differ between schedules, because gradients are rounded stochastically" if a.fp4 else ""
     return (
-        f"{vocabulary} in the vocabulary layers, fp8 ({a.fp8_recipe}) in {layers}: tested only on CPU, without the fp8 "
-        "kernels"
+        f"{vocabulary} in the vocabulary layers, {kind} ({recipe}) in {layers}: tested only on CPU, without the {kind} "
+        f"kernels{differ}"
     )
 
 
