@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.options import OPTIONS, RUNS, UNREAD
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.options.refusals import warnings_of
@@ -27,19 +28,9 @@ ASKED = {
     "account_for_loss_in_pipeline_split": True,
 }
 FAULTS = [each for each in OPTIONS if each.does and RUNS[each.run] == ""]
-UNASKED = {
-    **{"virtual_pipeline_model_parallel_size": 2, "transformer_impl": "local", "core_attention": "megatron"},
-    "fp8": None,
-}
 SOUND = {
-    **{"context_parallel_size": 1, "tensor_model_parallel_size": 1, "data_parallel_size": 2},
-    **{"pipeline_model_parallel_size": 2, "calculate_per_token_loss": False, "eod_mask_loss": False, "sft": False},
-    **{"mtp_num_layers": None, "num_experts": None, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": None},
-    **{"moe_router_load_balancing_type": "aux_loss", "reset_attention_mask": False, "softmax_type": "vanilla"},
-    **{"dataloader_inter_document_masking": False, "multi_latent_attention": False, "use_megatron_fsdp": False},
-    **{"log_params_norm": False, "overlap_param_gather": False, "bf16": False},
-    "distributed_backend": "nccl",
-    "step_batch_size_schedule": None,
+    **{"virtual_pipeline_model_parallel_size": 2, "transformer_impl": "local", "moe_aux_loss_coeff": 0.01},
+    **{"data_parallel_size": 2, "pipeline_model_parallel_size": 2, "distributed_backend": "nccl"},
 }
 PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 DOCUMENTS = {"reset_attention_mask": True, "virtual_pipeline_model_parallel_size": None}
@@ -76,15 +67,10 @@ FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "a
 
 
 def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
-    args = argparse.Namespace(
-        vocab_parallel=vocab_parallel,
-        pipeline_schedule=pipeline_schedule,
-        offload_chunks="0",
-        **UNASKED | SOUND | options,
-    )
+    job = {"vocab_parallel": vocab_parallel, "pipeline_schedule": pipeline_schedule}
     settled.note_words(settled.Words(options={name: option_of(name) for name, value in options.items() if value}))
     try:
-        return list(warnings_of(args))
+        return list(warnings_of(Arguments(job | SOUND | options)))
     finally:
         settled.clear()
 
