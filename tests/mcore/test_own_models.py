@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.model import preparation
 from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers, refuse_outside_of_passes
 from megatron_vp.mcore.training.capture import capture
 
@@ -152,6 +153,16 @@ def test_a_cut_chunk_runs_in_passes_only():
         chunk()
     chunk.decoder.input_tensor = "given by a pass"
     assert chunk() == "given by a pass"
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_layout_of_parameters_that_the_split_replaces_is_left_to_megatron(monkeypatch, split):
+    module, given = nn.Linear(2, 2), []
+    shard = nn.Parameter(torch.zeros(1, 2))
+    monkeypatch.setattr(preparation, "prepare", lambda chunks: split and setattr(module, "weight", shard))
+    wrap = preparation.wrapping(lambda self, config, ddp_config, module, **others: given.append(others))
+    wrap(None, None, None, module, full_param_layout="of whole layers", disable_bucketing=True)
+    assert given == [{"disable_bucketing": True} | ({} if split else {"full_param_layout": "of whole layers"})]
 
 
 def loss_func(output):

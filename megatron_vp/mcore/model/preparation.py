@@ -243,7 +243,10 @@ def wrapping(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = set(map(id, module.parameters()))
         prepare([module])
+        if given != set(map(id, module.parameters())):
+            kwargs.pop("full_param_layout", None)  # Made of whole layers; without it, the constructor makes a new one.
         splits = is_settled() and current().settings.splits_backward
         with delaying(ddp_config) if splits else nullcontext():
             original(self, config, ddp_config, module, *args, **kwargs)
