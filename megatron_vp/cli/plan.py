@@ -1,16 +1,20 @@
-"""`megatron-vp plan`: predict the time and memory of a job under all schedules, and recommend one."""
+"""`megatron-vp plan`: predict the time and memory of a job under all schedules, and recommend one run. With `--search`,
+also with other parallel sizes.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.plan_search import search_job
 from megatron_vp.cli.planning import (
     GIB,
     Format,
@@ -23,7 +27,6 @@ from megatron_vp.cli.planning import (
     gains,
     how_to_run,
     read_cluster,
-    read_request,
     seconds,
     table,
     what_to_set,
@@ -33,10 +36,14 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import files_and_flags
 
 if TYPE_CHECKING:
+    from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.choice import Choice
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.planning.planner import Choice, Infeasible
-    from megatron_vp.cost.planning.ties import Tie
-    from megatron_vp.cost.sizes.shapes import Plan
+    from megatron_vp.cost.planning.search import Search
+    from megatron_vp.jobs.job_config import JobConfig
+
+SHOWN = 12
+"""The table of a search shows at most this many runs of the frontier; JSON and the picture show all."""
 
 
 def plan(
@@ -61,7 +68,7 @@ def plan(
             "--search",
             help="Also vary the tensor, context, pipeline, expert and data parallel sizes, the micro-batch size and "
             "recomputation. The number of GPUs (see --nodes) and the job's global batch size stay fixed. A search for "
-            "llama3_8b takes 60 to 80 seconds of CPU time, on 32 and on 256 GPUs.",
+            "llama3_8b takes about a minute of CPU time, on 32 and on 256 GPUs.",
         ),
     ] = False,
     search_budget: Annotated[
@@ -99,177 +106,280 @@ def plan(
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 4 --pipeline-model-parallel-size 16
     megatron-vp plan configs/llama3_8b.yaml --hardware h100 --nodes 32 --search
     """
-    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
-    from megatron_vp.cost.planning.candidates import refusal
-    from megatron_vp.cost.planning.front import frontier
-    from megatron_vp.cost.planning.planner import Infeasible, choose
-    from megatron_vp.cost.planning.planner import plan as make_plan
-    from megatron_vp.cost.sizes.job_plan import plan_of
-    from megatron_vp.cost.sizes.shapes import Recompute
-
     output_format = format_for(asked_format, output, Format)
     asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
-    if search:
-        if write_schedule is not None:
-            raise UserError(
-                "--write-schedule cannot be combined with --search: search first, then plan the job that was found"
-            )
-        search_job(*read_cluster(*asked), keep or (), search_budget, offload, output_format, output)
-        return
+    if search and write_schedule is not None:
+        raise UserError(
+            "--write-schedule cannot be combined with --search: search first, then plan the job that was found"
+        )
     for option, value in (("--keep", keep and keep[0]), ("--search-budget", search_budget)):
-        if value:
+        if value and not search:
             raise UserError(f"{option} {value} has no effect without --search: add --search, or leave out {option}")
     check_destination(False, write_schedule)
-    request = read_request(*asked)
-    if offload and request.job.recompute is Recompute.FULL:
-        raise UserError(
-            "--offload cannot be combined with --recompute-granularity full, which leaves almost no activations to "
-            "offload: leave out one of the two"
-        )
-    own = plan_of(request.config)
-    with progress_bar() as bar:
-        task = bar.add_task("predicting", total=None)
-        evaluations, infeasible = make_plan(
-            request.job,
-            request.hardware,
-            chunks=own.chunks or 2,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-            limit=request.limit,
-            offload=offload,
-        )
-    for each in list(evaluations):
-        if reason := refusal(request.config.values, each.candidate.plan):
-            evaluations.remove(each)
-            infeasible.append(Infeasible(each.candidate, reason))
-    choice = choose(evaluations, request.limit, request.tie.share)
-    next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
-    chosen, best = choice.chosen, frontier(evaluations) if offload else []
+    answer = _answer(*read_cluster(*asked), search, keep or [], search_budget, offload)
     if write_schedule is not None:
         from megatron_vp.cost.prediction.predict import make_simulator
         from megatron_vp.schedule import to_json
 
+        chosen, request = answer.choice.chosen, answer.request
         simulator = make_simulator(request.job, chosen.candidate.plan, request.hardware)
         write(to_json(simulator.schedule) + "\n", write_schedule)
     match output_format:
         case Format.TABLE:
-            notes = [next_start] if next_start else []
-            content: str | bytes = _table(request, evaluations, infeasible, choice, best, notes)
+            content: str | bytes = answer.table()
         case Format.JSON:
-            document = _document(request, evaluations, infeasible, choice)
-            if offload:
-                document |= {"frontier": [*map(evaluations.index, best)]}
-            content = json.dumps(document, indent=1) + "\n"
+            content = json.dumps(answer.document(), indent=1) + "\n"
         case Format.PNG:
-            from megatron_vp.cost.planning.charts import plan_chart
+            from megatron_vp.cost.planning.charts import runs_chart
 
-            content = plan_chart(evaluations, chosen, request.limit, request.title)
+            content = runs_chart(answer.search, answer.choice.chosen, "\n".join(answer.heading))
     write(content, output)
 
 
-def _table(
-    request: Request,
-    evaluations: list[Evaluation],
-    infeasible: list[Infeasible],
-    choice: Choice,
-    best: list[Evaluation],
-    notes: list[str],
-) -> str:
-    from megatron_vp.cost.sizes.job_plan import settings_of
+def _answer(
+    config: JobConfig,
+    hardware: Hardware,
+    gpus: int | None,
+    limit: float,
+    searching: bool,
+    keep: list[str],
+    budget: int | None,
+    offload: bool,
+) -> Answer:
+    """Compare the ways to train a job, and choose one of them. Raises UserError."""
+    from megatron_vp.cost.planning.candidates import check_pipeline
+    from megatron_vp.cost.planning.choice import tie_of
+    from megatron_vp.cost.planning.own_plan import own_plan
+    from megatron_vp.cost.planning.search import BUDGET, Search
+    from megatron_vp.cost.planning.variants import DIMENSIONS, Variant, variants
+    from megatron_vp.cost.sizes.job_plan import chunks_given, plan_of
+    from megatron_vp.cost.sizes.shapes import Recompute
 
-    limit = request.limit
-    headings = [
-        "<schedule",
-        "<vocabulary",
-        "<shards",
-        "s / iteration",
-        "tokens / s",
-        "MFU %",
-        "bubble %",
-        "GiB",
-        "<fits",
-    ]
-    rows = [
-        (
-            each.candidate.plan.label,
-            each.candidate.method,
-            _shards(each.candidate.plan),
-            seconds(each.iteration_seconds),
-            f"{each.tokens_per_second:,.0f}",
-            f"{100 * each.mfu:.1f}",
-            f"{100 * each.bubble_fraction:.1f}",
-            f"{each.peak_memory / GIB:.1f}",
-            "yes" if each.fits(limit) else "no",
-            each.bound_by(limit),
+    if searching:
+        if gpus is None:
+            raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")
+        for name in keep:
+            if name not in DIMENSIONS:
+                raise UserError(f"--keep {name} is not a setting that --search varies; use {', '.join(DIMENSIONS)}")
+        tried = variants(config.values, gpus, hardware, keep)
+    else:
+        job = Request.of(config, hardware, gpus, limit).job
+        check_pipeline(job)
+        if offload and job.recompute is Recompute.FULL:
+            raise UserError(
+                "--offload cannot be combined with --recompute-granularity full, which leaves almost no activations to "
+                "offload: leave out one of the two"
+            )
+        plan_of(config)
+        tried = [Variant(job, {}, own=True)]
+    given = own_plan(config, tried[0].job, hardware, limit) if tried[0].own else None
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done, total=of)
+
+        chunks = chunks_given(config) or 2
+        search = Search(
+            tried, hardware, limit, budget or BUDGET, chunks, offload, given, config.values, progress=progress
+        ).run()
+    return Answer(config, search, search.choice(tie_of(tried[0].job, hardware).share), searching)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The compared runs of a job, and the recommended one.
+
+    searching: whether the runs have different parallel sizes.
+    """
+
+    config: JobConfig
+    search: Search
+    choice: Choice
+    searching: bool
+
+    def request_of(self, found: Evaluation) -> Request:
+        """The planning request for the job with the parallel sizes of the run `found`."""
+        variant = self.search.tried[found.variant]
+        config = replace(self.config, values=self.config.values | variant.settings)
+        return Request(config, variant.job, self.search.hardware, self.search.limit)
+
+    @cached_property
+    def request(self) -> Request:
+        """The planning request for the recommended run."""
+        return self.request_of(self.choice.chosen)
+
+    def settings(self, found: Evaluation) -> dict[str, Any]:
+        """The settings in which the run `found` differs from the configuration."""
+        from megatron_vp.cost.sizes.job_plan import settings_of
+
+        request = self.request_of(found)
+        sizes = self.search.tried[found.variant].settings
+        changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
+        return changed | settings_of(request.config, found.candidate.plan, request.job)
+
+    def sizes(self, found: Evaluation) -> dict[str, Any]:
+        """The sizes of the run `found` that a search varies, and its data-parallel size."""
+        job = self.search.tried[found.variant].job
+        names = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
+        return {name: getattr(job, name) for name in names}
+
+    @property
+    def given(self) -> Evaluation | None:
+        """The run of the job as its configuration describes it; None if it cannot run."""
+        return next((each for each in self.search.found if each.given), None)
+
+    @property
+    def heading(self) -> list[str]:
+        """Lines that describe the job, its hardware and, for a search, which runs were compared."""
+        found = self.search
+        if not self.searching:
+            return [self.request.title]
+        job = found.tried[0].job
+        vocabulary = self.config.values.get("vocab_size") or job.model.vocab
+        title = (
+            f"{job.gpus} x {found.hardware.title}: {found.count:,} ways to train with "
+            f"{job.microbatches * job.micro_batch * job.data} x {job.sequence} tokens per iteration, vocabulary "
+            f"{vocabulary}; {len(found.found):,} simulated"
         )
-        for each in sorted(evaluations, key=lambda one: (not one.fits(limit), one.iteration_seconds))
-    ]
-    tables = table([*headings, "<bound by"], rows) + (_frontier_table(best) if best else "")
-    lines = [request.title, request.job.layers.line, request.shards, tables + "\n".join(request.notes)]
-    lines += [
-        f"not possible: {one.candidate.plan.schedule}, {one.candidate.method}: {one.reason}" for one in infeasible
-    ]
-    lines += _comparison(choice, request.tie, limit)
-    lines += memory_room(request, choice.chosen, evaluations)
-    lines += notes
-    settings = settings_of(request.config, choice.chosen.candidate.plan, request.job)
-    return "\n".join([*lines, *how_to_run(settings, request, choice)])
+        if not found.untried:
+            return [title, "The frontier: runs that no other run beats in both time and memory."]
+        least = min(option.bound.seconds for option in found.untried)
+        fastest = (
+            "possibly including the fastest" if least <= found.fitting[0].iteration_seconds else "all of them slower"
+        )
+        likely = sum(found.front.expects(option.bound) for option in found.untried)
+        return [
+            title,
+            f"The frontier is partial: {len(found.untried):,} ways to train were not tried, {fastest} (each takes at "
+            f"least {seconds(least)} s per iteration); {likely or 'none'} of them probably belong to the frontier. All "
+            f"simulations of --search-budget {found.budget} were used; a larger budget allows more.",
+        ]
 
+    def table(self) -> str:
+        """The answer as text."""
+        from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
+        from megatron_vp.cost.planning.front import thinned
+        from megatron_vp.cost.sizes.job_plan import plan_of
 
-def _frontier_table(best: list[Evaluation]) -> str:
-    rows = []
-    for each in best:
-        host = max((copies.host for copies in each.copies), default=0.0)
-        figures = f"{each.peak_memory / GIB:.1f}", seconds(each.iteration_seconds), f"{host / GIB:.1f}" if host else ""
-        rows.append((*figures, each.candidate.plan.label, each.candidate.method))
-    title = "runs that no other run beats in both memory and time, fastest first"
-    return table(["GiB", "s / iteration", "host GiB", "<schedule", "<vocabulary"], rows, title)
+        search, chosen, limit = self.search, self.choice.chosen, self.search.limit
+        listed, next_start = search.found, None
+        if self.searching or search.offload:
+            kept = thinned(search.frontier, SHOWN)
+            listed = [each for each in search.found if each in kept or each is chosen or each.given]
+        if not self.searching:
+            next_start = gain_of_next_start(self.config, plan_of(self.config), self.request.job, search.hardware)
+        columns = self._columns()
+        rows = [
+            [text(each) for _, text in columns]
+            for each in sorted(listed, key=lambda one: (not one.fits(limit), one.iteration_seconds))
+        ]
+        given = [] if self.given is None else ["*: the job as given"]
+        lines = [*self.heading, self.request.job.layers.line, *([] if self.searching else [self.request.shards])]
+        lines += [table([heading for heading, _ in columns], rows) + "\n".join([*given, *self.request.notes])]
+        lines += [f"not possible: {one.plan.schedule}, {one.method}: {reason}" for one, reason in search.impossible]
+        if search.offload:
+            away = sum(1 for each in search.found if each.candidate.plan.offload_chunks)
+            lines.append(
+                f"offloading of activations to host memory: tried with {search.offload_sizes} combinations of parallel "
+                f"sizes, {away} runs simulated"
+            )
+        lines += gains(self.choice, self._name) + self._tie()
+        lines += memory_room(self.request, chosen, [] if self.searching else search.found, self.searching)
+        lines += [next_start] if next_start else []
+        return "\n".join([*lines, *how_to_run(self.settings(chosen), self.request, self.choice)])
 
+    def _columns(self) -> list[tuple[str, Callable[[Evaluation], str]]]:
+        limit, gpus = self.search.limit, self.request.job.gpus
+        names = ("tensor", "context", "pipeline", "data", "expert", "micro\nbatch", "<recompute")
+        sizes = [(name, lambda each, at=at: str([*self.sizes(each).values()][at])) for at, name in enumerate(names)]
+        columns: list[tuple[str, Callable[[Evaluation], str]]] = [
+            *(sizes if self.searching else []),
+            ("<schedule", lambda each: each.candidate.plan.label),
+            ("<vocabulary", lambda each: each.candidate.title + " *" * each.given),
+            ("s / iteration", lambda each: seconds(each.iteration_seconds)),
+            ("tokens / s\nper GPU", lambda each: f"{each.tokens_per_second / gpus:,.0f}"),
+            ("MFU %", lambda each: f"{100 * each.mfu:.1f}"),
+            ("GiB", lambda each: f"{each.peak_memory / GIB:.1f}"),
+        ]
+        if self.search.offload:
+            columns.append(("host\nGiB", _host_gib))
+        if not self.searching:
+            columns.insert(-1, ("bubble %", lambda each: f"{100 * each.bubble_fraction:.1f}"))
+            columns.append(("<fits", lambda each: "yes" if each.fits(limit) else "no"))
+            columns.append(("<bound by", lambda each: each.bound_by(limit)))
+        return columns
 
-def _shards(plan: Plan) -> str:
-    return "" if not plan.vocab.is_sharded else "even" if plan.vocab_rows is None else "balanced"
+    def _name(self, each: Evaluation) -> str:
+        """A run that is compared with the recommended one, with the sizes in which it differs."""
+        if not self.searching:
+            return each.candidate.name
+        chosen, sizes = self.sizes(self.choice.chosen), self.sizes(each)
+        changed = [f"{size.replace('_', ' ')} {value}" for size, value in sizes.items() if value != chosen[size]]
+        return f"{each.candidate.name}, " + (f"with {', '.join(changed)}" if changed else "at the same sizes")
 
-
-def _comparison(choice: Choice, tie: Tie, limit: float) -> list[str]:
-    """Lines that compare the recommended run with others, and state which runs tie for fastest."""
-    chosen = choice.chosen
-    lines = gains(choice)
-    if len(choice.tied) > 1:
+    def _tie(self) -> list[str]:
+        """A line that states which runs tie for fastest."""
+        limit, choice, chosen = self.search.limit, self.choice, self.choice.chosen
+        if len(choice.tied) == 1:
+            return []
         fastest = choice.tied[0]
         avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
-        ahead = chosen.iteration_seconds / fastest.iteration_seconds - 1
-        said = (
-            f"{fastest.candidate.name} is {100 * ahead:.1f} % faster"
-            if chosen is not fastest
-            else "it is also the fastest"
-        )
-        lines.append(
-            f"a tie: the iteration times of {len(choice.tied)} runs differ by at most {tie.text}; "
-            f"{chosen.candidate.name} is the simplest"
-            f"{' that leaves memory free' if avoided else ''}; {said}"
-        )
-    return lines
+        ahead = 100 * (chosen.iteration_seconds / fastest.iteration_seconds - 1)
+        said = "it is also the fastest" if chosen is fastest else f"{self._name(fastest)} is {ahead:.1f} % faster"
+        return [
+            f"a tie: the iteration times of {len(choice.tied)} runs differ by at most {self.request.tie.text}; "
+            f"{chosen.candidate.name} is the simplest{' that leaves memory free' if avoided else ''}; {said}"
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """The answer as a JSON document. Runs of a plan are named by their index in `plans`, those of a search are
+        written out.
+        """
+        search, choice = self.search, self.choice
+
+        def entry(each: Evaluation) -> dict[str, Any]:
+            found = self.sizes(each) | each.document(search.limit) | {"given": each.given}
+            return found | what_to_set(self.settings(each))
+
+        named: Callable[[Evaluation], Any] = entry if self.searching else search.found.index
+        compared = {"given": self.given, "without_split": choice.without_split, "in_megatron": choice.in_megatron}
+        document = self.request.document() | {
+            "best": named(choice.chosen),
+            **{name: each and named(each) for name, each in compared.items()},
+            "gain": choice.gain,
+            "gain_over_megatron": choice.gain_over_megatron,
+            "tie_band": self.request.tie.share,
+        }
+        if not self.searching:
+            return document | {
+                "tied": [*map(named, choice.tied)],
+                "plans": [*map(entry, search.found)],
+                "frontier": [*map(named, search.frontier)],
+                "impossible": [
+                    {"schedule": one.plan.schedule, "method": one.method, "reason": reason}
+                    for one, reason in search.impossible
+                ],
+            }
+        return document | {
+            "frontier": [*map(entry, search.frontier)],
+            "combinations": search.count,
+            "simulated": len(search.found),
+            "untried": len(search.untried),
+            "untried_seconds": min((option.bound.seconds for option in search.untried), default=None),
+            "budget": search.budget,
+            "offload_sizes": search.offload_sizes if search.offload else None,
+            "partial": bool(search.untried),
+            "heading": self.heading[-1],
+        }
 
 
-def _document(
-    request: Request, evaluations: list[Evaluation], infeasible: list[Infeasible], choice: Choice
-) -> dict[str, object]:
-    from megatron_vp.cost.sizes.job_plan import settings_of
+def _changes(own: object, value: object) -> bool:
+    return (own or None) != (value or None) and not (value == 1 and own is None)
 
-    def entry(each: Evaluation) -> dict[str, object]:
-        settings = settings_of(request.config, each.candidate.plan, request.job)
-        return each.document(request.limit) | what_to_set(settings)
 
-    return request.document() | {
-        "best": evaluations.index(choice.chosen),
-        "tie_band": request.tie.share,
-        "tied": [*map(evaluations.index, choice.tied)],
-        "without_split": choice.without_split and evaluations.index(choice.without_split),
-        "gain": choice.gain,
-        "in_megatron": choice.in_megatron and evaluations.index(choice.in_megatron),
-        "gain_over_megatron": choice.gain_over_megatron,
-        "plans": [entry(each) for each in evaluations],
-        "impossible": [
-            {"schedule": one.candidate.plan.schedule, "method": one.candidate.method, "reason": one.reason}
-            for one in infeasible
-        ],
-    }
+def _host_gib(each: Evaluation) -> str:
+    host = max((copies.host for copies in each.copies), default=0.0)
+    return f"{host / GIB:.1f}" if host else ""

@@ -20,9 +20,8 @@ from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.planning.choice import Choice, Tie
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.planning.planner import Choice
-    from megatron_vp.cost.planning.ties import Tie
     from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
 
@@ -75,6 +74,16 @@ class Request:
     hardware: Hardware
     limit: float
 
+    @classmethod
+    def of(cls, config: JobConfig, hardware: Hardware, gpus: int | None, limit: float) -> Request:
+        """The request for the job of a configuration. Raises UserError."""
+        from megatron_vp.cost.sizes.fp8 import refuse_fp8
+        from megatron_vp.cost.sizes.job_sizes import job_of
+
+        job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
+        refuse_fp8(job, hardware)
+        return cls(config, job, hardware, limit)
+
     @property
     def title(self) -> str:
         """One line that describes the job and its hardware."""
@@ -88,7 +97,7 @@ class Request:
     @property
     def tie(self) -> Tie:
         """The largest relative difference in time at which two runs of the job count as equally fast."""
-        from megatron_vp.cost.planning.ties import tie_of
+        from megatron_vp.cost.planning.choice import tie_of
 
         return tie_of(self.job, self.hardware)
 
@@ -139,21 +148,14 @@ class Request:
         from megatron_vp.cost.balance.chosen_shards import shard_choice
         from megatron_vp.cost.sizes.job_plan import plan_of
         from megatron_vp.cost.sizes.job_sizes import job_of
+        from megatron_vp.jobs.known_options import reads_of
         from megatron_vp.jobs.options import UNCOUNTED
 
-        read: set[str] = {*UNCOUNTED, "activation_limit"}
-
-        class Read(dict[str, Any]):
-            def get(self, name: str, default: Any = None) -> Any:
-                read.add(name)
-                return super().get(name, default)
-
-        config = replace(self.config, values=Read(self.config.values))
-        with suppress(UserError):
-            job_of(config.values, self.job.gpus)
-            shard_choice(config, plan_of(config))
-        given = {name for name, value in config.values.items() if value is not None and value is not False}
-        return sorted(map(option_of, given - read))
+        with reads_of(self.config.values) as (values, read), suppress(UserError):
+            job_of(values, self.job.gpus)
+            shard_choice(replace(self.config, values=values), plan_of(replace(self.config, values=values)))
+        given = {name for name, value in values.items() if value is not None and value is not False}
+        return sorted(map(option_of, given - read - {*UNCOUNTED, "activation_limit"}))
 
     @property
     def caveat(self) -> str:
@@ -210,13 +212,7 @@ def read_request(
     commands_own: Sequence[str] = (),
 ) -> Request:
     """Read a job from its configuration and flags; `commands_own` is as in `read_sizes`. Raises UserError."""
-    from megatron_vp.cost.sizes.fp8 import refuse_fp8
-    from megatron_vp.cost.sizes.job_sizes import job_of
-
-    config, machine, gpus, limit = read_cluster(paths, flags, hardware, nodes, memory, commands_own)
-    job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
-    refuse_fp8(job, machine)
-    return Request(config, job, machine, limit)
+    return Request.of(*read_cluster(paths, flags, hardware, nodes, memory, commands_own))
 
 
 def read_cluster(
@@ -259,7 +255,7 @@ def _refuse_memory(memory: float, machine: Hardware) -> None:
 
 def gains(choice: Choice, name: Callable[[Evaluation], str] = lambda each: each.candidate.name) -> list[str]:
     """Lines that state the gain over the best run without vocabulary parallelism, and over Megatron's own best run."""
-    from megatron_vp.cost.planning.planner import gain_over
+    from megatron_vp.cost.planning.choice import gain_over
 
     def gain(other: Evaluation, what: str) -> str:
         return f"{gain_over(other, choice.chosen):.2f} times as fast as the best run {what} ({name(other)})"

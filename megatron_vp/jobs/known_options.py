@@ -11,7 +11,8 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from functools import cache
 from pathlib import Path
@@ -141,6 +142,27 @@ class Arguments:
 
     def __or__(self, changes: Mapping[str, Any]) -> Arguments:
         return Arguments({**vars(self), **changes})
+
+
+@contextmanager
+def reads_of(arguments: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """Yield a copy of a job's arguments, and the names that are read from it or from any description of a job."""
+    read: set[str] = set()
+
+    class Heard(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            read.add(name)
+            return super().get(name, default)
+
+    def heard(self: Arguments, name: str) -> Any:
+        read.add(name)
+        return object.__getattribute__(self, name)
+
+    Arguments.__getattribute__ = heard  # type: ignore[method-assign, assignment]
+    try:
+        yield Heard(arguments), read
+    finally:
+        del Arguments.__getattribute__
 
 
 @cache

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_vp.cost.balance.balanced import (
     EVEN_BAND,
     _Search,
-    _search,
     balanced,
     most_rows,
     unit_of_rows,
@@ -244,9 +243,6 @@ def test_the_whole_vocabulary_on_one_rank_is_a_layout_like_the_others():
 @pytest.mark.parametrize(("layers", "schedule"), [(6, "zb-h1"), (7, "1f1b"), (9, "v-half")])
 def test_candidates_that_bounds_rule_out_would_not_have_been_chosen(monkeypatch, layers, schedule):
     job, plan = replace(JOB, model=replace(MODEL, layers=layers)), Plan(schedule, TWO)
-    _search.cache_clear()
     found = balanced(job, plan, H100)
     monkeypatch.setattr(_Search, "least", lambda search, plan: 0.0)  # so that every candidate is simulated
-    _search.cache_clear()
     assert found == balanced(job, plan, H100) and found.rows is not None
-    _search.cache_clear()

@@ -11,20 +11,18 @@ import pytest
 
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cli.result_output import progress_bar
-from megatron_vp.cost.balance.chosen_shards import shard_choice
-from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
-from megatron_vp.cost.planning import charts, planner
+from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning import charts
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
-from megatron_vp.cost.prediction.limit import with_given_limit
+from megatron_vp.cost.planning.search import Search
+from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.sizes.job_plan import plan_of, settings_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
-from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.layout_text import layers_in, layout_of
-from megatron_vp.jobs.options import UNCOUNTED
 from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
@@ -177,6 +175,12 @@ def test_what_no_number_depends_on_is_listed_in_one_line(small):
     assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
 
 
+def test_options_without_an_effect_on_the_prediction_are_passed_over(small):
+    words = ["simulate", small, "--fp8-recipe", "blockwise", "--format", "json"]
+    assert "--fp8-recipe" in json.loads(run(*words).stdout)["passed_over"]
+    assert "--fp8-recipe" not in json.loads(run(*words, "--fp8-format", "hybrid").stdout)["passed_over"]
+
+
 def test_what_a_job_leaves_open_is_said(small):
     sixteen = (
         "--nodes 2 --num-experts 16 --expert-model-parallel-size 16 --seq-length 4096 --global-batch-size 16 --bf16"
@@ -194,38 +198,6 @@ def test_what_a_job_leaves_open_is_said(small):
     near = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--nodes", "1", "--format", "json"]
     (alone,) = json.loads(run("simulate", small, *near).stdout)["assumed"]
     assert "--moe-token-dispatcher-type is alltoall" in alone
-
-
-def test_options_without_an_effect_on_the_prediction_are_passed_over(small):
-    words = ["simulate", small, "--fp8-recipe", "blockwise", "--format", "json"]
-    assert "--fp8-recipe" in json.loads(run(*words).stdout)["passed_over"]
-    assert "--fp8-recipe" not in json.loads(run(*words, "--fp8-format", "hybrid").stdout)["passed_over"]
-
-
-def test_every_argument_that_the_cost_model_reads_is_a_known_option(small):
-    class Heard(dict):
-        def get(self, name, default=None):
-            read.add(name)
-            return super().get(name, default)
-
-    read = set()
-    fp8 = "--fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16 --use-precision-aware-optimizer"
-    latent = "--multi-latent-attention --num-experts 4 --moe-layer-freq 2 --v-head-dim 32 --q-lora-rank 64"
-    others = "--group-query-attention --fp16 --hidden-dropout 0 --num-experts 4 --cross-entropy-loss-fusion"
-    for flags in ("", fp8, others, latent, "--transformer-impl local --swiglu", "--num-experts 4 --quick-geglu"):
-        config = read_sizes([small], flags.split())
-        config = replace(config, values=Heard(config.values | {"bf16": "--fp16" not in flags}))
-        job = job_of(config.values)
-        shard_choice(config, plan_of(config))
-        with_given_limit(config, plan_of(config), job, HARDWARE["h100"])
-    resolved = {
-        "fp8",
-        "bias_swiglu_fusion",
-        "bias_gelu_fusion",
-        "add_bias_linear",
-    }  # the names in a resolved configuration
-    assert len(read) > 90 and not read & set(UNCOUNTED)
-    assert {*read, *UNCOUNTED} - resolved <= set(known_options())
 
 
 def test_an_argument_in_two_sections_is_refused_as_in_training(small):
@@ -316,7 +288,7 @@ def test_layers_that_options_shift_are_read_and_give_way_to_another_layout(small
 def test_tied_embeddings_need_a_split_in_a_v(small):
     small.write_text(SMALL.replace("  untie_embeddings_and_output_weights: true\n", ""))
     table = run("plan", small).stdout
-    assert "not possible: v-half, plain: the first rank would hold the tied weight twice" in table
+    assert "not possible: v-half, plain: --pipeline-schedule v-half with a job without --untie-embeddings" in table
     assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
     refused = run("simulate", small, "--pipeline-schedule", "v-half").exception
     assert "add --vocab-parallel or --untie" in str(refused)
@@ -403,7 +375,13 @@ def evaluations(small, monkeypatch):
         replace(one, iteration_seconds=3.0, candidate=Candidate("plain", Plan("zb-h1"))),
     ]
     asked = []
-    monkeypatch.setattr(planner, "plan", lambda *_, **options: asked.append(options) or (made, []))
+
+    def run(self):
+        asked.append(self)
+        self.found[:] = sorted(made, key=lambda each: each.iteration_seconds)
+        return self
+
+    monkeypatch.setattr(Search, "run", run)
     return made, asked
 
 
@@ -418,7 +396,7 @@ def test_a_split_that_gains_no_time_is_not_simply_recommended(small, evaluations
 def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     lines = run("plan", small, "--num-virtual-stages-per-pipeline-rank", "4").stdout.splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert [(row[0], row[1], row[3], row[-2]) for row in rows] == [
+    assert [(row[0], row[1], row[2], row[-2]) for row in rows] == [
         ("1f1b", "vocab-1", "2.000", "yes"),
         ("zb-h1", "plain", "3.000", "yes"),
         ("1f1b", "plain", "1.000", "no"),
@@ -426,7 +404,7 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     assert any(
         line.startswith("1.50 times as fast as the best run that fits") and "(zb-h1, plain)" in line for line in lines
     )
-    assert evaluations[1][0]["chunks"] == 4
+    assert evaluations[1][0].chunks == 4
     document = json.loads(run("plan", small, "--format", "json").stdout)
     assert document["best"] == 1 and [each["fits"] for each in document["plans"]] == [False, True, True]
 
@@ -451,7 +429,8 @@ def test_the_axis_speaks_of_a_limit_only_where_the_picture_shows_it(small, monke
     job, machine = job_of(read_sizes([small], []).values), find_hardware("h100")
     found = [evaluate(candidate, job, machine) for candidate in candidates(job, machine)[:2]]
     for limit in (1.05, 100):
-        charts.plan_chart(found[:1], found[0], limit * found[0].peak_memory, "a title")
+        search = Search([Variant(job, {}, own=True)], machine, limit * found[0].peak_memory, found=found[:1])
+        charts.runs_chart(search, found[0], "a title")
     labels = [(len(axes.lines), axes.get_xlabel()) for (axes,) in (figure.axes for figure in figures)]
     assert ["dotted line" in label for _, label in labels] == [True, False] and labels[0][0] == labels[1][0] + 1
 
@@ -466,7 +445,7 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
         file = tmp_path / f"answer.{suffix}"
         assert run(command, small, "-o", file).exit_code == 0
         assert file.read_bytes().startswith(start)
-    monkeypatch.setattr(f"megatron_vp.cli.{command}.read_request", None)
+    monkeypatch.setattr(f"megatron_vp.cli.{command}.{'read_cluster' if command == 'plan' else 'read_request'}", None)
     for words, said in (
         (["--format", "json", "-o", "x.png"], "--format json and -o x.png contradict each other"),
         (["--format", "table", "-o", "x.json"], "--format table and -o x.json contradict each other"),
@@ -479,7 +458,7 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_picture_without_a_file_is_refused_before_any_work(small, monkeypatch, command):
-    monkeypatch.setattr(f"megatron_vp.cli.{command}.read_request", None)
+    monkeypatch.setattr(f"megatron_vp.cli.{command}.{'read_cluster' if command == 'plan' else 'read_request'}", None)
     result = run(command, small, "--format", "png")
     assert isinstance(result.exception, UserError) and "name a file with -o" in str(result.exception)
 

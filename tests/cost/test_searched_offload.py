@@ -33,7 +33,7 @@ KEPT = ("tensor", "context", "micro-batch", "recompute")
 @pytest.fixture(scope="module")
 def plain_and_offloaded():
     tried = variants(MODEL, 4, WIDE, KEPT)
-    return [search.search(tried, WIDE, 100 * GIB, offload=offload) for offload in (False, True)]
+    return [search.Search(tried, WIDE, 100 * GIB, offload=offload).run() for offload in (False, True)]
 
 
 def test_sizes_that_nothing_beats_in_both_are_offloaded_and_of_many_evenly_spaced_ones():
@@ -46,33 +46,32 @@ def test_sizes_that_nothing_beats_in_both_are_offloaded_and_of_many_evenly_space
 
 def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
     plain, offloaded = plain_and_offloaded
-    assert plain.offload_sizes is None and offloaded.offload_sizes in range(1, SIZES + 2)
+    assert plain.offload_sizes == 0 and offloaded.offload_sizes in range(1, SIZES + 2)
     kept = [(each.variant, each.candidate) for each in offloaded.found]
     assert len({*kept}) == len(kept)
     assert {(each.variant, each.candidate) for each in plain.found} <= {*kept}
-    limit = 100 * GIB
-    best = offloaded.frontier(limit)
-    for each in plain.frontier(limit):
+    best = offloaded.frontier
+    for each in plain.frontier:
         assert any(one.iteration_seconds <= each.iteration_seconds and one.fits(each.peak_memory) for one in best)
     away = [each for each in best if each.candidate.plan.offload_chunks]
-    assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier(limit))
+    assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier)
     assert all(rank.load <= 0.91 for each in away for rank in each.copies)
 
 
 @pytest.mark.slow
 def test_a_search_with_offload_repeats(plain_and_offloaded):
-    again = search.search(variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True)
-    assert again == plain_and_offloaded[1]
+    again = search.Search(variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True).run()
+    assert again.found == plain_and_offloaded[1].found
 
 
 def test_the_command_says_how_many_runs_were_offloaded(plain_and_offloaded, tmp_path, monkeypatch):
     asked = []
 
-    def found(*_, offload, **__):
-        asked.append(offload)
-        return plain_and_offloaded[offload]
+    def found(self):
+        asked.append(self.offload)
+        return plain_and_offloaded[self.offload]
 
-    monkeypatch.setattr(search, "search", found)
+    monkeypatch.setattr(search.Search, "run", found)
     path = tmp_path / "wide.yaml"
     path.write_text(yaml.safe_dump(MODEL))
     words = [path, "--search", "--nodes", 1, "--hardware", "h200"]

@@ -92,7 +92,7 @@ def balanced(
     over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
-    search = _search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
+    search = _Search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
     even = search.even
     if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
         return Shards(even.layers, None)
@@ -145,12 +145,6 @@ def least_of_all(job: Job, plan: Plan, hardware: Hardware) -> float:
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, None)
     return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
-
-
-def choices(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> list[Plan]:
-    """The plans with uneven shards that `balanced` may simulate."""
-    plan = replace(plan, vocab_rows=None, layers=None)
-    return _search(job, plan, hardware, memory_limit if hardware.is_gpu else None).candidates
 
 
 @dataclass(frozen=True)
@@ -288,12 +282,6 @@ class _Search:
     def _order(self) -> Schedule:
         """The schedule with even shards, whose pass order serves to predict the memory peak of each rank."""
         return make_simulator(self.sample, self.even, self.hardware).schedule
-
-
-@lru_cache(maxsize=1)
-def _search(job: Job, plan: Plan, hardware: Hardware, memory_limit: float | None) -> _Search:
-    """Return a cached `_Search`, because `balanced` is often called after `choices` with the same plan."""
-    return _Search(job, plan, hardware, memory_limit)
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,14 @@ class Candidate:
     plan: Plan
 
     @property
+    def title(self) -> str:
+        """The method, and whether the vocabulary shards are balanced."""
+        return self.method + (", balanced" if self.plan.vocab_rows else "")
+
+    @property
     def name(self) -> str:
-        """The candidate's name in tables and charts."""
-        return f"{self.plan.label}, {self.method}" + (", balanced shards" if self.plan.vocab_rows else "")
+        """The candidate's name in sentences and charts."""
+        return f"{self.plan.label}, {self.title}" + (" shards" if self.plan.vocab_rows else "")
 
     @property
     def without_split(self) -> bool:
@@ -84,17 +89,9 @@ def method_of(plan: Plan) -> str:
     return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
 
 
-def candidates(
-    job: Job,
-    hardware: Hardware,
-    chunks: int = 2,
-    names: Sequence[str] | None = None,
-) -> list[Candidate]:
-    """Combine every schedule of `names` with each method that it supports (see `Candidate`).
-
-    By default, `names` contains all schedules that `megatron-vp plan` considers. `chunks` applies to `interleaved` and
-    to other families that allow any number of chunks. Raises UserError for a job without a pipeline, with more than
-    LARGEST pipeline ranks, or with fewer layers than pipeline ranks.
+def check_pipeline(job: Job) -> None:
+    """Raise UserError for a job without a pipeline, with more than LARGEST pipeline ranks, or with fewer layers than
+    pipeline ranks.
     """
     if job.pipeline < 2:
         raise UserError("a job with one pipeline stage needs no plan; set --pipeline-model-parallel-size to 2 or more")
@@ -105,10 +102,23 @@ def candidates(
             f"{job.pipeline} pipeline ranks are too many for megatron-vp plan, which tries every schedule: give "
             f"at most {LARGEST}, or simulate one schedule at a time with megatron-vp simulate --pipeline-schedule NAME"
         )
+
+
+def candidates(job: Job, hardware: Hardware, chunks: int = 2, offload: bool = False) -> list[Candidate]:
+    """Combine every schedule that `plan` considers with each method that it supports (see `Candidate`).
+
+    `chunks` applies to `interleaved` and to other families that allow any number of chunks. `offload` adds the
+    schedules that are made for offloading. Without a pipeline, there is only one candidate; with a pipeline that
+    `check_pipeline` refuses, there is none.
+    """
+    if job.pipeline == 1:
+        return [Candidate(PLAIN, Plan())]
+    if job.pipeline > min(LARGEST, job.model.layers):
+        return []
     found = []
-    planned = [name for name, record in FAMILIES.items() if record.planned]
-    for name in planned if names is None else names:
-        record = FAMILIES[name]
+    for name, record in FAMILIES.items():
+        if not (record.planned or (offload and not record.bases)):
+            continue
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
         even = _even(job, placement, hardware)

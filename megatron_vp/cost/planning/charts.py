@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.sizes.shapes import Recompute
 from megatron_vp.schedule.draw import saved
 
@@ -58,97 +56,52 @@ def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
     return _png(figure)
 
 
-class _Dot(NamedTuple):
-    """A run: seconds, bytes of the fullest rank, the name of its colour, its description, and whether it is filled."""
-
-    seconds: float
-    memory: float
-    group: str
-    words: str
-    filled: bool = True
-
-
-def plan_chart(evaluations: Sequence[Evaluation], chosen: Evaluation, limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory, with the frontier, the recommended run, and runs coloured by
-    schedule. Slow runs are left out.
+def runs_chart(search: Search, chosen: Evaluation, title: str) -> bytes:
+    """Draw a PNG of iteration time against memory, with the frontier and the recommended run. Runs are coloured by
+    pipeline size or, if all have the same, by schedule. Slow runs are left out.
     """
-
-    def dot(each: Evaluation) -> _Dot:
-        plan = each.candidate.plan
-        words = f"{plan.label}, {each.candidate.method}" + (", recommended" if each is chosen else "")
-        return _Dot(each.iteration_seconds, each.peak_memory, plan.schedule, words, plan.offload_chunks > 0)
-
-    note = "; filled: activations in host memory"
-    best = frontier(evaluations)
-    named = best if chosen in best else [*best, chosen]
-    return _scatter([*map(dot, evaluations)], [*map(dot, best)], limit, title, note, [*map(dot, named)])
-
-
-def search_chart(search: Search, limit: float, title: str) -> bytes:
-    """Draw a PNG of iteration time against memory, with the frontier and with runs coloured by pipeline size. Slow runs
-    are left out.
-    """
-
-    def dot(each: Evaluation) -> _Dot:
-        job, candidate = search.variants[each.variant].job, each.candidate
-        parallel = "".join(
-            f", {name}-parallel size {size}"
-            for size, name in ((job.tensor, "tensor"), (job.context, "context"), (job.expert, "expert"))
-            if size > 1
-        )
-        again = ", with recomputation" if job.recompute is not Recompute.NONE else ""
-        group = f"{job.pipeline:3d} pipeline rank{'s' * (job.pipeline > 1)}"
-        words = f"{candidate.plan.label}, {candidate.method}{parallel}{again}"
-        return _Dot(each.iteration_seconds, each.peak_memory, group, words)
-
-    return _scatter(
-        sorted(map(dot, search.found), key=lambda each: each.group), [*map(dot, search.frontier(limit))], limit, title
-    )
-
-
-def _scatter(
-    runs: Sequence[_Dot],
-    best: Sequence[_Dot],
-    limit: float,
-    title: str,
-    note: str = "",
-    named: Sequence[_Dot] | None = None,
-) -> bytes:
-    """Draw `runs`, the line through the `best`, and the words of `named` (the best if None)."""
     from matplotlib.figure import Figure
+
+    jobs, best = [each.job for each in search.tried], search.frontier
+    one_size = len({job.pipeline for job in jobs}) == 1
+
+    def group(each: Evaluation) -> str:
+        pipeline = jobs[each.variant].pipeline
+        return each.candidate.plan.schedule if one_size else f"{pipeline:3d} pipeline rank{'s' * (pipeline > 1)}"
+
+    def words(each: Evaluation) -> str:
+        job = jobs[each.variant]
+        sizes = {"tensor": job.tensor, "context": job.context, "expert": job.expert}
+        parallel = [f"{name}-parallel size {size}" for name, size in sizes.items() if size > 1 and len(jobs) > 1]
+        again = ["with recomputation"] * (job.recompute is not Recompute.NONE and len(jobs) > 1)
+        return ", ".join([each.candidate.name, *parallel, *again, *["recommended"] * (each is chosen)])
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
     _entitle(figure, title)
-    longest = max(1.05 * best[-1].seconds, 1.1 * best[0].seconds)
-    shown = [each for each in runs if each.seconds <= longest]
-    for place, name in enumerate(dict.fromkeys(each.group for each in shown)):
-        own, colour = [each for each in shown if each.group == name], PIPELINES[place % len(PIPELINES)]
+    longest = max(1.05 * best[-1].iteration_seconds, 1.1 * best[0].iteration_seconds)
+    shown = [each for each in search.found if each.iteration_seconds <= longest]
+    groups = sorted({group(each) for each in shown})
+    for place, name in enumerate(groups):
+        own, colour = [each for each in shown if group(each) == name], PIPELINES[place % len(PIPELINES)]
         axes.scatter(
-            [each.memory / GIB for each in own],
-            [each.seconds for each in own],
+            [each.peak_memory / GIB for each in own],
+            [each.iteration_seconds for each in own],
             s=22,
             marker="os^"[place // len(PIPELINES) % 3],
             edgecolors=colour,
-            facecolors=[colour if each.filled else "none" for each in own],
+            facecolors=[colour if each.candidate.plan.offload_chunks else "none" for each in own],
             label=name.strip(),
         )
-    axes.plot(
-        [each.memory / GIB for each in best],
-        [each.seconds for each in best],
-        drawstyle="steps-post",
-        color="#555555",
-        linewidth=1,
-        label="frontier",
-        zorder=1,
-    )
-    for each in best if named is None else named:
-        at = each.memory / GIB, each.seconds
-        axes.annotate(each.words, at, xytext=(4, -7), textcoords="offset points", fontsize=5)
-    most = 1.2 * max(each.memory for each in shown) / GIB
-    line = _limit(axes, limit) if limit / GIB < most else ""
+    points = [each.peak_memory / GIB for each in best], [each.iteration_seconds for each in best]
+    axes.plot(*points, drawstyle="steps-post", color="#555555", linewidth=1, label="frontier", zorder=1)
+    for run in best if chosen in best else [*best, chosen]:
+        at = run.peak_memory / GIB, run.iteration_seconds
+        axes.annotate(words(run), at, xytext=(4, -7), textcoords="offset points", fontsize=5)
+    most = 1.2 * max(each.peak_memory for each in shown) / GIB
+    line = _limit(axes, search.limit) if search.limit / GIB < most else ""
     axes.set_xlim(0, most)
-    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}{note}")
+    axes.set_xlabel(f"peak memory of the fullest rank in GiB{line}; filled: activations in host memory")
     axes.set_ylabel("seconds per iteration")
     return _png(figure)
 

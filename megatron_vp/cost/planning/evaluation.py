@@ -66,7 +66,9 @@ class Evaluation:
     copies: tuple[RankCopies, ...] = ()
     """Copies between device and host, by pipeline rank; empty without offloading."""
     variant: int = 0
-    """In a search, the index of the run's parallel sizes in `Search.variants`."""
+    """In a search, the index of the run's parallel sizes in `Search.tried`."""
+    given: bool = False
+    """Whether this is the job as its configuration describes it."""
 
     @property
     def peak_memory(self) -> float:

@@ -1,34 +1,42 @@
-"""Chooses how many chunks of each planned schedule are offloaded to host memory, predicts what offloading costs, and
-chooses the parallel sizes with which a search tries it.
-"""
+"""Fits runs to the available memory: by offloading chunks to host memory, and by shaping flexible schedules."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
-from megatron_vp.cost.planning.candidates import Candidate, candidates, method_of
+from megatron_vp.cost.memory.outside import FRAGMENTS
+from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
 from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.front import frontier, thinned
 from megatron_vp.cost.prediction.bounds import Bound, bound
 from megatron_vp.cost.prediction.copies import fullest_node, host_room
+from megatron_vp.cost.prediction.limit import largest_microbatch, with_limit
 from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import FAMILIES, VocabMethod
+from megatron_vp.schedule import FAMILIES, VocabMethod, family
 from megatron_vp.schedule.request import AUTO
 
 MOST_LOAD = 0.9
 """Largest ratio of a rank's copy time to its pass time that `plan` allows; above it, passes would wait for copies."""
 
-WITH_OFFLOAD = tuple(name for name, record in FAMILIES.items() if not record.bases)
-"""Schedule families with which `plan` tries offloading: all except flexible ones."""
-
 SIZES = 4
 """Besides the job's own parallel sizes, a search tries offloading with at most this many other combinations of sizes.
 Each combination takes up to about 50 simulations.
+"""
+
+STEPS = 3
+"""Number of memory limits that `fitted_evaluation` tries. The first is only an estimate, and each further one is lower
+by one chunk's activations.
+"""
+
+FITTED_PER_RANK = 3
+"""When `plan` searches for a flexible schedule's shape, it uses at most this many microbatches per pipeline rank. A
+training job searches with all its microbatches and may find a different shape.
 """
 
 
@@ -40,8 +48,7 @@ def offloaded_evaluations(base: Evaluation, job: Job, hardware: Hardware, limit:
     `host_room` are left out.
     """
     plan, found = base.candidate.plan, {0: base}
-    record = FAMILIES[plan.schedule]
-    chunks = record.chunks_of(plan.chunks)
+    chunks = FAMILIES[plan.schedule].chunks_of(plan.chunks)
     allowed = [count for count in range(1, chunks + 1) if copy_load(job, plan, count, hardware) <= MOST_LOAD]
 
     def try_out(counts: Sequence[int]) -> None:
@@ -69,11 +76,7 @@ def offloaded_evaluations(base: Evaluation, job: Job, hardware: Hardware, limit:
 
 
 def with_chosen_offload(
-    config: JobConfig,
-    plan: Plan,
-    job: Job,
-    hardware: Hardware,
-    limit: float | None = None,
+    config: JobConfig, plan: Plan, job: Job, hardware: Hardware, limit: float | None = None
 ) -> Plan:
     """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
 
@@ -112,15 +115,6 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
     return max(loads)
 
 
-def bases_of(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the fastest run for each combination of schedule and vocabulary method."""
-    found: dict[tuple[str, str], Evaluation] = {}
-    for each in evaluations:
-        key = each.candidate.plan.schedule, each.candidate.plan.vocab
-        found[key] = min(found.get(key, each), each, key=lambda one: one.iteration_seconds)
-    return list(found.values())
-
-
 def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
     """Find the variants with runs on the Pareto frontier of the time and memory bounds in `least`, fastest first. If
     there are more than SIZES, return only SIZES of them, spread over the frontier.
@@ -134,7 +128,7 @@ def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
 def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidate]:
     """For each schedule whose passes can hide one chunk's copies, return the candidate with the lowest time bound."""
     best: dict[str, tuple[Bound, int, Candidate]] = {}
-    for place, each in enumerate(candidates(job, hardware, chunks, WITH_OFFLOAD)):
+    for place, each in enumerate(candidates(job, hardware, chunks, offload=True)):
         try:
             found = bound(each.plan, job, hardware), place, each
             hidden = copy_load(job, each.plan, 1, hardware) <= MOST_LOAD
@@ -154,3 +148,44 @@ def offloaded_runs(base: Candidate, job: Job, hardware: Hardware, limit: float) 
         return [found, *offloaded_evaluations(found, job, hardware, limit)]
     except UserError:
         return []
+
+
+def flexible_candidates(job: Job, hardware: Hardware) -> list[Candidate]:
+    """Each flexible schedule with each vocabulary method, and with the layers of the base that needs the most memory.
+
+    The list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    """
+    if not 2 <= job.pipeline <= min(MOST_BALANCED, job.model.layers):
+        return []
+    tried, found = candidates(job, hardware), []
+    for record in FAMILIES.values():
+        # Of the candidates without vocabulary parallelism, the dict keeps the last one, which is redistributed.
+        fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
+        for each in {each.plan.vocab: each for each in fullest}.values():
+            found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
+    return found
+
+
+def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Evaluation | None:
+    """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it; None if its largest base fits,
+    or if no shape does.
+    """
+    plan = candidate.plan
+    sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
+    fullest = replace(plan, schedule=family(plan.schedule).bases[0].name)
+    try:
+        found = evaluate(replace(candidate, plan=fullest), job, hardware)
+        if found.fits(limit):
+            return None
+        # Whatever a rank needs too much must come from its activations, which take their fragments with them.
+        room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in found.memory)
+        chunks = family(plan.schedule).chunks_of(None)
+        first = math.floor(chunks * room / largest_microbatch(job, found.candidate.plan, hardware))
+        for count in range(first, max(0, first - STEPS), -1):
+            fitted = with_limit(sample, plan, hardware, f"{count / chunks:g}")
+            found = evaluate(replace(candidate, plan=fitted), job, hardware)
+            if found.fits(limit):
+                return found
+    except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.
+        pass
+    return None

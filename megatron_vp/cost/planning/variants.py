@@ -118,11 +118,3 @@ def _sizes(
 
 def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
-
-
-def is_neighbour(one: Job, other: Job) -> bool:
-    """Whether two jobs differ only in recomputation, or only in one of the searched sizes, by at most a factor of 2."""
-    sizes = ("tensor", "context", "pipeline", "expert", "micro_batch")
-    ratios = [getattr(one, name) / getattr(other, name) for name in sizes]
-    steps = [ratio for ratio in ratios if ratio != 1] + [2.0] * (one.recompute is not other.recompute)
-    return len(steps) == 1 and 0.5 <= steps[0] <= 2

@@ -31,7 +31,7 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
     text = limit.strip()
     in_bytes = text.endswith("GiB")
     room = microbatches_of_limit(text.removesuffix("GiB"), "GiB" if in_bytes else "microbatches")
-    microbatches = room * GIB / _largest_microbatch(job, plan, hardware) if in_bytes else room
+    microbatches = room * GIB / largest_microbatch(job, plan, hardware) if in_bytes else room
     if in_bytes and microbatches * request.chunks < 1:
         raise UserError(
             f"--activation-limit {limit} is too small: one chunk's activations alone take "
@@ -60,7 +60,7 @@ def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware
     return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 
 
-def _largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
+def largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
     """Bytes of a microbatch's activations on the rank where they take the most memory."""
     schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
     model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
