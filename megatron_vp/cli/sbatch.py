@@ -97,11 +97,6 @@ def sbatch(
     from megatron_vp.mcore.start.preflight import check_job, describe_job
 
     files, flags = files_and_flags(job, overlays)
-    empty = [option for option in slurm or () if not option.strip("-")]
-    if empty:
-        raise UserError(
-            f"--slurm {empty[0]!r} names no option: give an option of SLURM's sbatch, such as --slurm partition=long"
-        )
     own = script is not None
     if not files and not own:
         raise UserError(
@@ -181,7 +176,7 @@ def _command(options: list[str], variables: dict[str, str | None], slurm: Sequen
     # Commas separate the variables in --export, so variables whose values contain a comma are set by `env`.
     before = [each for each in given if "," in each]
     exported = ",".join(["ALL", *(each for each in given if "," not in each)])
-    own = [f"--{option.lstrip('-')}" for option in slurm]
+    own = [f"--{option.lstrip('-')}" for option in slurm if option]
     return [
         *(["env", *before] if before else []),
         *("sbatch", *options, f"--export={exported}", *own),
