@@ -213,7 +213,7 @@ def test_a_login_node_checks_a_job_for_the_gpus_that_it_asks_for(said, monkeypat
     found, printed, errors = said("check", "--ranks", "16", *LLAMA, "--vocab-parallel", *words)
     assert found == status and expected in printed + errors
     assert installed.of_nodes is None and not torch.cuda.is_available()
-    if found == 0:
+    if words is ENGINE:
         assert said("sbatch", *LLAMA, "--vocab-parallel", *words, "--dry-run")[0] == 0
 
 
