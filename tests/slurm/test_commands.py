@@ -264,12 +264,12 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     status, printed, _ = said(*words)
     assert status == 0
     assert "continues from iteration 40 of 100000" in printed
-    assert f"megatron-core {patches.installed_version()}" in printed
+    assert f"megatron-core: {patches.installed_version()}" in printed
     assert f"Triton's cache: {environment.triton_cache()}" in printed
     monkeypatch.setattr(environment, "_file_system", lambda folder: "nfs4")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     _, printed, _ = said(*words)
-    assert f"warning: Triton's cache {tmp_path / 'kernels'} is on a network file system (nfs4): set" in printed
+    assert f"Triton's cache: broken: {tmp_path / 'kernels'} is on a network file system (nfs4) (when" in printed
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
     status, _, errors = said(*words)
     assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors

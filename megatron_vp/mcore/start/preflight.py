@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform as interpreter
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -145,22 +144,12 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 
 def describe_node() -> str:
-    """One line with this node's versions and devices, the variables that NCCL will read, and Triton's cache."""
-    from megatron_vp.mcore.start.banner import versions  # imports Megatron
-
-    found = [f"python {interpreter.python_version()}", *versions()]
-    count = torch.cuda.device_count()
-    if count:
-        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    devices = f"{count} x {torch.cuda.get_device_name()}" if count else f"{os.cpu_count()} CPUs, no GPU"
-    nccl = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_"))
+    """One line with what a run would use on this node, and the variables that NCCL will read."""
+    found = [
+        f"{part.name}: {part.found or 'missing'}{f' ({part.without})' * part.is_broken}" for part in environment.parts()
     ]
-    try:
-        kernels = f"Triton's cache: {environment.triton_cache()}"
-    except OSError as error:
-        kernels = f"warning: Triton's cache {error}: set TRITON_CACHE_DIR to a folder on this node's disk"
-    return f"{socket.gethostname()}: {', '.join([*found, devices, *nccl, kernels])}"
+    nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if "NCCL_" in name]
+    return f"{socket.gethostname()}: {'; '.join([*found, *nccl])}"
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
