@@ -139,7 +139,7 @@ def _shape(call: ast.Call) -> str:
 
 
 def arguments_of(tree: ast.AST) -> set[str]:
-    """The names of arguments that a source reads: `args.NAME`, `get_args().NAME`, `getattr(args, "NAME")`.
+    """The names of arguments that a source reads: `args.NAME`, `job.arguments.NAME`, `getattr(args, "NAME")`.
 
     Names that begin with an underscore are ours and left out.
     """
@@ -149,6 +149,8 @@ def arguments_of(tree: ast.AST) -> set[str]:
 def _read_from(tree: ast.AST, holders: set[str]) -> Iterator[str]:
     def holds(value: ast.expr) -> bool:
         match value:
+            case ast.Attribute(ast.Name("job") | ast.Attribute(attr="job" | "settled") | ast.Call(), "arguments"):
+                return "args" in holders
             case ast.Name(name) | ast.Attribute(attr=name) | ast.Call(func=ast.Name(name)):
                 return name.removeprefix("get_") in holders
         return False
