@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.errors import UserError
-from megatron_vp.jobs.config_words import arguments_from_config
 from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 
@@ -74,25 +72,3 @@ def test_the_layers_of_an_uneven_layout_are_all_there():
     layers = [sum(layer.name == "decoder" for layer in layout.layout[rank][0]) for rank in range(8)]
     assert layers == [5, 5, 5, 5, 5, 5, 6, 6]
     assert sum(layers) == leaves["num_layers"]
-
-
-@pytest.fixture(scope="module")
-def parser():
-    from megatron.training.arguments import add_megatron_arguments
-
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("masked_softmax_fusion", "no_masked_softmax_fusion"),
-        ("pipeline_parallel_size", "pipeline_model_parallel_size"),
-        ("use_distributed_optimiser", "use_distributed_optimizer"),
-        ("vocabsize", "vocab_size"),
-    ],
-)
-def test_misspelt_megatron_argument_names_the_right_one(parser, tmp_path, wrong, right):
-    (tmp_path / "job.yaml").write_text(f"{wrong}: 1\n")
-    with pytest.raises(UserError, match=f"'{wrong}'.*nearest known argument is '{right}'"):
-        arguments_from_config([tmp_path / "job.yaml"], parser)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import Flag, asks_for_cpu, flag_value, flags_in, split_config
-from megatron_vp.jobs.job_config import read_job_config, read_sizes
+from megatron_vp.jobs.job_config import read_job_config
 
 
 def test_every_spelling_of_a_flag():
@@ -44,11 +44,6 @@ def test_flags_win_over_files_and_say_where_they_stand(tmp_path):
         config.whole_number("hidden_size", 1)
     with pytest.raises(UserError, match="--bf16 True is not an integer"):
         config.whole_number("bf16", 1)
-
-
-def test_two_values_of_a_size_are_refused_as_in_training():
-    with pytest.raises(UserError, match="--num-layers takes fewer values: leave out 8"):
-        read_sizes([], ["--num-layers", "4", "8"])
 
 
 def test_the_processor_is_asked_for_by_a_flag_or_a_variable(monkeypatch):

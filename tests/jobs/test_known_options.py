@@ -118,8 +118,3 @@ def test_what_a_later_release_adds_or_widens_is_known_too():
     assert known["mtp_hsm"].nargs == 0 and known["rl_generation_lag"].type is float
     assert {"gdn", "gdn2"} <= set(known["experimental_attention_variant"].choices)
     assert set(LARGEST) <= set(known) and "help" not in known
-
-
-def test_the_options_of_the_command_are_near_too():
-    with pytest.raises(UserError, match="--trase is not a known option; the nearest known option is --trace"):
-        refuse_wrong_words(["--trase"], ["trace"])
