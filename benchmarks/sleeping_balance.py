@@ -41,8 +41,7 @@ from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
 from megatron_vp.cost.balance.layer_choices import layer_choices
-from megatron_vp.cost.balance.measured_rows import refilled
-from megatron_vp.cost.balance.measured_run import read_run
+from megatron_vp.cost.balance.measured_rows import read_run, refilled
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline

@@ -25,18 +25,18 @@ def trace(
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
-    from megatron_vp.cost.balance.measured_rows import next_start
-    from megatron_vp.cost.balance.measured_run import traced_run
+    from megatron_vp.cost.balance.measured_rows import measured, next_start
     from megatron_vp.schedule import VocabMethod
     from megatron_vp.trace.figures import figures, held_activations, table
     from megatron_vp.trace.rank_files import merge, read_traces
+    from megatron_vp.trace.rank_reports import traced_reports
 
     check_destination(False, output)
     traces = read_traces(folder)
     typer.echo(table(traces, figures(traces)))
     if traces[0].partition.vocab_rows is not None and VocabMethod(traces[0].vocab).is_sharded:
         try:
-            typer.echo(next_start(folder, traced_run(folder, traces)))
+            typer.echo(next_start(folder, measured(folder, traced_reports(folder, traces))))
         except UserError as error:
             typer.echo(f"--vocab-shards measured:{folder} would be refused: {error}")
     if output is not None:

@@ -1,16 +1,19 @@
-"""Reads the files of --rank-report, which give the memory and the compute time of every pipeline rank."""
+"""Reads the memory and the compute time of every pipeline rank, from the files of --rank-report or from traces."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import PassKind
+from megatron_vp.trace.figures import iteration_pass_times
 from megatron_vp.trace.partition import Partition
-from megatron_vp.trace.rank_files import read_ranks
+from megatron_vp.trace.rank_files import RankTrace, path_of, read_ranks
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,28 @@ class RankReport:
 def read_reports(folder: Path) -> list[RankReport]:
     """Read the reports of all pipeline ranks of the run in `folder`, in the order of ranks. Raises UserError."""
     return read_ranks(folder, RankReport.of, "--rank-report")
+
+
+def traced_reports(folder: Path, traces: Sequence[RankTrace]) -> list[RankReport]:
+    """What the traces of all ranks, which come from `folder`, say about the iterations that they cover.
+
+    Raises UserError if passes are missing.
+    """
+    found = []
+    for trace in traces:
+        counts, times = [count for _, count in sorted(trace.microbatches.items())], iteration_pass_times(trace)
+        rows = (trace.partition.vocab_rows or ())[trace.rank : trace.rank + 1]
+        for each, count in zip(times, counts, strict=True):
+            wanted = {PassKind.F: count * len(trace.placement[trace.rank])}
+            wanted |= {PassKind.S: count, PassKind.T: count} if any(rows) else {}
+            for kind, passes in wanted.items():
+                if len(each.get(kind, ())) != passes:
+                    raise UserError(
+                        f"{path_of(folder, trace.rank)} has {len(each.get(kind, ()))} {kind} passes in an iteration "
+                        f"that should have {passes}: the file is damaged or truncated; trace the run again"
+                    )
+        passes_of = tuple({kind: sum(one) / 1e3 for kind, one in each.items()} for each in times)
+        took = tuple(sum(each.values()) for each in passes_of)
+        about = trace.run, trace.partition, trace.schedule, trace.vocab
+        found.append(RankReport(trace.rank, 0, tuple(counts), 0.0, took, passes_of, None, *about))
+    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vp.cost.balance.balanced import balanced, most_rows
-from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, refilled
-from megatron_vp.cost.balance.measured_run import read_run
+from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.prediction.samples import sampled

@@ -3,25 +3,173 @@
 GPUs of the same model differ in speed by a few percent. Moving rows can compensate for this; moving whole layers is too
 coarse. The earlier run's rank reports or traces say how long each rank computes per microbatch, and how many rows it
 has. Rows are then assigned so that all ranks take about the same time (`water_filling`).
+
+Files that may be wrong are refused: a report that is damaged, belongs to another run or covers too few iterations would
+put rows on the wrong ranks, and no later check would detect the mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from megatron_vp.cost.balance.balanced import Shards, unit_of_rows
-from megatron_vp.cost.balance.measured_run import ROW_KINDS, MeasuredRun, Seconds, layers_on, read_run
 from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.schedule import PassKind
 from megatron_vp.trace.partition import VOCABULARY, Partition
+from megatron_vp.trace.rank_files import path_of, rank_paths, read_document, read_traces
+from megatron_vp.trace.rank_reports import RankReport, read_reports, traced_reports
 
 CERTAIN = 2.0
 """A gain of less than this many standard deviations is not significant."""
+
+ROW_KINDS = (PassKind.S, PassKind.T, PassKind.IF, PassKind.IB)
+"""Kinds of passes whose time grows with the number of vocabulary rows on the rank."""
+
+ENOUGH = 5
+"""The fewest iterations that a measurement needs, not counting the first iteration of a report, which is warm-up."""
+
+OF_MEDIAN = 1.25 * 1.4826
+"""Standard deviation of the median of n normal samples, in units of their median absolute deviation / sqrt(n)."""
+
+IMPLAUSIBLE = 4.0
+"""A measurement is refused if any rank's time per layer is more than this many times the median of all ranks."""
+
+Seconds = Mapping[str, float]
+"""A rank's computing time per microbatch in seconds, by kind of pass, summed over its chunks."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Measurements of a run: pass times of every pipeline rank (medians over iterations), and properties of the job.
+
+    uncertainty: relative standard deviation of the median time per microbatch, for the rank where it is largest.
+    """
+
+    seconds: tuple[Seconds, ...]
+    partition: Partition
+    schedule: str
+    vocab: str
+    iterations: int
+    uncertainty: float
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Vocabulary rows of every pipeline rank, summed over its tensor ranks."""
+        return self.partition.vocab_rows or ()
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """Read the pass times that a run wrote to `folder` with --rank-report or --pipeline-trace.
+
+    Raises UserError if files are missing, come from several runs or from a run without vocabulary shards, cover too few
+    iterations, or contain impossible values.
+    """
+    first = read_document(rank_paths(folder, "--rank-report or --pipeline-trace")[0])
+    traced = "traceEvents" in first
+    return measured(folder, traced_reports(folder, read_traces(folder)) if traced else read_reports(folder))
+
+
+def measured(folder: Path, reports: Sequence[RankReport]) -> MeasuredRun:
+    """Reduce the reports of all ranks, which come from `folder`, to medians. Raises UserError as `read_run` does."""
+    times = [
+        [
+            {kind: took / count for kind, took in passes.items()}
+            for passes, count in zip(each.passes, each.microbatches, strict=True)
+        ]
+        for each in reports
+    ]
+    seconds = tuple(
+        {kind: median(one.get(kind, 0.0) for one in own) for kind in sorted({kind for one in own for kind in one})}
+        for own in times
+    )
+    for fault in _faults(folder, reports, seconds):
+        raise UserError(fault)
+    uncertainty = max(_uncertainty([sum(one.values()) for one in own]) for own in times)
+    run = reports[0]
+    return MeasuredRun(seconds, run.partition, run.schedule, run.vocab, min(map(len, times)), uncertainty)
+
+
+def _faults(folder: Path, reports: Sequence[RankReport], seconds: Sequence[Seconds]) -> Iterator[str]:
+    """What is wrong with the reports as a measurement; the first fault may cause the others."""
+    partition = reports[0].partition
+    rows, layers, sizes = partition.vocab_rows, partition.layers, dict(partition.sizes)
+    if rows is None:
+        yield f"{folder} is from a run without vocabulary shards: measure a run with --vocab-parallel"
+        return
+    vocab, damaged = sizes.get(VOCABULARY), "the files are damaged; measure again"
+    if vocab is None or partition.tensor < 1 or any(size < 1 for size in sizes.values()):
+        yield f"{folder} does not record valid model and batch sizes: measure again with this version of megatron_vp"
+    if len(rows) != len(reports) or min(rows) < 0 or sum(rows) != vocab:
+        yield (
+            f"{folder} records {','.join(map(str, rows))} vocabulary rows per rank, which do not add up to the "
+            f"vocabulary size {vocab}: {damaged}"
+        )
+    if layers is not None and (min(layers, default=-1) < 0 or sizes.get("num_layers") not in (None, sum(layers))):
+        yield (
+            f"{folder} records {','.join(map(str, layers))} layers per stage, which do not add up to the "
+            f"{sizes['num_layers']} layers of the run: {damaged}"
+        )
+    iterations = min(len(each.passes) for each in reports)
+    for each in reports:
+        path = path_of(folder, each.rank)
+        if len(each.passes) > iterations + 1:
+            yield (
+                f"{path} has {len(each.passes)} measured iterations, but another rank's file has {iterations}: the run "
+                "ended early, or a file is incomplete; measure again"
+            )
+        if each.microbatches[:iterations] != reports[0].microbatches[:iterations]:
+            yield (
+                f"{folder}: ranks 0 and {each.rank} recorded different numbers of microbatches for the same iteration; "
+                "repeat the measurement with an empty folder"
+            )
+        needed = [(PassKind.F,), (PassKind.B, PassKind.BW), *[(PassKind.S,), (PassKind.T,)] * (rows[each.rank] > 0)]
+        for kinds in needed:
+            if not all(sum(one.get(kind, 0.0) for kind in kinds) for one in each.passes):
+                yield (
+                    f"{path} has an iteration without times of {kinds[0]} passes: the file is damaged; measure again "
+                    "with --vocab-parallel"
+                )
+    if iterations < ENOUGH:
+        yield (
+            f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
+            f"at least {ENOUGH + 1} iterations with --rank-report, or trace at least {ENOUGH}, for example with "
+            "--pipeline-trace-iterations 3-22"
+        )
+    by_layer = [
+        sum(took for kind, took in own.items() if kind not in ROW_KINDS) / layers_on(partition, rank, len(reports))
+        for rank, own in enumerate(seconds)
+    ]
+    usual = median(by_layer)
+    for rank, took in enumerate(by_layer):
+        if took > IMPLAUSIBLE * usual:
+            yield (
+                f"the rank that wrote {path_of(folder, rank)} took {took / usual:.1f} times as long per layer as the "
+                "median rank, but GPUs do not differ that much: check what else ran on the slow rank's GPU, and "
+                "measure again"
+            )
+
+
+def layers_on(partition: Partition, rank: int, ranks: int) -> float:
+    """The number of layers on `rank`, used to compare ranks by their time per layer.
+
+    Returns 1 if the layout is unknown or even, if ranks have several chunks, or if the rank has no layers.
+    """
+    if partition.layers is None or len(partition.layers) != ranks:
+        return 1.0
+    return partition.layers[rank] or 1.0
+
+
+def _uncertainty(times: Sequence[float]) -> float:
+    """Relative standard deviation of the median of `times`, robust against single slow iterations."""
+    middle = median(times)
+    return OF_MEDIAN * median(abs(each - middle) for each in times) / math.sqrt(len(times)) / middle
 
 
 @dataclass(frozen=True)
