@@ -325,7 +325,7 @@ def main() -> int:
     options = {option.dest: option for option in megatron._actions}
     answers: dict[Job, tuple[str | None, ...]] = {}
     predicted: list[Simulated] = []
-    for family, gpu, name, recipe in recipes((*GPUS, *OTHERS) if given.simulate else GPUS):
+    for family, gpu, name, recipe in recipes((*GPUS, *OTHERS) if given.simulate or given.words else GPUS):
         if recipe.model.pipeline_model_parallel_size > 1:
             queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if gpu == "h100" else "32"}
             nodes = nvidia_jobs.nodes(GPUS.get(gpu, "10.0"))

@@ -62,9 +62,10 @@ def test_the_first_stage_has_the_dense_layers():
 
 
 @pytest.mark.parametrize(
-    ("layout", "counts"), [("Et|tt|mL", [1, 2, 1]), ("Et|ttm|L", [1, 3, 0]), ("Ettt|m|L", [3, 1, 0])]
+    ("layout", "counts"), [("Et|tt|mL", [1, 2, 2]), ("Et|ttm|L", [1, 4, 0]), ("Ettt|m|L", [3, 2, 0])]
 )
 def test_a_prediction_head_is_on_the_stage_of_the_layout(layout, counts):
+    """A head counts as a projection and a layer."""
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32}
     parallel = {"pipeline_model_parallel_size": 3, "micro_batch_size": 1, "global_batch_size": 3}
     job = job_of({**sizes, **parallel, "mtp_num_layers": 1, "pipeline_model_parallel_layout": layout})

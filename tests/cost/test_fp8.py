@@ -74,7 +74,9 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
     times = PassTimes(replace(JOB, sequence=8), H100)
     matrix = next(op.matrix for op in operations(times.job) if op.matrix)
-    assert times.gemm_time(matrix, narrow=True) == pytest.approx(times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144))
+    assert times.gemm_time(matrix, Fp8Recipe.TENSORWISE) == pytest.approx(
+        times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144)
+    )
 
 
 def test_vocabulary_layers_and_routers_stay_as_they_are():

@@ -33,7 +33,7 @@ def test_heads_are_no_layers_of_a_stage_but_of_the_model():
     layout = "Ett|tt|m|L"
     assert layers_in(layout) == (2, 2, 0, 0) and stages_behind_mtp(layout) == 1
     model = replace(MODEL, mtp_heads=("t",), behind_mtp=1)
-    assert model_layers(replace(JOB, model=model)) == {"t": 7}
+    assert model_layers(replace(JOB, model=model)) == {"t": 7, "m": 1}
     found = stage_layers(replace(JOB, model=model), (2, 2, 2))
     assert [stage.counts["t"] for stage in found] == [2, 3, 2]
 

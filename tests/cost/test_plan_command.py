@@ -152,15 +152,13 @@ def test_layouts_read_back():
 def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in run("simulate", small).stdout
     harmless = ["--optimizer", "adam", "--mtp-num-layers", "0", "--attention-backend", "flash"]
-    answer = run("simulate", small, *harmless, "--moe-latent-size", 8, "--fp4-format", "e2m1").stdout.splitlines()
+    answer = run("simulate", small, *harmless, "--moe-latent-size", 8, "--use-kitchen-attention").stdout.splitlines()
     uncounted = "options that change time or memory but are not counted in the prediction"
-    assert f"{uncounted}: --moe-latent-size, --fp4-format" in answer
+    assert f"{uncounted}: --use-kitchen-attention, --moe-latent-size" in answer
     others = ["--attention-backend", "unfused", "--recompute-granularity", "selective"]
-    answer = run("simulate", small, *others).stdout.splitlines()
-    said = f"{uncounted}: --attention-backend, --recompute-granularity selective"
-    assert f"{said} (core_attn)" in answer
-    answer = run("simulate", small, *others, "--recompute-modules", "mlp", "layernorm").stdout.splitlines()
-    assert f"{said} (layernorm)" in answer
+    assert f"{uncounted}: --attention-backend" in run("simulate", small, *others).stdout.splitlines()
+    answer = run("simulate", small, *others, "--recompute-modules", "mlp", "mhc").stdout.splitlines()
+    assert f"{uncounted}: --attention-backend, --recompute-granularity selective (mhc)" in answer
     answer = run("simulate", small, *others[2:], "--recompute-modules", "mlp").stdout
     assert "not counted" not in answer and answer != run("simulate", small).stdout
 

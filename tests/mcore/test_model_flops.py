@@ -14,6 +14,8 @@ ABSENT = """
     hybrid_layer_pattern num_experts mtp_num_layers moe_ffn_hidden_size multi_latent_attention linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim gdp_num_householder
 """
+DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 128, "linear_num_key_heads": 8}
+DELTA |= {"linear_num_value_heads": 16, "linear_conv_kernel_dim": 4}
 MAMBA = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": 128}
 
 
@@ -39,7 +41,7 @@ def jobs(draw):
     }
     groups = draw(st.sampled_from([1, 4]))
     values["num_query_groups"] = groups if values["group_query_attention"] else heads
-    kind = draw(st.sampled_from(["dense", "experts", "prediction", "hybrid", "latent", "deepseek"]))
+    kind = draw(st.sampled_from(["dense", "experts", "prediction", "hybrid", "latent", "deepseek", "delta"]))
     if kind == "experts":
         values |= {"num_experts": 8, "moe_router_topk": draw(st.sampled_from([1, 2])), "moe_layer_freq": 1}
         values |= {"moe_ffn_hidden_size": 1024}
@@ -57,7 +59,10 @@ def jobs(draw):
         values |= {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": [0] * dense + [1] * (layers - dense)}
         values |= {"moe_ffn_hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048, "mtp_num_layers": 1}
     if kind == "hybrid":
-        values |= {"hybrid_layer_pattern": "*-" * (values["num_layers"] // 2), "moe_router_topk": 2}
+        values |= {"hybrid_layer_pattern": "*-G-" * (values["num_layers"] // 4), "moe_router_topk": 2} | DELTA
+    if kind == "delta":
+        values |= {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4} | DELTA
+        values |= {"attention_output_gate": draw(st.booleans())}
     return values
 
 

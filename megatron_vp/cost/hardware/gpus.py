@@ -16,7 +16,7 @@ class Rates:
     """The rates that one GPU sustains, from cited sources; this project has measured none of them.
 
     gemm: FLOP/s of large bf16 matrix products.
-    fp8_gemm: FLOP/s of large fp8 matrix products; 0 if the GPU does not support fp8.
+    fp8_gemm, fp4_gemm: FLOP/s of large fp8 and fp4 matrix products; 0 if the GPU does not support them.
     copy: bytes/s of a copy on the device, counting reads and writes.
     issue: thread instructions/s.
     any_layout_fp8: whether tensor cores support scale blocks of 32 elements (mxfp8) and multiply fp8 operands in any
@@ -36,6 +36,7 @@ class Rates:
     attention: tuple[float, float] | None = None
     flash_attention_2: tuple[float, float] | None = None
     gap: float = 0.0
+    fp4_gemm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,11 @@ _ALL = (
         rates=Rates(
             gemm=1590 * TERA,
             fp8_gemm=2910 * TERA,
+            fp4_gemm=5820 * TERA,
             copy=6.0 * TERA,
             issue=148 * 128 * 1.7 * GIGA,
             attention=(0.44, 0.35),
-            source="GEMMs: assumed to reach the same shares of the nominal bf16 and fp8 rates as on the H100; "
+            source="GEMMs: assumed to reach the same shares of the nominal bf16, fp8 and fp4 rates as on the H100; "
             "attention: assumed; copies: just over 6 TB/s in public benchmarks; instructions: 148 SMs x 128 lanes at "
             "1.7 GHz",
             any_layout_fp8=True,

@@ -57,7 +57,8 @@ def layer_activations(job: Job, kind: str = "t") -> float:
     paper = job.layers is LayerKind.PAPER
     if paper and job.kept_bytes:
         return job.kept_bytes * job.tokens * job.model.hidden
-    return _kept(op for op in operations(job, kind) if paper or not op.again(job))
+    found = operations(job, kind)
+    return _kept(found) if paper else sum(op.kept_bytes(job) for op in found)
 
 
 def _kept(found: Iterable[Op]) -> float:
@@ -78,7 +79,8 @@ def layer_memory(job: Job, split: bool, kind: str = "t") -> LayerMemory:
     # A layer's memory peaks in the MLP's backward, when the gradient of the first matrix product's output exists. By
     # then, the input of the second product has been freed, unless W needs it. If a layer has no MLPs, its backward
     # holds the gradients of attention's queries, keys, values and output.
-    backward = [op.gradients[split] for op in found if op.gradients][-1] + _kept(op for op in found if op.again(job))
+    backward = [0.0, *(op.gradients[split] for op in found if op.gradients)][-1]
+    backward += _kept(op for op in found if op.again(job))
     unfused = job.layers is LayerKind.LOCAL and any(op.scores for op in found)
     once = job.element_bytes * job.scores if unfused else 0.0
     # W needs the inputs of the matrix products and the gradients of their outputs. Together, these tensors have as many
@@ -126,7 +128,7 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
     """
     kinds = list(map(type_of, letters)) if job.model.pattern else ["t"]
     memory = {kind: layer_memory(job, split, kind).backward for kind in kinds}
-    mlps = [each for kind, each in memory.items() if kind != "*"]
+    mlps = [each for kind, each in memory.items() if kind not in "*G"]
     return PassMemory(_in_attention(job, kinds), max(mlps or memory.values(), default=0.0))
 
 

@@ -19,7 +19,7 @@ from megatron_vp.cost.memory.layer_memory import (
 )
 from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
-from megatron_vp.cost.sizes.layer_operations import expert_weights, layer_weights
+from megatron_vp.cost.sizes.layer_operations import expert_weights, layer_weights, orthogonal_flops
 from megatron_vp.cost.sizes.layer_types import StageLayers, model_layers, stage_layers
 from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -114,7 +114,11 @@ class MemoryModel:
         # The ranks of the first and the last stage each hold a copy of tied weights. Without vocabulary parallelism, a
         # tied model never has both stages on one rank.
         ends = placement.first_rank, placement.last_rank
-        return held + ends.count(rank) * job.whole_rows * hidden
+        copies = ends.count(rank)
+        if job.model.mtp_heads and rank == placement.rank_of(placement.stages - 1 - job.model.behind_mtp):
+            # Multi-token prediction embeds tokens on its own stage.
+            copies += rank not in (ends if job.model.tied else ends[:1])
+        return held + copies * job.whole_rows * hidden
 
     def fp8_copies(self, rank: int) -> float:
         """Bytes of the fp8 copies of a rank's weights."""
@@ -142,10 +146,25 @@ class MemoryModel:
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer updates; a distributed optimizer divides them among the replicas."""
-        job, parameters, experts = self.job, self.parameters(rank), self.expert_parameters(rank)
+        return self._own_share(self.parameters(rank), self.expert_parameters(rank))
+
+    def _own_share(self, everything: float, experts: float) -> float:
+        """The part of a rank's figure for `everything`, and for `experts` alone, that its own optimizer step has."""
+        job = self.job
         if not job.distributed_optimizer:
-            return parameters
-        return (parameters - experts) / (job.data * job.context) + experts / job.expert_replicas
+            return everything
+        return (everything - experts) / (job.data * job.context) + experts / job.expert_replicas
+
+    def muon(self, rank: int) -> tuple[float, float]:
+        """Parameters of a rank's layers that its Muon optimizer updates, which have one state less than Adam's, and the
+        FLOPs of its Newton-Schulz steps.
+        """
+        if not self.job.muon:
+            return 0.0, 0.0
+        layers = [(orthogonal_flops(self.job, kind), self._weights[kind], count) for kind, count in self._layers(rank)]
+        flops = [sum(count * each[place] for each, _, count in layers) for place in (0, 1)]
+        weights = [sum(count * each[place] for _, each, count in layers) for place in (0, 1)]
+        return self._own_share(*weights), self._own_share(sum(flops), flops[1])
 
     def rank(self, rank: int) -> RankMemory:
         """A rank's peak memory. It occurs in a pass, or in an optimizer step that copies 16-bit gradients to fp32."""
@@ -157,7 +176,7 @@ class MemoryModel:
         counted = {
             "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self.fp8_copies(rank),
             "gradients": gradient * parameters + in_step * widened,
-            "optimizer": job.state_bytes * stepped,
+            "optimizer": job.state_bytes * stepped - 4 * self.muon(rank)[0],
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
             "communication": self._messages(rank) * self.job.units * job.element_bytes,
@@ -175,9 +194,10 @@ class MemoryModel:
         placement, split = self.schedule.placement, self.schedule.split_backward
         whole = self.schedule.vocab is VocabMethod.NONE
         in_pass = self.in_pass(rank)
-        logits = self.job.tokens * self.job.whole_rows
+        logits, scored = (tokens * self.job.whole_rows for tokens in (self.job.tokens, self.job.output_tokens))
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
-        # An unsplit output layer keeps its logits from F to B, and needs two more bytes per logit while it runs.
+        # An unsplit output layer keeps its logits from F to B (`scored`: also those of multi-token prediction), and
+        # needs two more bytes per logit of one prediction while it runs.
         kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
         kept = self.kept(rank)
         waiting = kept
@@ -215,7 +235,7 @@ class MemoryModel:
             if kind is PassKind.F:
                 layers += in_pass[stage].forward
                 if has_output:
-                    scores += kept_score * logits
+                    scores += kept_score * scored
                     at_end = scores + shared + 2 * logits
                     if held + at_end > layers + vocabulary:
                         layers, vocabulary = held, at_end
@@ -226,11 +246,11 @@ class MemoryModel:
                     at_start = vocabulary = vocabulary + 2 * logits
                     if self.job.layers is not LayerKind.PAPER:
                         # The logits are freed before the layers' backward begins.
-                        vocabulary -= (kept_score + 2 * (not left)) * logits
+                        vocabulary += 2 * left * scored - 2 * logits - kept_score * scored
                         if held + at_start >= layers + vocabulary:
                             layers, vocabulary = held, at_start
                     # A later W needs the logits' gradient in 16 bits.
-                    scores -= (kept_score - 2 * left) * logits
+                    scores -= (kept_score - 2 * left) * scored
                 if whole and stage == 0:
                     if layers + vocabulary > most:
                         peak, most = (layers, vocabulary), layers + vocabulary
@@ -239,7 +259,7 @@ class MemoryModel:
                     vocabulary = scores + dense
             elif kind is PassKind.W and has_output:
                 vocabulary += dense
-                scores -= 2 * logits
+                scores -= 2 * scored
             held = after
             if layers + vocabulary > most:
                 peak, most = (layers, vocabulary), layers + vocabulary
@@ -256,7 +276,8 @@ class MemoryModel:
             # A pass V runs both S and T of a microbatch, so the logits of this microbatch exist only during V.
             held = zip(order, levels(order, Held.LOGITS), strict=True)
             scores = [OWN_SCORES * (during + (step.kind is PassKind.V)) for step, (during, _) in held]
-        buffers, score = SHARED_BUFFERS * self.job.units, self.job.tokens * rows
+        predictions = self.job.output_tokens / self.job.tokens
+        buffers, score = SHARED_BUFFERS * self.job.units * predictions, self.job.output_tokens * rows
         return [buffers + each * score for each in scores]
 
     def kept(self, rank: int) -> dict[int, float]:

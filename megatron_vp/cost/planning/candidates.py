@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.layer_types import type_of
+from megatron_vp.cost.sizes.layer_types import head_kinds
 from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
@@ -175,7 +175,7 @@ def _redistributed(job: Job, placement: Placement, hardware: Hardware) -> list[t
 def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
     """Seconds per microbatch that each rank spends in unsplit vocabulary layers and in multi-token prediction."""
     work = [0.0] * placement.ranks
-    work[placement.last_rank] += sum(sum(times.layer(type_of(letter))) for letter in "".join(times.job.model.mtp_heads))
+    work[placement.last_rank] += sum(sum(times.layer(kind)) for kind in head_kinds(times.job.model))
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
     return work

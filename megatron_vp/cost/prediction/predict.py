@@ -98,7 +98,7 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
         forward, backward = sum(stage.F for stage in held), sum(stage.B + stage.W for stage in held)
     narrow = memory.fp8_parameters(fullest)
     sync = communication.gradient_sync(memory.parameters(fullest) - experts, experts, narrow, forward, backward)
-    return sync + times.optimizer_step(memory.stepped_parameters(fullest))
+    return sync + times.optimizer_step(memory.stepped_parameters(fullest), *memory.muon(fullest))
 
 
 def make_simulator(

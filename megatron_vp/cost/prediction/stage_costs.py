@@ -141,7 +141,9 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
             traffic += count * each
         stages.append(Split(forward + traffic + gap, backward + traffic + gap, weight + split_backward * gap))
     if vocab is VocabMethod.NONE:
-        for stage, extra in ((0, times.whole_embedding()), (-1, times.whole_output())):
+        model, embedding = times.job.model, times.whole_embedding()
+        heads = [(-1 - model.behind_mtp, embedding)] * len(model.mtp_heads)
+        for stage, extra in ((0, embedding), *heads, (-1, times.whole_output())):
             stages[stage] = Split(*(own + more for own, more in zip(stages[stage], extra, strict=True)))
     elif vocab.is_sharded:
         first, placed = stages[0], times.placed_rows()

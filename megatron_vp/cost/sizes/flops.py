@@ -41,6 +41,6 @@ def paper_flops(job: Job) -> float:
 def _flops(job: Job, of_attention: float) -> float:
     forward = output_flops(job)
     for kind, count in model_layers(job).items():
-        own = (op for op in operations(job, kind) if op.name != "router")
+        own = (op for op in operations(job, kind) if op.name not in ("router", "joint", "shared gate"))
         forward += count * sum(op.flops - (1 - of_attention) * op.scores for op in own)
     return 3 * forward * job.microbatches * job.gpus_per_stage

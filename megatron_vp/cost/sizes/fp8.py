@@ -1,4 +1,4 @@
-"""Counts the bytes that fp8 recipes move and keep in transformer layers. None of these counts was measured.
+"""Counts the bytes that fp8 and fp4 recipes move and keep in transformer layers. None of these counts was measured.
 
 The matrix products of a layer (queries, keys and values; output projection; both products of the MLP) read fp8 operands
 and write 16-bit results. Norms, attention, routers, vocabulary layers, gradient buffers and the optimizer do not use
@@ -46,30 +46,42 @@ class Quantised(NamedTuple):
         return self.columns or self.rows
 
 
-_SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32}
-"""Bytes of scales per element: one fp32 scale for 128 elements, or one 8-bit scale for 32."""
+_SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32, Fp8Recipe.NVFP4: 1 / 16}
+"""Bytes of scales per element: one fp32 scale for 128 elements, or one 8-bit scale for 32 or 16."""
 
 
 def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
     """Bytes per element that quantising a tensor with `recipe` reads and writes on `hardware`.
 
-    `tensorwise` reads a tensor twice: to find its maximum, and to scale it.
+    `tensorwise` and `nvfp4` read a tensor twice: to find its maximum, and to scale it.
     """
-    read = 4.0 if recipe is Fp8Recipe.TENSORWISE else 2.0
+    read = 4.0 if recipe in (Fp8Recipe.TENSORWISE, Fp8Recipe.NVFP4) else 2.0
     if recipe in _SCALES:
-        return Quantised(read, 1 + _SCALES[recipe], 1 + _SCALES[recipe])
+        return Quantised(read, *[element_bytes(recipe) + _SCALES[recipe]] * 2)
     return Quantised(read, 1.0, 0.0 if hardware.rates and hardware.rates.any_layout_fp8 else 1.0)
+
+
+def element_bytes(recipe: Fp8Recipe) -> float:
+    """Bytes of a narrow element, without its share of a scale."""
+    return 0.5 if recipe is Fp8Recipe.NVFP4 else 1.0
+
+
+def rate_of(recipe: Fp8Recipe, hardware: Hardware) -> float:
+    """FLOP/s of large matrix products with `recipe`; 0 if the hardware does not support it or its rates are unknown."""
+    if hardware.rates is None:
+        return 0.0
+    return hardware.rates.fp4_gemm if recipe is Fp8Recipe.NVFP4 else hardware.rates.fp8_gemm
 
 
 def refuse_fp8(job: Job, hardware: Hardware) -> None:
     """Raise UserError if `hardware` cannot run the job's fp8 recipe, or if the fp8 rates of `hardware` are unknown."""
     if job.fp8 is None:
         return
-    rates = hardware.rates
-    if rates is None or not rates.fp8_gemm:
-        known = ", ".join(name for name, entry in HARDWARE.items() if entry.rates and entry.rates.fp8_gemm)
-        raise UserError(f"no fp8 rates are known for --hardware {hardware.name}; use one of {known}")
-    if job.fp8 is Fp8Recipe.MXFP8 and not rates.any_layout_fp8:
+    if not rate_of(job.fp8, hardware):
+        known = ", ".join(name for name, entry in HARDWARE.items() if rate_of(job.fp8, entry))
+        kind = "fp4" if job.fp8 is Fp8Recipe.NVFP4 else "fp8"
+        raise UserError(f"no {kind} rates are known for --hardware {hardware.name}; use one of {known}")
+    if job.fp8 is Fp8Recipe.MXFP8 and not (hardware.rates and hardware.rates.any_layout_fp8):
         raise UserError(
             f"--fp8-recipe mxfp8 does not run on {hardware.name}, whose tensor cores cannot scale blocks of 32 "
             "elements: use another recipe, or --hardware b200"

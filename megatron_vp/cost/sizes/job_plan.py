@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vp.cost.sizes.job_sizes import job_of, recompute_modules
+from megatron_vp.cost.sizes.job_sizes import job_of, modules_in
+from megatron_vp.cost.sizes.layer_operations import OFFLOADED
 from megatron_vp.cost.sizes.layer_types import UNKNOWN_LETTERS
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
@@ -26,8 +27,8 @@ from megatron_vp.jobs.virtual_stages import (
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
 from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
-COUNTED_MODULES = ("mlp", "moe", "moe_act")
-"""The values of `--recompute-modules` whose effect on memory and time is counted; see `mlp_recompute`."""
+COUNTED_MODULES = {"mlp", "moe", "moe_act", "shared_experts", "core_attn", "layernorm", "mla_up_proj", "gdn_norm_out"}
+"""The values of `--recompute-modules` whose effect on memory and time is counted; see `layer_operations.Op`."""
 
 
 def uncounted(config: JobConfig) -> list[str]:
@@ -43,15 +44,13 @@ def uncounted(config: JobConfig) -> list[str]:
     if not str(values.get("window_attn_skip_freq") or 0).isdigit():
         found.append("--window-attn-skip-freq (a list of layers; all are counted without a window)")
     if values.get("recompute_granularity") == "selective":
-        unknown = sorted(recompute_modules(values).difference(COUNTED_MODULES))
+        unknown = sorted(modules_in(values, "recompute_modules").difference(COUNTED_MODULES))
         if unknown:
             found.append(f"--recompute-granularity selective ({', '.join(unknown)})")
+    away = {*modules_in(values, "offload_modules")}.difference(OFFLOADED.values())
+    if away and values.get("fine_grained_activation_offloading"):
+        found.append(f"--offload-modules ({', '.join(sorted(away))})")
     pattern = pattern_in(values)
-    if values.get("mtp_num_layers") or (pattern is not None and pattern.heads):
-        option = "--mtp-num-layers" if pattern is None else "--hybrid-layer-pattern"
-        found.append(
-            f"{option} (the projection before each prediction head's layers, and the memory of each head's logits)"
-        )
     if pattern is None:
         return found
     letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]

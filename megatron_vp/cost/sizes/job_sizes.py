@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vp.cost.sizes.expert_layers import expert_layers
 from megatron_vp.cost.sizes.shapes import (
     AttentionKernels,
     CrossEntropy,
+    Delta,
     Dispatcher,
     Fp8Recipe,
     Job,
@@ -34,13 +35,27 @@ _REQUIRED = {
 """The sizes without a default, each with the argument that replaces it."""
 
 
+class _Given:
+    """A job's arguments by name; those that are missing have Megatron's defaults. `given` sees each look-up."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.given.get(name)
+        return getattr(_DEFAULTS, name) if value is None else value
+
+
+_DEFAULTS = Arguments({})
+
+
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     """The job that `arguments` describe on `ranks` ranks. Missing optional arguments have Megatron's defaults.
 
     If `ranks` is None, the job has the smallest number of replicas that can hold the experts. Raises UserError if a
     size is missing or if sizes contradict each other.
     """
-    a = Arguments.given(arguments)
+    a = _Given(arguments)
     absent = [name for name, other in _REQUIRED.items() if arguments.get(name) is None and arguments.get(other) is None]
     if absent:
         raise UserError(
@@ -86,7 +101,9 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         sequence_parallel=bool(a.sequence_parallel),
         distributed_optimizer=bool(a.use_distributed_optimizer),
         recompute=Recompute.FULL if a.recompute_granularity == "full" else Recompute.NONE,
-        recompute_modules=recompute_modules(arguments) if a.recompute_granularity == "selective" else frozenset(),
+        recompute_modules=modules_in(arguments, "recompute_modules")
+        if a.recompute_granularity == "selective"
+        else frozenset(),
         wide_gradients=_wide_gradients(a),
         element_bytes=2 if a.bf16 or a.fp16 else 4,
         fp8=fp8,
@@ -106,11 +123,40 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         attention_dropout=bool(a.attention_dropout),
         wide_softmax=bool(a.attention_softmax_in_fp32 or a.apply_query_key_layer_scaling),
         states=_states(a, fp8),
+        capacity=_capacity(a),
+        reserved=_reserved(a),
+        paged=bool(a.moe_paged_stash),
+        fp8_output=bool(a.fp8_output_proj and fp8),
+        muon=a.muon_num_ns_steps if a.optimizer in ("muon", "dist_muon") else 0,
+        graphs=a.cuda_graph_impl,
+        offloaded_modules=modules_in(arguments, "offload_modules")
+        if a.fine_grained_activation_offloading
+        else frozenset(),
     )
 
 
-def _model(a: Arguments) -> ModelShape:
-    hidden, experts, pattern = a.hidden_size, a.num_experts or 0, pattern_in(vars(a))
+def _capacity(a: _Given) -> float:
+    """Tokens that experts compute, relative to those that the router sends to them, all experts being equally popular.
+
+    A capacity factor below 1 drops tokens. A larger one matters only if all experts' inputs are padded to it.
+    """
+    factor = a.moe_expert_capacity_factor
+    if factor is None or factor < 0:
+        return 1.0
+    return factor if a.moe_pad_expert_input_to_capacity else min(1.0, factor)
+
+
+def _reserved(a: _Given) -> float:
+    """Room in the buffers that keep experts' tokens, relative to the tokens. The paged stash keeps only real tokens, in
+    pages with a share of their own.
+    """
+    if a.moe_paged_stash:
+        return abs(a.moe_paged_stash_buffer_size_factor_cuda)
+    return a.moe_expert_rank_capacity_factor or 1.0
+
+
+def _model(a: _Given) -> ModelShape:
+    hidden, experts, pattern = a.hidden_size, a.num_experts or 0, pattern_in(a.given)
     if pattern is not None and "E" not in pattern.letters:
         experts = 0
     elif pattern is not None and not experts:
@@ -125,7 +171,7 @@ def _model(a: Arguments) -> ModelShape:
             "padded_vocab_size out"
         )
     layers = a.num_layers if pattern is None else len(pattern.letters)
-    letters = pattern.letters if pattern is not None else _letters(a, layers) if experts else ""
+    letters = pattern.letters if pattern is not None else _letters(a, layers, experts)
     latent = None
     if a.multi_latent_attention:
         latent = Latent(a.q_lora_rank or 0, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.v_head_dim)
@@ -156,6 +202,17 @@ def _model(a: Arguments) -> ModelShape:
         windowed=_windowed(a) if window and int(window[0]) >= 0 else 0.0,
         clamped=a.activation_func_clamp_value is not None,
         expert_biases=_biases(a),
+        output_gate=bool(a.attention_output_gate),
+        shared_gate=bool(a.moe_shared_expert_gate),
+        delta=Delta(
+            key_heads=a.linear_num_key_heads,
+            value_heads=a.linear_num_value_heads,
+            key_size=a.linear_key_head_dim,
+            value_size=a.linear_value_head_dim,
+            kernel=a.linear_conv_kernel_dim,
+        )
+        if {*letters} & {*"Ggh"}
+        else None,
     )
 
 
@@ -165,7 +222,7 @@ _DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
 """
 
 
-def _attention(a: Arguments, fp8: Fp8Recipe | None) -> AttentionKernels:
+def _attention(a: _Given, fp8: Fp8Recipe | None) -> AttentionKernels:
     """The attention kernels that a job uses, according to its backend and its fp8 recipe.
 
     Some published recipes with delayed scaling used FlashAttention 2 on H100, and others used cuDNN 9. So if a job with
@@ -178,7 +235,7 @@ def _attention(a: Arguments, fp8: Fp8Recipe | None) -> AttentionKernels:
     return AttentionKernels.EITHER if unsaid else AttentionKernels.NEWEST
 
 
-def _wide_gradients(a: Arguments) -> bool:
+def _wide_gradients(a: _Given) -> bool:
     if a.accumulate_allreduce_grads_in_fp32:
         return True
     if a.bf16:
@@ -190,11 +247,11 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _BYTES |= {"torch.float32": 4, "torch.float16": 2, "torch.bfloat16": 2, "torch.uint8": 1}  # as Megatron parses them
 
 
-def _bytes_of(a: Arguments, name: str) -> int:
+def _bytes_of(a: _Given, name: str) -> int:
     return _BYTES[str(getattr(a, name))]
 
 
-def _states(a: Arguments, fp8: Fp8Recipe | None) -> OptimizerStates | None:
+def _states(a: _Given, fp8: Fp8Recipe | None) -> OptimizerStates | None:
     """The states of the precision-aware optimizer; None if the job does not use it.
 
     The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
@@ -212,13 +269,22 @@ def _states(a: Arguments, fp8: Fp8Recipe | None) -> OptimizerStates | None:
     return OptimizerStates(_bytes_of(a, "exp_avg_dtype") + _bytes_of(a, "exp_avg_sq_dtype") + parameters, takes)
 
 
-def _letters(a: Arguments, layers: int) -> str:
-    """`ModelShape.pattern` of a GPT model with experts: empty if all its layers have experts."""
-    with_experts = expert_layers(a.moe_layer_freq, layers)
-    return "" if all(with_experts) else "".join("t" if each else "d" for each in with_experts)
+_DELTAS = ("gated_delta_net", "gdn", "gdn2")
 
 
-def _windowed(a: Arguments) -> float:
+def _letters(a: _Given, layers: int, experts: int) -> str:
+    """`ModelShape.pattern` of a GPT model: empty if all its layers are alike, with attention and, if any, experts."""
+    with_experts = expert_layers(a.moe_layer_freq, layers) if experts else (True,) * layers
+    linear: Sequence[bool] = (False,) * layers
+    if a.experimental_attention_variant in _DELTAS:
+        each = a.linear_attention_freq
+        whole = isinstance(each, int)
+        linear = [(place + 1) % each > 0 for place in range(layers)] if whole else expert_layers(each, layers)
+    letters = "".join("dthg"[2 * delta + own] for delta, own in zip(linear, with_experts, strict=True))
+    return "" if set(letters) == {"t"} else letters
+
+
+def _windowed(a: _Given) -> float:
     """Fraction of layers with a window: 1 - 1/n with `--window-attn-skip-freq n`, and 1 without this option. If the
     option is a list, all layers are counted as layers without a window.
     """
@@ -228,17 +294,19 @@ def _windowed(a: Arguments) -> float:
     return 1 - 1 / int(skipped) if int(skipped) else 1.0
 
 
-def recompute_modules(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parts of a layer that selective recomputation recomputes. Megatron's `--recompute-modules` may be given as a
-    list or as a single name.
+def modules_in(arguments: Mapping[str, Any], name: str, used: bool | None = True) -> frozenset[str]:
+    """The parts of a layer that an option such as `--recompute-modules` lists, if it is `used`. A single name may be
+    given as well.
     """
-    given = arguments.get("recompute_modules")
+    if not used:
+        return frozenset()
+    given = arguments.get(name)
     if given is None:
-        return frozenset({"core_attn"})  # Megatron's default
+        return frozenset({"core_attn"} if name == "recompute_modules" else ())  # Megatron's defaults
     return frozenset([given] if isinstance(given, str) else given)
 
 
-def _glu_intermediates(a: Arguments, kind: LayerKind, experts: bool) -> int:
+def _glu_intermediates(a: _Given, kind: LayerKind, experts: bool) -> int:
     """The number of intermediate tensors that a gated MLP keeps.
 
     Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps two:
@@ -254,21 +322,24 @@ def _glu_intermediates(a: Arguments, kind: LayerKind, experts: bool) -> int:
     return 2 if a.swiglu and unfused else 0
 
 
-def _biases(a: Arguments) -> bool:
+def _biases(a: _Given) -> bool:
     return not a.disable_bias_linear and a.add_bias_linear is not False
 
 
-def _cross_entropy(a: Arguments) -> CrossEntropy:
+def _cross_entropy(a: _Given) -> CrossEntropy:
     if not a.cross_entropy_loss_fusion:
         return CrossEntropy.EAGER
     return CrossEntropy(a.cross_entropy_fusion_impl)
 
 
-def _fp8(a: Arguments, layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
-    """The fp8 recipe, and the numbers of layers at the model's start and end that stay in 16 bits."""
-    if not (a.fp8_format or a.fp8):  # Megatron stores `--fp8-format` as `fp8`
+def _fp8(a: _Given, layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
+    """The fp8 or fp4 recipe, and the numbers of layers at the model's start and end that stay in 16 bits."""
+    if a.fp4_format or a.fp4:  # Megatron stores `--fp4-format` as `fp4`, and `--fp8-format` as `fp8`.
+        asked = a.fp4_recipe
+    elif a.fp8_format or a.fp8:
+        asked = a.fp8_recipe
+    else:
         return None, 0, 0
-    asked = a.fp8_recipe
     if asked not in list(Fp8Recipe):
         raise UserError(f"the costs of fp8_recipe {asked!r} are unknown; use one of {', '.join(Fp8Recipe)}")
     if not a.first_last_layers_bf16:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from megatron_vp.cost.sizes.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 
-FUSED_HIDDEN = 11
-"""Bytes that a block's forward moves per hidden unit of a token: 4 for its norm, and 7 to add the residual and copy the
-sum. Dropout masks are counted separately.
+NORM, RESIDUAL = 4, 7
+"""Bytes that a block's forward moves per hidden unit of a token for its norm, and to add the residual and copy the sum.
+Dropout masks are counted separately.
 """
 
 DROPPED = 1
@@ -70,6 +70,7 @@ class Op(NamedTuple):
     matrix: the weights that it multiplies with; None if it multiplies with none.
     parameters: parameters outside `matrix`.
     scores: FLOPs of attention, not halved for causality.
+    work: FLOPs of further matrix products, which read no weights.
     moved, back: bytes that it moves outside matrix products in F and in B; `back` None: twice `moved`.
     keeps: bytes of each of its results that are kept from F to B. With split backwards, W needs as many bytes.
     frees: bytes of each further tensor that B frees.
@@ -86,6 +87,7 @@ class Op(NamedTuple):
     matrix: Matrix | None = None
     parameters: int = 0
     scores: float = 0.0
+    work: float = 0.0
     moved: float = 0.0
     back: float | None = None
     keeps: tuple[float, ...] = ()
@@ -106,11 +108,20 @@ class Op(NamedTuple):
     @property
     def flops(self) -> float:
         """FLOPs of its forward, with attention not halved for causality."""
-        return self.scores + (self.matrix.flops if self.matrix else 0.0)
+        return self.scores + self.work + (self.matrix.flops if self.matrix else 0.0)
+
+    def kept_bytes(self, job: Job) -> float:
+        """Bytes that it keeps on the device from F to B."""
+        away = OFFLOADED.get(self.name, "") in job.offloaded_modules
+        return 0.0 if away or self.again(job) else sum(self.keeps) + sum(self.frees)
 
     def again(self, job: Job) -> bool:
         """Whether the backward repeats this operation, so that its results are not kept."""
         return job.recompute is Recompute.FULL or not job.recompute_modules.isdisjoint(self.modules)
+
+
+OFFLOADED = {"split": "core_attn", "proj": "attn_proj", "dispatch": "expert_fc1", "up": "moe_act"}
+"""The values of `--offload-modules` with which an operation's results are kept in host memory."""
 
 
 @lru_cache(maxsize=4096)
@@ -127,38 +138,97 @@ def attention(job: Job) -> list[Op]:
     """
     model, t, tokens, wide, latent = job.model, job.tensor, job.tokens, job.element_bytes, job.model.latent
     queries, results = model.queries / t, model.results / t
+    up = ("mla_up_proj",) if latent else ()
     keys, values, statistics = job.keys, job.values, tokens * 4 * model.heads / t
-    own = tokens / t if job.sequence_parallel else tokens
-    norm = Op("norm", parameters=2 * model.hidden, keeps=(wide * job.units,))
+    own, gates = tokens / t if job.sequence_parallel else tokens, results * model.output_gate
     if latent is None:
-        products = [Op("qkv", Matrix(model.hidden, model.queries // t + 2 * keys, tokens), narrow=job.units)]
+        outputs = model.queries // t + 2 * keys + int(gates)
+        kept = (*_fused(job), *((wide * tokens * gates,) if gates else ()))
+        products = [Op("qkv", Matrix(model.hidden, outputs, tokens), keeps=kept)]
     else:
         joined = latent.key_rank + latent.rotary
         widths = model.keys - model.heads * latent.rotary + model.values
-        # The norms after the down-projections keep their inputs and results.
+        # The norms after the down-projections, which are parts of the up-projections, keep their inputs and results.
         products = [
-            Op("kv down", Matrix(model.hidden, joined, own), keeps=(wide * own * joined,), narrow=job.units),
-            Op("kv up", Matrix(latent.key_rank, widths // t, tokens), keeps=(wide * own * latent.key_rank,)),
+            Op("kv down", Matrix(model.hidden, joined, own), keeps=(wide * own * joined,)),
+            Op(
+                "kv up", Matrix(latent.key_rank, widths // t, tokens), keeps=(wide * own * latent.key_rank,), modules=up
+            ),
         ]
         if latent.query_rank:
             compressed = (wide * own * latent.query_rank,)
             products.append(Op("q down", Matrix(model.hidden, latent.query_rank, own), keeps=compressed))
-            products.append(Op("q up", Matrix(latent.query_rank, model.queries // t, tokens), keeps=compressed))
+            matrix = Matrix(latent.query_rank, model.queries // t, tokens)
+            products.append(Op("q up", matrix, keeps=compressed, modules=up))
         else:
-            products.append(Op("q", Matrix(model.hidden, model.queries // t, tokens)))
+            products.append(Op("q", Matrix(model.hidden, model.queries // t, tokens), modules=up))
     # Query and key norms, rotary embedding, and the split of the joint projection are each counted as one read and one
     # write of queries, keys and values.
     moved = (2 + 2 * model.rotary + 2 * model.query_key_norms) * wide * tokens * (queries + keys + values)
-    split = Op("split", moved=moved, keeps=tuple(wide * tokens * each for each in (queries, keys, values)))
+    kept = tuple(wide * tokens * each for each in (queries, keys, values))
     core = Op(
         "attention",
         scores=2 * tokens * job.sequence * (model.queries + model.results) / t,
-        keeps=(wide * tokens * results, statistics),
+        keeps=(statistics,),
         frees=() if job.layers is LayerKind.PAPER else tuple(_freed_by_attention(job, queries, results)),
         gradients=(wide * tokens * (queries + results + keys + values),) * 2,
+        modules=("core_attn",),
     )
-    result = Op("proj", Matrix(model.results // t, model.hidden, tokens), doubled=tokens * results, waits="tensor")
-    return [norm, *products, split, core, result, _residual(job)]
+    found = [_norm(job, apart=latent is not None)._replace(narrow=job.units), *products]
+    found += [Op("split", moved=moved, keeps=kept, modules=up), core]
+    if gates:  # The gate keeps the result of attention, and the projection that of the gate.
+        found.append(Op("gate", moved=3 * wide * tokens * gates, keeps=(wide * tokens * results,)))
+    matrix, kept = Matrix(model.results // t, model.hidden, tokens), (wide * tokens * results,)
+    return [*found, Op("proj", matrix, keeps=kept, doubled=tokens * results, waits="tensor"), _residual(job)]
+
+
+def delta(job: Job) -> list[Op]:
+    """A gated delta net: linear attention, whose FLOPs are those of Megatron's `--log-throughput`.
+
+    It keeps the results of its projection, of its convolution, of the rule and of the gated norm; queries and keys are
+    repeated for all heads of the values.
+    """
+    net, t, tokens, wide = job.model.delta, job.tensor, job.tokens, job.element_bytes
+    assert net is not None
+    keys, values, hidden = net.key_heads * net.key_size / t, net.value_heads * net.value_size / t, job.model.hidden
+    projected, mixed = int(2 * keys + 2 * values + 2 * net.value_heads // t), 2 * keys + values
+    rule = 2 * net.value_heads / t * net.key_size + values
+    convolution = Op(
+        "convolution",
+        parameters=int(net.kernel * mixed),
+        work=2 * tokens * net.kernel * mixed,
+        moved=wide * tokens * (2 * mixed + rule),
+        keeps=(wide * tokens * rule,),
+    )
+    core = Op(
+        "delta rule",
+        work=8 * tokens * net.value_heads / t * net.value_size**2,
+        moved=wide * tokens * (rule + values),
+        keeps=(wide * tokens * values,),
+        gradients=(wide * tokens * (rule + values),) * 2,
+    )
+    gated = Op(
+        "gated norm", moved=3 * wide * tokens * values, keeps=(wide * tokens * values,), modules=("gdn_norm_out",)
+    )
+    return [
+        _norm(job)._replace(narrow=job.units),
+        Op("in", Matrix(hidden, projected, tokens), keeps=(wide * tokens * projected,)),
+        *(convolution, core, gated),
+        Op("proj", Matrix(int(values), hidden, tokens), doubled=tokens * values, waits="tensor"),
+        _residual(job),
+    ]
+
+
+def head(job: Job) -> list[Op]:
+    """What multi-token prediction adds before and behind the layers of a head: the norms of hidden states and of the
+    embedding, their joint projection, and the last norm.
+    """
+    size, hidden, t = job.element_bytes * job.units, job.model.hidden, job.tensor
+    return [
+        Op("norms", parameters=4 * hidden, moved=2 * NORM * job.units, keeps=(size, 2 * size), narrow=2 * job.units),
+        Op("joint", Matrix(2 * hidden, hidden // t, job.tokens), keeps=(size,), waits="tensor"),
+        Op("last norm", parameters=2 * hidden, moved=NORM * job.units, keeps=(size,)),
+    ]
 
 
 def _freed_by_attention(job: Job, queries: float, results: float) -> list[float]:
@@ -188,14 +258,10 @@ def _freed_by_attention(job: Job, queries: float, results: float) -> list[float]
 
 def mlp(job: Job) -> list[Op]:
     """A dense MLP."""
-    model = job.model
-    again, fused = ("mlp",), job.layers is LayerKind.ENGINE
-    norm = Op(
-        "norm", parameters=2 * model.hidden, keeps=(job.element_bytes * job.units,), modules=again if fused else ()
-    )
-    width = model.dense_ffn or model.ffn
+    width, again = job.model.dense_ffn or job.model.ffn, ("mlp",)
     inner = _inner(job, Matrix(0, width // job.tensor, job.tokens), width / job.tensor * job.tokens, again, job.units)
-    return [norm, *inner, _residual(job)]
+    inner[0] = inner[0]._replace(keeps=(*_fused(job), *inner[0].keeps))
+    return [_norm(job), *inner, _residual(job)]
 
 
 def experts(job: Job) -> list[Op]:
@@ -204,23 +270,31 @@ def experts(job: Job) -> list[Op]:
     if not model.experts:
         return mlp(job)
     again, per_token = ("moe",), model.experts_per_token
-    found = [
-        Op("norm", parameters=2 * model.hidden, keeps=(wide * job.units,)),
-        Op("router", Matrix(model.hidden, model.experts, tokens), narrows=False, modules=again),
-    ]
+    router = Op("router", Matrix(model.hidden, model.experts, tokens), narrows=False, modules=again)
+    found = [_norm(job, apart=True), router]
     if model.shared_ffn:
-        matrix = Matrix(0, model.shared_ffn // t, tokens)
-        found += _inner(job, matrix, model.shared_ffn / t * tokens, again, job.units, "shared ")
+        matrix, both = Matrix(0, model.shared_ffn // t, tokens), (*again, "shared_experts")
+        found += _inner(job, matrix, model.shared_ffn / t * tokens, both, job.units, "shared ")
+        if model.shared_gate:
+            moved = 3 * wide * job.units
+            found.append(Op("shared gate", Matrix(model.hidden, 1, tokens), moved=moved, narrows=False, modules=both))
     copies = max(1, model.experts // job.expert)
-    routed, elements = tokens * per_token / copies * job.expert_tensor / t, model.ffn / t * tokens * per_token
+    filled = per_token * job.capacity
+    routed, elements = tokens * filled / copies * job.expert_tensor / t, model.ffn / t * tokens * filled
     # Together with the norm's result, each chosen expert and the shared one keep their input.
-    kept = wide * job.units * (per_token - 1 + bool(model.shared_ffn))
-    moved = expert_copies(job) * wide * per_token * model.hidden / t * tokens
-    found.append(Op("dispatch", moved=moved, keeps=(kept,), waits="expert", modules=again))
+    kept = wide * job.units * (filled - 1 + bool(model.shared_ffn))
+    moved = expert_copies(job) * wide * filled * model.hidden / t * tokens
     matrix = Matrix(0, model.ffn // job.expert_tensor, routed, copies)
-    found += _inner(job, matrix, elements, again, per_token * job.units)
+    inside = [Op("dispatch", moved=moved, keeps=(kept,), waits="expert", modules=again)]
+    inside += _inner(job, matrix, elements, again, filled * job.units)
+    if job.reserved != 1:  # Buffers have room for more tokens than the experts get.
+        inside = [op._replace(keeps=tuple(job.reserved * each for each in op.keeps)) for op in inside]
+    if job.paged:
+        moved = 2 * sum(sum(op.keeps) for op in inside if not op.again(job))
+        inside.append(Op("stash", moved=moved, back=moved))
+    found += inside
     if model.clamped:  # Megatron fuses neither clamped activations nor experts' biases.
-        results = tokens * per_token / t * model.hidden * model.expert_biases
+        results = tokens * filled / t * model.hidden * model.expert_biases
         found.append(
             Op("clamp", moved=CLAMP_FORWARD * elements, back=CLAMP_BACKWARD * elements, modules=("moe", "moe_act"))
         )
@@ -238,7 +312,7 @@ def _inner(
     narrow: elements of the first product's input.
     """
     model, size = job.model, job.element_bytes * elements
-    halves, routed = 2 if model.gated else 1, again == ("moe",) and not prefix
+    halves, routed = 2 if model.gated else 1, again == ("moe",)
     up = matrix._replace(inputs=model.hidden, outputs=halves * matrix.outputs)
     down = matrix._replace(inputs=matrix.outputs, outputs=model.hidden)
     freed = (size,) * (0 if job.layers is LayerKind.PAPER else job.glu_intermediates)
@@ -257,12 +331,24 @@ def _inner(
     ]
 
 
+def _norm(job: Job, apart: bool = False) -> Op:
+    """The norm at a block's start. Unless it is `apart`, the next product keeps its result; see `_fused`."""
+    apart = apart or job.layers is not LayerKind.ENGINE
+    kept, modules = ((job.element_bytes * job.units,), ("layernorm",)) if apart else ((), ())
+    return Op("norm", parameters=2 * job.model.hidden, moved=NORM * job.units, keeps=kept, modules=modules)
+
+
+def _fused(job: Job) -> tuple[float, ...]:
+    """What the first product of a block keeps if Transformer Engine fuses it with the norm."""
+    return (job.element_bytes * job.units,) if job.layers is LayerKind.ENGINE else ()
+
+
 def _residual(job: Job) -> Op:
     """The residual addition at a block's end, whose result the next block keeps as its input."""
     dropped = job.model.dropout * job.units
     return Op(
         "residual",
-        moved=(FUSED_HIDDEN + job.model.dropout) * job.units,
+        moved=(RESIDUAL + job.model.dropout) * job.units,
         keeps=(job.element_bytes * job.units,),
         frees=(dropped,) if dropped else (),
     )
@@ -274,8 +360,13 @@ LAYERS = {
     "*": (attention,),
     "-": (mlp,),
     "E": (experts,),
+    "G": (delta,),
+    "g": (delta, experts),
+    "h": (delta, mlp),
+    "m": (head,),
 }
 """The blocks of each kind of layer. t: a layer of a GPT model; d: its layer without experts, if other layers have some;
+g, h: the same with a gated delta net instead of attention; m: a head of multi-token prediction, without its layers;
 other letters: those of hybrid models. An attention letter and an MLP letter together make a transformer layer.
 """
 
@@ -300,6 +391,19 @@ def expert_copies(job: Job) -> float:
 def layer_weights(job: Job, kind: str = "t") -> int:
     """Parameters of one layer on one rank, including its norms."""
     return sum(op.weights for op in operations(job, kind))
+
+
+def orthogonal_flops(job: Job, kind: str = "t") -> tuple[float, float]:
+    """FLOPs of Muon's Newton-Schulz steps for the matrices of one layer on one rank: outside experts, and of experts.
+
+    A step multiplies an m x n matrix, m <= n, three times: X X^T, the product with itself, and this with X.
+    """
+    found = [0.0, 0.0]
+    for op in operations(job, kind):
+        if op.matrix:
+            m, n = sorted(op.matrix[:2])
+            found[op.expert] += job.muon * op.matrix.copies * (4 * m * m * n + 2 * m**3)
+    return found[0], found[1]
 
 
 def expert_weights(job: Job, kind: str = "t") -> int:

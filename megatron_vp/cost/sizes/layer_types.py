@@ -15,12 +15,12 @@ from megatron_vp.cost.sizes.shapes import Job, ModelShape
 def type_of(letter: str) -> str:
     """The kind of layer that the cost model uses for a letter of a pattern.
 
-    Mamba (M), gated delta net (G) and latent attention (D, +), whose costs are unknown, are counted as plain attention.
+    Mamba (M) and other forms of latent attention (D, +), whose costs are unknown, are counted as plain attention.
     """
     return letter if letter in LAYERS else "*"
 
 
-UNKNOWN_LETTERS = "MGD+"
+UNKNOWN_LETTERS = "MD+"
 """Letters of layers that are counted as attention because their costs are unknown."""
 
 Counts = Mapping[str, int]
@@ -75,4 +75,9 @@ def _counted(model: ModelShape, start: int, end: int) -> Counter[str]:
 
 
 def _of_heads(model: ModelShape) -> Counter[str]:
-    return Counter(map(type_of, "".join(model.mtp_heads)))
+    return Counter(head_kinds(model))
+
+
+def head_kinds(model: ModelShape) -> list[str]:
+    """The kinds of all layers of multi-token prediction; each head's begin with its projection (m)."""
+    return list(map(type_of, "".join(f"m{letters}" for letters in model.mtp_heads)))

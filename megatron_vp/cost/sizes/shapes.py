@@ -32,6 +32,8 @@ class Fp8Recipe(StrEnum):
     """One scale per 128 elements, or per block of 128 x 128 elements in weights."""
     MXFP8 = "mxfp8"
     """One scale per 32 elements; the tensor cores apply the scales."""
+    NVFP4 = "nvfp4"
+    """4-bit elements (`--fp4-format`) with one scale per 16 elements."""
 
 
 class CrossEntropy(StrEnum):
@@ -88,6 +90,17 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Sizes of a gated delta net: heads and their widths, and the length of its convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a GPT-like model.
 
@@ -104,6 +117,9 @@ class ModelShape:
     windowed: share of the layers in which a token sees only the last `window` tokens.
     clamped: whether the experts' activation is clamped, as in GPT-OSS.
     expert_biases: whether clamped experts have biases.
+    output_gate: whether the result of attention is multiplied by a gate of the same width.
+    shared_gate: whether the shared expert's result is multiplied by a gate.
+    delta: sizes of the gated delta nets that replace attention in some layers.
 
     Raises UserError if the number of groups does not divide the number of heads, or if a token
     needs more experts than a layer has.
@@ -133,6 +149,9 @@ class ModelShape:
     windowed: float = 0.0
     clamped: bool = False
     expert_biases: bool = False
+    output_gate: bool = False
+    shared_gate: bool = False
+    delta: Delta | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_groups", self.kv_groups or self.heads)
@@ -183,7 +202,7 @@ class ModelShape:
     @property
     def is_hybrid(self) -> bool:
         """Whether this is a hybrid model, in which each layer is a single block, such as attention or an MLP."""
-        return bool(set(self.pattern) - {"t", "d"})
+        return not set(self.pattern) <= set("tdgh")
 
     @property
     def mlps_per_token(self) -> int:
@@ -226,6 +245,13 @@ class Job:
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
     states: optimizer states with `--use-precision-aware-optimizer`; None: without this option, so all states are fp32.
+    capacity: tokens that experts compute, relative to those that the router sends to them.
+    reserved: tokens for which the kept tensors of experts have room, relative to those that they compute.
+    paged: whether the kept tensors of experts are copied to pages (`--moe-paged-stash`).
+    fp8_output: whether an unsplit output layer is multiplied in fp8.
+    muon: Newton-Schulz steps of the Muon optimizer; 0: another optimizer.
+    graphs: what CUDA graphs replay, as `--cuda-graph-impl` names it. In a full iteration, no kernel waits for the host.
+    offloaded_modules: parts of a layer whose tensors are kept in host memory, as `--offload-modules` names them.
 
     Raises UserError if sizes contradict each other.
     """
@@ -265,6 +291,13 @@ class Job:
     attention: AttentionKernels = AttentionKernels.NEWEST
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     states: OptimizerStates | None = None
+    capacity: float = 1.0
+    reserved: float = 1.0
+    paged: bool = False
+    fp8_output: bool = False
+    muon: int = 0
+    graphs: str = "none"
+    offloaded_modules: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         model, t = self.model, self.tensor

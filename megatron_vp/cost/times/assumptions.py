@@ -8,7 +8,7 @@ from megatron_vp.jobs.layer_kind import LayerKind
 
 
 def assumed(job: Job, hardware: Hardware) -> list[str]:
-    """List the assumptions as text, each with the option that would make it unnecessary."""
+    """List the assumptions as text, with the option that would make it unnecessary, if there is one."""
     found = []
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
     if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
@@ -22,4 +22,11 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
             f"--moe-token-dispatcher-type is {kind}, as in published recipes; the prediction does not cover Megatron's "
             "default, allgather, which moves more data"
         )
+    if job.graphs in ("local", "transformer_engine"):
+        found.append(
+            f"--cuda-graph-impl {job.graphs} saves no time, because GPUs are assumed never to wait for launches, and "
+            "its static buffers take no memory"
+        )
+    if job.offloaded_modules:
+        found.append("copies of --fine-grained-activation-offloading are hidden behind the passes")
     return found

@@ -157,7 +157,7 @@ class CommunicationModel:
         if op.waits != "expert":
             return self.tensor_sum if op.waits else 0.0
         job, took = self.job, 0.0
-        own = self.whole_hidden_bytes * job.model.experts_per_token / job.tensor
+        own = self.whole_hidden_bytes * job.model.experts_per_token * job.capacity / job.tensor
         if job.expert_tensor > 1:
             # An expert's tensor ranks all-gather its tokens and reduce-scatter the results.
             took = self.all_reduce(own * job.expert_tensor, job.expert_tensor, self.nodes(job.expert_tensor))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.fp8 import Quantised, fp8_weights, quantised
+from megatron_vp.cost.sizes.fp8 import element_bytes, fp8_weights, quantised, rate_of
 from megatron_vp.cost.sizes.layer_operations import Matrix, Op, operations
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, Recompute
 from megatron_vp.cost.times.attention_times import attention_times
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.vocab_kernels import ShardPasses
@@ -87,31 +87,36 @@ class PassTimes:
         """Seconds to read and write memory, `count` bytes in total."""
         return count / (self.hardware.memory_bandwidth * self.hardware.constants.bandwidth)
 
-    def gemm_time(self, matrix: Matrix, narrow: bool = False) -> float:
+    def gemm_time(self, matrix: Matrix, recipe: Fp8Recipe | None = None) -> float:
         """Seconds of one matrix product: the longer of its arithmetic and its memory traffic.
 
-        narrow: whether the operands are in fp8; the result is in 16 bits.
+        recipe: how its operands are quantised to fp8 or fp4, if they are; the result is in 16 bits.
         """
-        rates, constants = self.hardware.rates, self.hardware.constants
-        if narrow:
-            assert rates is not None  # see `refuse_fp8`
-            rate, size, result = rates.fp8_gemm, 1, 2
-        else:
-            rate = rates.gemm if rates else self.hardware.peak_flops * constants.matrix
-            size, result = self.job.element_bytes, 1
-        operands = matrix.tokens * (matrix.inputs + result * matrix.outputs) * matrix.copies + matrix.weights
+        rates = self.hardware.rates
+        rate, size = self.rate, float(self.job.element_bytes)
+        result = size
+        if recipe:
+            rate, size, result = rate_of(recipe, self.hardware), element_bytes(recipe), 2.0  # see `refuse_fp8`
+        moved = matrix.tokens * (size * matrix.inputs + result * matrix.outputs) * matrix.copies + size * matrix.weights
         started = PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
-        return max(matrix.flops / rate + started, self.memory_time(size * operands))
+        return max(matrix.flops / rate + started, self.memory_time(moved))
 
-    def operation(self, op: Op, cast: Quantised | None = None) -> Split:
-        """Seconds of one operation; `cast`: the fp8 recipe, if it is used."""
-        moved = self.memory_time(op.moved)
+    @property
+    def rate(self) -> float:
+        """FLOP/s of large matrix products in 16 bits."""
+        rates = self.hardware.rates
+        return rates.gemm if rates else self.hardware.peak_flops * self.hardware.constants.matrix
+
+    def operation(self, op: Op, recipe: Fp8Recipe | None = None) -> Split:
+        """Seconds of one operation; `recipe`: the fp8 recipe, if it is used."""
+        moved = self.memory_time(op.moved) + op.work / self.rate
         back = 2 * moved if op.back is None else self.memory_time(op.back)
         product = added = 0.0
         if op.matrix:
-            narrow, matrix = cast is not None and op.narrows, op.matrix
-            product, added = self.gemm_time(matrix, narrow), self.memory_time(self.accumulated * matrix.weights)
-            if cast and narrow:
+            matrix, used = op.matrix, recipe if op.narrows else None
+            product, added = self.gemm_time(matrix, used), self.memory_time(self.accumulated * matrix.weights)
+            if used:
+                cast = quantised(used, self.hardware)
                 moved += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
                 back += self.memory_time(cast.moved * matrix.tokens * matrix.outputs * matrix.copies)
         if op.scores:
@@ -119,29 +124,29 @@ class PassTimes:
             keys = self.communication.exposed_keys
             # The backward sends keys and values again, and also their gradients.
             moved, back = moved + once + keys(once), back + twice + 2 * keys(twice / 2)
-        elif op.name == "router" and self.counted:
+        elif op.name == "router" and self.counted and self.job.graphs != "full_iteration":
             moved, back = moved + LAUNCHES, back + 2 * LAUNCHES
         return Split(product + moved, product + back, product + added)
 
     def layer(self, kind: str = "t") -> Split:
         """Seconds of one layer, with matrix products in the job's precision."""
-        job = self.job
-        return self._layer(kind, None if job.fp8 is None else quantised(job.fp8, self.hardware))
+        return self._layer(kind, self.job.fp8)
 
     def plain_layer(self, kind: str = "t") -> Split:
         """Seconds of one layer without fp8."""
         return self._layer(kind, None)
 
-    def _layer(self, kind: str, cast: Quantised | None) -> Split:
+    def _layer(self, kind: str, recipe: Fp8Recipe | None) -> Split:
         job, found = self.job, operations(self.job, kind)
-        times = [(op, self.operation(op, cast)) for op in found]
+        times = [(op, self.operation(op, recipe)) for op in found]
         forward, backward, weight = (sum(each[place] for _, each in times) for place in range(3))
         # Recomputation repeats the communication of hidden states.
         again = sum(each.F + self.communication.wait(op) for op, each in times if op.again(job))
         fitted = self.memory_time(self.fitted_bytes(found))
         weights = 0.0
-        if cast:  # A weight is quantised only in the first microbatch of an iteration.
-            weights = self.memory_time(cast.moved * fp8_weights(job, kind) / job.microbatches)
+        if recipe:  # A weight is quantised only in the first microbatch of an iteration.
+            each = quantised(recipe, self.hardware).moved / job.microbatches
+            weights = self.memory_time(each * fp8_weights(job, kind))
         if job.recompute is Recompute.FULL:
             again += fitted + weights
         return Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
@@ -188,7 +193,7 @@ class PassTimes:
         job = self.job
         forward, backward = (each * job.output_tokens * job.whole_rows for each in WHOLE_SCORES[job.cross_entropy])
         matrix = Matrix(job.model.hidden, job.whole_rows, job.output_tokens)
-        return self.operation(Op("output", matrix, moved=forward, back=backward))
+        return self.operation(Op("output", matrix, moved=forward, back=backward), job.fp8 if job.fp8_output else None)
 
     def whole_embedding(self) -> Split:
         """Seconds of the first stage's input embedding if it is not split."""
@@ -264,7 +269,10 @@ class PassTimes:
             self.memory_time(SHARD_EMBEDDING_GRADIENT * job.shard_rows * job.model.hidden),
         )
 
-    def optimizer_step(self, parameters: float) -> float:
-        """Seconds of mixed-precision Adam: gradient conversion to fp32, norms, and reads and writes of states."""
+    def optimizer_step(self, parameters: float, muon: float = 0.0, flops: float = 0.0) -> float:
+        """Seconds of mixed-precision Adam: gradient conversion to fp32, norms, and reads and writes of states.
+
+        muon: number of parameters that Muon updates, with one state less; flops: FLOPs of its Newton-Schulz steps.
+        """
         spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
-        return self.memory_time((46 - spared) * parameters)
+        return self.memory_time((46 - spared) * parameters - 8 * muon) + flops / self.rate
