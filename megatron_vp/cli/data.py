@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.result_output import progress_bar
+from megatron_vp.cli.result_output import LINE_EVERY
 from megatron_vp.errors import say
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 
 def data(
@@ -53,31 +51,23 @@ def data(
     The command trains a tokenizer on the text, or uses an existing one. Each file, line or JSON object becomes a
     document that ends with the end-of-text token. At the end the command prints the flags for training on the dataset.
     """
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from megatron_vp.data.texts import TextFiles
     from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare
 
     if workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     texts = TextFiles.find(inputs, json_key, split_lines)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-    with progress_bar(*columns, TimeElapsedColumn(), transient=False) as bars:
-        tasks: dict[str, TaskID] = {}
-        characters = 0
+    said_at = time.monotonic()
 
-        def show(stage: str, done: int) -> None:
-            nonlocal characters
-            if stage not in tasks:
-                for earlier in tasks.values():
-                    bars.stop_task(earlier)
-                tasks[stage] = bars.add_task(stage, total=characters or None, done="")  # Each step reads the same text.
-            characters = done
-            bars.update(tasks[stage], completed=done, done=f"{done / 1e6:.1f} M characters")
+    def show(stage: str, done: int) -> None:
+        nonlocal said_at
+        if time.monotonic() > said_at + LINE_EVERY:
+            said_at = time.monotonic()
+            say(f"{stage}: {done / 1e6:.1f} million characters")
 
-        prepared = prepare(
-            texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite, progress=show
-        )
+    prepared = prepare(
+        texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite, progress=show
+    )
     flags = prepared.flags()
     if "--split" in flags:
         say(

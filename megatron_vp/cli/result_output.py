@@ -14,7 +14,7 @@ from megatron_vp.errors import UserError, say
 from megatron_vp.files import replacing
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import Progress, TaskID
 
 
 TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
@@ -82,12 +82,11 @@ def write(content: str | bytes, output: Path | None) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
+def progress_bar() -> Progress:
     """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
 
-    With `transient`, the bar is removed at the end. Without `columns`, the bar has the default columns of the `rich`
-    library. The bar is redrawn only when progress is reported, not by a thread, because a process with threads cannot
-    safely fork workers.
+    The bar is removed at the end. It is redrawn only when progress is reported, not by a thread, because a process with
+    threads cannot safely fork workers.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -112,4 +111,4 @@ def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
                 say(line)
 
     console = Console(stderr=True)
-    return Shown(*columns, console=console, transient=transient, auto_refresh=False, disable=not console.is_terminal)
+    return Shown(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
