@@ -48,18 +48,3 @@ def test_options_that_cannot_work_leave_nothing_behind(run, tmp_path, options, l
     result = run(tmp_path / "in.txt", "-o", tmp_path / "out", *options)
     assert isinstance(result.exception, UserError) and line in str(result.exception)
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_help_names_every_option(run):
-    result = run("--help")
-    for option in (
-        "--output",
-        "--vocab-size",
-        "--tokenizer",
-        "--json-key",
-        "--name",
-        "--split-lines",
-        "--overwrite",
-        "--workers",
-    ):
-        assert option in result.stdout
