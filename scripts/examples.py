@@ -85,7 +85,9 @@ EXAMPLES = {
     "replay": Example("replay gpt_4b --config data/mock --rank 7 --vocab-parallel --shapes-only --cpu", most=10),
     "trace": Example("trace trace/", most=10),
     "report": Example("report plain/ vocab-2/", most=12),
-    "sbatch": Example("sbatch llama3_8b --config data/mock --nodes 4 --vocab-parallel --dry-run --cpu", most=6),
+    "sbatch": Example(
+        "sbatch llama3_8b --config data/mock --nodes 4 --vocab-parallel --dry-run --cpu", "^4 nodes|^the job|^sbatch"
+    ),
     "tables": Example("tables", most=8),
     "paper tables": Example("paper tables", most=8),
     "paper jobs": Example("paper jobs -o cells", most=6),
