@@ -18,7 +18,14 @@ from megatron_vp.cost.prediction.predict import predict
 from megatron_vp.cost.sizes.flops import model_flops
 from megatron_vp.cost.sizes.job_plan import plan_of, settings_of, uncounted
 from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_operations import expert_weights, layer_flops, layer_weights
+from megatron_vp.cost.sizes.layer_operations import (
+    LAYERS,
+    Matrix,
+    Op,
+    expert_weights,
+    layer_flops,
+    layer_weights,
+)
 from megatron_vp.cost.sizes.layer_types import stage_layers
 from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.cost.times.pass_times import PassTimes
@@ -185,6 +192,13 @@ def test_bars_are_the_users_layout():
     config, job, plan = read("*-*-/*-/*-", "--vocab-parallel")
     assert settings_of(config, replace(plan, layers=(1, 3)), job)["hybrid_layer_pattern"] == "*|-*-/*-/*-"
     assert uncounted(config) == []
+
+
+def test_a_new_kind_of_layer_is_one_list_of_operations(monkeypatch):
+    monkeypatch.setitem(LAYERS, "M", (lambda job: [Op("mixer", Matrix(256, 512, job.tokens), keeps=(7.0,))],))
+    config, job, plan = read("M-*-")
+    assert uncounted(config) == [] and layer_weights(job, "M") == 256 * 512
+    assert predict(job, plan, H100).timeline.costs.F[0] < predict(read("*-*-")[1], plan, H100).timeline.costs.F[0]
 
 
 def test_letters_that_are_not_known_are_named():

@@ -128,7 +128,7 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
     """
     kinds = list(map(type_of, letters)) if job.model.pattern else ["t"]
     memory = {kind: layer_memory(job, split, kind).backward for kind in kinds}
-    mlps = [each for kind, each in memory.items() if kind not in "*G"]
+    mlps = [each for kind, each in memory.items() if any(op.name == "down" for op in operations(job, kind))]
     return PassMemory(_in_attention(job, kinds), max(mlps or memory.values(), default=0.0))
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_vp.cost.sizes.job_sizes import job_of, modules_in
-from megatron_vp.cost.sizes.layer_operations import OFFLOADED
-from megatron_vp.cost.sizes.layer_types import UNKNOWN_LETTERS
+from megatron_vp.cost.sizes.layer_operations import LAYERS, OFFLOADED
 from megatron_vp.cost.sizes.layouts import equal_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
@@ -53,7 +52,7 @@ def uncounted(config: JobConfig) -> list[str]:
     pattern = pattern_in(values)
     if pattern is None:
         return found
-    letters = [letter for letter in UNKNOWN_LETTERS if letter in pattern.letters]
+    letters = sorted(set(pattern.letters) - {*LAYERS})
     if letters:
         found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: counted as attention *)")
     return found

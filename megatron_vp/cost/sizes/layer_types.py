@@ -15,13 +15,10 @@ from megatron_vp.cost.sizes.shapes import Job, ModelShape
 def type_of(letter: str) -> str:
     """The kind of layer that the cost model uses for a letter of a pattern.
 
-    Mamba (M) and other forms of latent attention (D, +), whose costs are unknown, are counted as plain attention.
+    Unknown letters, such as Mamba (M) and other forms of latent attention (D, +), are counted as plain attention.
     """
     return letter if letter in LAYERS else "*"
 
-
-UNKNOWN_LETTERS = "MD+"
-"""Letters of layers that are counted as attention because their costs are unknown."""
 
 Counts = Mapping[str, int]
 """The number of layers of each kind."""
