@@ -47,8 +47,7 @@ def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[
 
 def commands() -> str:
     """All commands with their options and examples, under the headings of `megatron-vp --help`."""
-    from megatron_vp.cli.app import app
-    from megatron_vp.cli.help_pages import SECTIONS
+    from megatron_vp.cli.app import SECTIONS, app
 
     top: Any = typer.main.get_command(app)
     pieces = []

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cli.app import app, main
-from megatron_vp.cli.help_pages import SECTIONS
+from megatron_vp.cli.app import SECTIONS, app, main
 
 COMMAND = [sys.executable, "-m", "megatron_vp.cli.app"]
 LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]

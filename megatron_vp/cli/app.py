@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_vp import __version__
 from megatron_vp.cli import paper
@@ -14,7 +16,6 @@ from megatron_vp.cli.check import check
 from megatron_vp.cli.compare import report
 from megatron_vp.cli.data import data
 from megatron_vp.cli.env import env, flags
-from megatron_vp.cli.help_pages import Sections, add_examples
 from megatron_vp.cli.job import TAKES_A_JOB
 from megatron_vp.cli.patch_list import patches
 from megatron_vp.cli.plan import plan
@@ -26,6 +27,36 @@ from megatron_vp.cli.simulate import simulate
 from megatron_vp.cli.standard_streams import checked_output
 from megatron_vp.cli.trace import trace
 from megatron_vp.errors import UserError, say
+
+SECTIONS = {
+    "Plan a run": ("plan", "simulate", "schedule"),
+    "Run it": ("data", "check", "flags", "run", "sbatch"),
+    "Inspect": ("report", "trace", "replay", "env", "patches"),
+    "The paper": ("paper", "tables"),
+}
+"""All commands and command groups of `megatron-vp`, by heading."""
+
+
+class Sections(TyperGroup):
+    """Command group whose help lists the commands under the headings of SECTIONS."""
+
+    def format_commands(self, ctx, formatter) -> None:  # type: ignore[no-untyped-def]
+        """Write one section per heading."""
+        width = max(map(len, self.commands))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), self.commands[name].get_short_help_str()) for name in names])
+
+
+def add_examples(app: typer.Typer, prefix: str = "") -> None:
+    """Append the output recorded by scripts/examples.py to the help of every command in `app` and its groups."""
+    for command in app.registered_commands:
+        text = files("megatron_vp.cli").joinpath("examples", f"{prefix}{command.name}.txt").read_text(encoding="utf-8")
+        command.epilog = f"Example:\n\n\b\n{text}"
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        add_examples(group.typer_instance, f"{prefix}{group.name}_")
+
 
 app = typer.Typer(
     name="megatron-vp",

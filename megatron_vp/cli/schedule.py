@@ -145,10 +145,10 @@ def schedule(
                 "--chunks": chunks,
                 "--vocab-ranks": vocab_ranks,
                 "--activation-limit": activation_limit,
+                "--vocab": None if vocab == "none" else vocab,
+                "--offload-chunks": None if offload_chunks == "0" else offload_chunks,
             }
-            clash = [option for option, value in given.items() if value is not None] + ["--vocab"] * (vocab != "none")
-            clash += ["--offload-chunks"] * (offload_chunks != "0")
-            if clash:
+            if clash := [option for option, value in given.items() if value is not None]:
                 raise UserError(f"--from {source} already sets the whole schedule; leave out {', '.join(clash)}")
             found = _read(source)
             shown = [timed(found, check=True)]

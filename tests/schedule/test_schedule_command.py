@@ -45,13 +45,6 @@ def test_table_shows_metrics_and_every_rank():
     assert f"makespan {100 * column:.6g} " in lines[1]
 
 
-def test_json_and_csv_read_back_from_files(tmp_path):
-    for kind in ("json", "csv"):
-        path = tmp_path / f"schedule.{kind}"
-        assert run(*FAMILY, "--format", kind, "-o", path).exit_code == 0
-        assert run("--from", path, "--format", kind).stdout == path.read_text()
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -83,15 +76,6 @@ def test_a_schedule_is_ordered_for_the_costs_it_is_given():
     expected = simulate(generate("v-half", 4, 8, vocab="vocab-1", costs=given), given).makespan
     assert found["metrics"]["makespan"] == expected
     assert expected < simulate(generate("v-half", 4, 8, vocab="vocab-1"), given).makespan
-
-
-def test_json_of_a_v_shaped_schedule_has_the_documented_content():
-    document = json.loads(run("v-half", "-p", "4", "-m", "8", "--vocab", "vocab-1", "--format", "json").stdout)
-    assert document["schedule"] == "v-half" and document["vocab"] == "vocab-1"
-    assert (document["pipeline_size"], document["chunks"], document["microbatches"]) == (4, 2, 8)
-    assert document["placement"] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert {e["pass"] for order in document["ranks"] for e in order} == {"IF", "F", "S", "T", "B", "W", "IB"}
-    assert len(document["metrics"]["peak_activation"]) == 4
 
 
 def test_only_the_ranks_that_are_asked_for_have_vocabulary_passes(tmp_path):

@@ -17,7 +17,6 @@ from megatron_vp.schedule import (
     PassCosts,
     PassKind,
     Placement,
-    Schedule,
     VocabMethod,
     evaluation,
     from_csv,
@@ -93,14 +92,6 @@ def test_an_unsplit_backward_takes_both_gradients_and_chunks_share_a_rank():
     assert costs.duration(chunked, 0, Pass(PassKind.F, 0)) == 1
 
 
-@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
-def test_files_read_back(vocab):
-    schedule = generate("1f1b", 3, 5, vocab=vocab)
-    timeline = simulate(schedule)
-    assert from_json(to_json(schedule)) == from_json(to_json(schedule, timeline)) == schedule
-    assert from_csv(to_csv(schedule)) == replace(schedule, name="pytorch")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_csv_of_every_family_and_method_reads_back_in_pytorchs_form(name):
     for method in FAMILIES[name].methods:
@@ -110,15 +101,6 @@ def test_csv_of_every_family_and_method_reads_back_in_pytorchs_form(name):
             assert len(lines) == 3 and all(re.fullmatch(r"\d+[A-Z]+\d+", cell) for cell in ",".join(lines).split(","))
             assert from_csv(to_csv(each)) == replace(each, name="pytorch", shape="")
     assert "0S3" in to_csv(generate("1f1b", 3, 5, vocab="vocab-2")) and "1S3" not in to_csv(generate("1f1b", 1, 5))
-
-
-def test_files_of_chunked_split_schedules_read_back():
-    steps = [
-        [Pass(PassKind(kind), 0, chunk) for kind, chunk in [("F", 0), ("F", 1), ("B", 1), ("W", 1), ("B", 0), ("W", 0)]]
-    ]
-    schedule = Schedule("by hand", VocabMethod.NONE, Placement(((0, 1),)), 1, (tuple(steps[0]),))
-    assert from_json(to_json(schedule)) == schedule
-    assert from_csv(to_csv(schedule)) == replace(schedule, name="pytorch")
 
 
 def test_json_has_the_agreed_layout():

@@ -159,13 +159,3 @@ def test_an_order_for_each_rank_s_costs_is_shorter_than_one_for_their_means(name
     holders = [rank for rank, rows in enumerate(ROWS) if rows]
     means = generate(name, 8, 32, vocab=method, costs=costs.nominal(8), vocab_ranks=holders)
     assert own < 0.99 * simulate(means, costs).makespan
-
-
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.block])
-@pytest.mark.parametrize("method", ["none", *SHARDED])
-def test_costs_that_are_alike_everywhere_give_the_order_of_pass_costs(name, method):
-    costs, p = PassCosts(F=1, B=2, W=0.5, S=0.25, T=0.5, IF=0.125, IB=0.125), 4
-    chunks = FAMILIES[name].chunks_of(None)
-    by_stage = [(each / chunks,) * (p * chunks) for each in (costs.F, costs.B, costs.W)]
-    alike = StageCosts(*by_stage, *[(each,) * p for each in (costs.S, costs.T, costs.IF, costs.IB)])
-    assert generate(name, p, 9, vocab=method, costs=alike) == generate(name, p, 9, vocab=method, costs=costs)

@@ -15,7 +15,6 @@ from megatron_vp.schedule import (
     CollectiveKind,
     Loss,
     Pass,
-    PassCosts,
     PassKind,
     Placement,
     Post,
@@ -26,7 +25,6 @@ from megatron_vp.schedule import (
     StageCosts,
     VocabMethod,
     Wait,
-    draw,
     evaluation,
     family,
     from_csv,
@@ -287,13 +285,3 @@ def test_communicators_join_members_alone_and_rows_come_from_holders():
     assert [each.row_peers for each in ahead] == [(1, 4), (0, 4), (), (), (0, 1)]
     every = communicators(Placement.linear(3), True, vocab_ranks=(0, 1, 2))
     assert every == communicators(Placement.linear(3), True)
-
-
-def test_pictures_show_which_ranks_hold_rows():
-    schedule = generate("1f1b", 4, 4, vocab="vocab-2", costs=PassCosts(comm=0.1), vocab_ranks=(1,))
-    timeline = simulate(schedule, PassCosts(comm=0.1))
-    assert "vocabulary vocab-2 on rank 1:" in draw.to_text(timeline)
-    assert b"vocab-2 on rank 1" in draw.to_picture(timeline, "svg")
-    events = json.loads(draw.to_perfetto(timeline))["traceEvents"]
-    assert {event["pid"] for event in events if event.get("cat") == "collective"} == {0, 1, 3}
-    assert {event["pid"] for event in events if event.get("cat") == "S"} == {1}

@@ -20,7 +20,6 @@ from megatron_vp.trace.rank_files import (
     WAIT,
     RankTrace,
     TracedSpan,
-    merge,
     path_of,
     read_traces,
 )
@@ -106,12 +105,6 @@ def test_a_stall_shows_as_measured_over_predicted():
     assert found.predicted == pytest.approx(timeline.makespan)
     ends = [end for rank in timeline.spans for _, end in rank]
     assert found.measured == pytest.approx(max(*ends, timeline.spans[0][-1][1] + 50))
-
-
-def test_stretched_times_stretch_everything():
-    timeline, traces = recorded(scale=2.0)
-    found = figures(traces)
-    assert (found.measured, found.predicted) == pytest.approx((2 * timeline.makespan, 2 * timeline.makespan))
 
 
 def test_loss_waits_and_overlap_are_counted_where_they_are():
@@ -295,9 +288,3 @@ def test_an_output_that_cannot_be_written_gets_one_line(tmp_path):
     write(tmp_path, traces)
     result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(tmp_path / "no" / "m.json")])
     assert isinstance(result.exception, UserError) and "cannot write" in str(result.exception)
-
-
-def test_merging_keeps_every_event(tmp_path):
-    _, traces = recorded()
-    merged = json.loads(merge(traces))["traceEvents"]
-    assert len(merged) == sum(len(json.loads(trace.to_json())["traceEvents"]) for trace in traces)
