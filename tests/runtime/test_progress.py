@@ -166,7 +166,6 @@ OLDER = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {
 """As ProcessGroupNCCL puts it; what NCCL noticed last follows, and with TORCH_SHOW_CPP_STACKTRACES a stack."""
 STACK = "Exception raised from checkForNCCLErrorsInternal at /pytorch/ProcessGroupNCCL.cpp:2 (most recent call first):"
 SYSTEM = "unhandled system error (run with NCCL_DEBUG=INFO for details)"
-INTERNAL = "internal error - please report this issue to the NCCL developers"
 REMOTE = "remote process exited or there was a network error"
 CUDA = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
 USAGE = "invalid usage (run with NCCL_DEBUG=WARN for details)"
@@ -186,18 +185,12 @@ LOST = [
     (dist.DistBackendError("NCCL operation timed out"), "NCCL operation timed out"),
     (newer("NCCL Send failed", SYSTEM, "Call to connect returned Connection refused"), None),
     (newer("NCCL Async Error", REMOTE, CLOSED), f"NCCL Async Error: {REMOTE} ({CLOSED})"),
-    (newer("NCCL Recv failed", INTERNAL, ""), f"NCCL Recv failed: {INTERNAL}"),
     (RuntimeError(f"NCCL Async Error: {REMOTE}"), None),
-    (RuntimeError(f"Failed to initialize NCCL communicator: {INTERNAL}"), None),
     (RuntimeError("NCCL communicator was aborted after a previous error"), None),
     (RuntimeError("Watchdog caught collective operation timeout: NCCL operation timed out"), None),
     (
         older(REMOTE, "ncclRemoteError: A call failed possibly due to a network error or a remote process.", CLOSED),
         f"{OLDER.format(result=REMOTE)} ({CLOSED})",
-    ),
-    (
-        older(SYSTEM, "ncclSystemError: System call (e.g. socket, malloc) failed.", "No space left on device"),
-        f"{OLDER.format(result=SYSTEM)} (No space left on device)",
     ),
     (
         dist.DistBackendError("NCCL communicator was aborted on rank 1. Original reason for failure was: a time limit"),
@@ -214,16 +207,9 @@ LOST = [
 DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device ac000"
 LOCAL = [
     older(CUDA, "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'"),
-    older(USAGE, "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", DUPLICATE),
-    older(ARGUMENT, "ncclInvalidArgument: Invalid value for an argument.", "Broadcast : invalid root 5"),
-    newer("NCCL Send failed", CUDA, "Cuda failure 700 'an illegal memory access was encountered'"),
     newer("NCCL Async Error", CUDA, "Cuda failure 2 'out of memory'"),
     newer("NCCL GroupEnd failed", USAGE, DUPLICATE),
     newer("NCCL Broadcast failed", ARGUMENT, ""),
-    RuntimeError(f"Failed to initialize NCCL communicator: {CUDA}"),
-    dist.DistBackendError(
-        f"NCCL communicator was aborted on rank 1. Original reason for failure was: NCCL error: {CUDA}"
-    ),
 ]
 """Errors of NCCL whose cause is on this rank."""
 DEFECTS = [
