@@ -17,7 +17,6 @@ import typer
 from megatron_vp.cli.job import ConfigOption, JobArgument
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import arguments, asks_for_cpu, spelled
-from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.shipped import BATCH_FILES
 
@@ -91,6 +90,7 @@ def sbatch(
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
+    from megatron_vp.jobs.job_config import read_job_config
     from megatron_vp.mcore.platform.flags import uses_cpu
     from megatron_vp.mcore.platform.pretend_gpu import ENGINE
     from megatron_vp.mcore.replay.rehearsed import rehearse
