@@ -7,7 +7,7 @@ limit. Each line shows one job under one schedule, with the better of vocab-1 an
 
     whole       the fastest run with whole vocabulary layers and with layers spread evenly or moved to balance stages
     even        vocabulary parallelism with even shards
-    balanced    with the layers and rows that `megatron_vp.cost.balance.balanced` chooses
+    balanced    with the layers and rows that `megatron_vp.cost.planning.balanced` chooses
     over bound  the time of `balanced`, divided by that of max(ceil(L / p), (L + v) / p) layers per microbatch plus fill
                 and drain, if all GPUs are equally fast; v is the time that one rank would take for the whole
                 vocabulary, in layers. Only for `1f1b`
@@ -28,8 +28,8 @@ from statistics import fmean
 
 from least_passes import least_passes
 
-from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.workers import worker_pool

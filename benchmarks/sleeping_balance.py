@@ -40,9 +40,9 @@ from runtime_overhead import used_edges
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
-from megatron_vp.cost.balance.layer_choices import layer_choices
-from megatron_vp.cost.balance.measured_rows import read_run, refilled
-from megatron_vp.cost.balance.water_filling import fill
+from megatron_vp.cost.planning.layer_choices import layer_choices
+from megatron_vp.cost.planning.measured_rows import read_run, refilled
+from megatron_vp.cost.planning.water_filling import fill
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder

@@ -24,8 +24,8 @@ from evidence.public_rows import PublicRow, read_rows
 from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
-from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
-from megatron_vp.cost.prediction.stage_costs import layers_of, stage_costs
+from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.planning.stage_costs import layers_of, stage_costs
 from megatron_vp.cost.sizes.layer_operations import layer_weights
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod

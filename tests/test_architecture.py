@@ -36,10 +36,8 @@ COST_ROOMS = {
     "sizes": {"hardware"},
     "times": {"hardware", "sizes"},
     "memory": {"hardware", "sizes"},
-    "prediction": {"hardware", "sizes", "times", "memory"},
-    "balance": {"hardware", "sizes", "times", "memory", "prediction"},
-    "planning": {"hardware", "sizes", "times", "memory", "prediction", "balance"},
-    "paper": {"hardware", "sizes", "times", "memory", "prediction", "balance", "planning"},
+    "planning": {"hardware", "sizes", "times", "memory"},
+    "paper": {"hardware", "sizes", "times", "memory", "planning"},
 }
 STARTS = {"patch_table", "megatron_lock"}
 """Files that only the rooms of the start need: they apply patches and check arguments for all others."""

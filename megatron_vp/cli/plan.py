@@ -118,7 +118,7 @@ def plan(
     check_destination(False, write_schedule)
     answer = _answer(*read_cluster(*asked), search, keep or [], search_budget, offload)
     if write_schedule is not None:
-        from megatron_vp.cost.prediction.predict import make_simulator
+        from megatron_vp.cost.planning.predict import make_simulator
         from megatron_vp.schedule import to_json
 
         chosen, request = answer.choice.chosen, answer.request
@@ -260,7 +260,7 @@ class Answer:
 
     def table(self) -> str:
         """The answer as text."""
-        from megatron_vp.cost.balance.chosen_shards import gain_of_next_start
+        from megatron_vp.cost.planning.chosen_shards import gain_of_next_start
         from megatron_vp.cost.planning.front import thinned
         from megatron_vp.cost.sizes.job_plan import plan_of
 

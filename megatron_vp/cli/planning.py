@@ -145,7 +145,7 @@ class Request:
     @property
     def unused(self) -> list[str]:
         """The job's options on which the prediction does not depend."""
-        from megatron_vp.cost.balance.chosen_shards import shard_choice
+        from megatron_vp.cost.planning.chosen_shards import shard_choice
         from megatron_vp.cost.sizes.job_plan import plan_of
         from megatron_vp.cost.sizes.job_sizes import job_of
         from megatron_vp.jobs.known_options import reads_of

@@ -63,15 +63,15 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
-    from megatron_vp.cost.balance.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.candidates import Candidate, method_of
+    from megatron_vp.cost.planning.chosen_shards import gain_of_next_start, with_partition, with_shards
+    from megatron_vp.cost.planning.copies import check_offload
     from megatron_vp.cost.planning.evaluation import evaluation_of
+    from megatron_vp.cost.planning.limit import with_given_limit
     from megatron_vp.cost.planning.offloading import with_chosen_offload
-    from megatron_vp.cost.prediction.copies import check_offload
-    from megatron_vp.cost.prediction.limit import with_given_limit
-    from megatron_vp.cost.prediction.predict import make_simulator, memory_model, predict
-    from megatron_vp.cost.prediction.stage_costs import copy_seconds
-    from megatron_vp.cost.prediction.traced_costs import traced_costs
+    from megatron_vp.cost.planning.predict import make_simulator, memory_model, predict
+    from megatron_vp.cost.planning.stage_costs import copy_seconds
+    from megatron_vp.cost.planning.traced_costs import traced_costs
     from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
@@ -178,8 +178,8 @@ def _sizes(memory: RankMemory | OutsideMemory, digits: int) -> list[str]:
 
 
 def _copies(request: Request, found: Evaluation) -> str:
-    from megatron_vp.cost.prediction.copies import fullest_node, host_room
-    from megatron_vp.cost.prediction.predict import has_one_queue
+    from megatron_vp.cost.planning.copies import fullest_node, host_room
+    from megatron_vp.cost.planning.predict import has_one_queue
 
     if not found.copies:
         return ""

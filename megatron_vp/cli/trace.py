@@ -25,7 +25,7 @@ def trace(
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
-    from megatron_vp.cost.balance.measured_rows import measured, next_start
+    from megatron_vp.cost.planning.measured_rows import measured, next_start
     from megatron_vp.schedule import VocabMethod
     from megatron_vp.trace.figures import figures, held_activations, table
     from megatron_vp.trace.rank_files import merge, read_traces

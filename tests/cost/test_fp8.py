@@ -13,7 +13,7 @@ from megatron_vp.cost.memory.layer_memory import layer_activations
 from megatron_vp.cost.memory.rank_memory import MemoryModel
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
-from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, refuse_fp8, weight_copies
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.layer_operations import operations

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.balance.balanced import EVEN_BAND, balanced
-from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.planning.balanced import EVEN_BAND, balanced
 from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.evaluation import evaluate
-from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
+from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.sizes.flops import model_flops
 from megatron_vp.cost.sizes.job_plan import plan_of, settings_of, uncounted
 from megatron_vp.cost.sizes.job_sizes import job_of

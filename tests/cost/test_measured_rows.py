@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.cost.balance.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
+from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane

@@ -9,6 +9,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.planning import offloading, search
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.choice import simplicity
+from megatron_vp.cost.planning.copies import copies_of
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.planning.offloading import (
@@ -16,8 +17,7 @@ from megatron_vp.cost.planning.offloading import (
     offloaded_evaluations,
     with_chosen_offload,
 )
-from megatron_vp.cost.prediction.copies import copies_of
-from megatron_vp.cost.prediction.predict import predict
+from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig

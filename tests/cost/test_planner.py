@@ -8,15 +8,14 @@ import pytest
 
 from megatron_vp.cli.planning import gains
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
-from megatron_vp.cost.planning import evaluation
+from megatron_vp.cost.planning import evaluation, samples
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
 from megatron_vp.cost.planning.evaluation import Loss, evaluate
+from megatron_vp.cost.planning.limit import with_limit
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
-from megatron_vp.cost.prediction import samples
-from megatron_vp.cost.prediction.limit import with_limit
 from megatron_vp.cost.sizes.job_plan import settings_of
 from megatron_vp.cost.sizes.layouts import spread_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan

@@ -88,7 +88,7 @@ def test_a_memory_limit_takes_the_unit_of_the_activation_limit(small):
 
 
 def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(small, monkeypatch):
-    monkeypatch.setattr("megatron_vp.cost.prediction.predict.make_simulator", None)
+    monkeypatch.setattr("megatron_vp.cost.planning.predict.make_simulator", None)
     flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]
     error = run("simulate", small, *flags).exception
     assert isinstance(error, UserError) and "16385 microbatches x 2 chunks are 131,080 forward passes" in str(error)

@@ -15,9 +15,9 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import predict_cell
-from megatron_vp.cost.prediction.limit import with_limit
-from megatron_vp.cost.prediction.predict import predict
-from megatron_vp.cost.prediction.stage_costs import _pace, expected_maximum
+from megatron_vp.cost.planning.limit import with_limit
+from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.stage_costs import _pace, expected_maximum
 from megatron_vp.cost.sizes.layouts import redistributed_layers
 from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.times.communication import CommunicationModel

@@ -7,9 +7,9 @@ import yaml
 
 from megatron_vp.cost.hardware.gpus import GIB
 from megatron_vp.cost.planning import search
+from megatron_vp.cost.planning.bounds import Bound
 from megatron_vp.cost.planning.offloading import SIZES, sizes_to_offload
 from megatron_vp.cost.planning.variants import variants
-from megatron_vp.cost.prediction.bounds import Bound
 from tests.cost.small_job import run
 from tests.cost.test_plan_offload import WIDE
 

@@ -24,7 +24,7 @@ from evidence.pipeoffload import (
 from megatron_vp.cost.memory.layer_memory import WORKING_SET
 from megatron_vp.cost.memory.rank_memory import WORKSPACES
 from megatron_vp.cost.planning.offloading import copy_load
-from megatron_vp.cost.prediction.predict import make_simulator, memory_model
+from megatron_vp.cost.planning.predict import make_simulator, memory_model
 
 GIB = 2**30
 PUBLISHED = published()

@@ -57,10 +57,10 @@ def _counted(_rank, _world_size, config, job_rank, flags):
 
 
 def _predicted(config, pipeline_rank, flags):
-    from megatron_vp.cost.balance.chosen_shards import with_shards
     from megatron_vp.cost.hardware.gpus import HARDWARE
     from megatron_vp.cost.memory.rank_memory import WORKSPACES
-    from megatron_vp.cost.prediction.predict import predict
+    from megatron_vp.cost.planning.chosen_shards import with_shards
+    from megatron_vp.cost.planning.predict import predict
     from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.cost.sizes.job_sizes import job_of
     from megatron_vp.jobs.job_config import read_sizes

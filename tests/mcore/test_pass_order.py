@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_vp.cost.balance.chosen_shards import with_shards
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.prediction.predict import make_simulator
+from megatron_vp.cost.planning.chosen_shards import with_shards
+from megatron_vp.cost.planning.predict import make_simulator
 from megatron_vp.cost.sizes.job_plan import plan_of
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.errors import UserError
@@ -53,7 +53,7 @@ def ordered_for(**changes):
     config = read_job_config([], words)
     job, plan = job_of(config.values), plan_of(config)
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
-    with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
+    with mock.patch("megatron_vp.cost.planning.predict._simulator") as made:
         make_simulator(job, plan, HARDWARE["cpu"])
     return settled.order, made.call_args.args[0].costs
 
@@ -273,7 +273,7 @@ def test_all_ranks_take_the_order_of_rank_0_whatever_their_devices():
     config = read_job_config([], job)
     sizes = job_of(config.values), plan_of(config)
     assert sizes[1].vocab is VocabMethod.VOCAB_2
-    with mock.patch("megatron_vp.cost.prediction.predict._simulator") as made:
+    with mock.patch("megatron_vp.cost.planning.predict._simulator") as made:
         for kind in ("cpu", "b200"):
             make_simulator(*sizes, HARDWARE[kind])
     expected, other = (call.args[0].costs for call in made.call_args_list)

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_vp.cost.balance.balanced import balanced
 from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.balance.measured_rows import read_run, refilled
+from megatron_vp.cost.planning.measured_rows import read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.reports.rank_report import KEPT
 from megatron_vp.runtime.recorder import Recorder

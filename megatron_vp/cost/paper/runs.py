@@ -9,7 +9,7 @@ from megatron_vp.cost.hardware.constants import FITTED, Constants
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.prediction.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.cost.sizes.layouts import redistributed_layers
 from megatron_vp.cost.sizes.shapes import Plan

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vp.cost.balance.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
 from megatron_vp.cost.sizes.layer_types import head_kinds
 from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan

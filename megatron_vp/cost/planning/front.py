@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_vp.cost.prediction.bounds import ROUNDING, Bound
+from megatron_vp.cost.planning.bounds import ROUNDING, Bound
 
 SLOWEST = 1.5
 """The frontier leaves out runs whose time is above this multiple of the fastest run's time."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.planning.copies import check_offload
 from megatron_vp.cost.planning.offloading import with_chosen_offload
-from megatron_vp.cost.prediction.copies import check_offload
-from megatron_vp.cost.prediction.predict import predict
-from megatron_vp.cost.prediction.samples import sampled
+from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.known_options import Arguments

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
-from megatron_vp.cost.prediction.limit import with_limit
-from megatron_vp.cost.prediction.stage_costs import order_costs
+from megatron_vp.cost.planning.limit import with_limit
+from megatron_vp.cost.planning.stage_costs import order_costs
 from megatron_vp.cost.sizes.job_plan import plan_of, uncounted
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan

@@ -11,9 +11,9 @@ import torch
 from megatron_vp import __version__
 from megatron_vp.cost.planning.candidates import Candidate, method_of
 from megatron_vp.cost.planning.evaluation import evaluation_of
-from megatron_vp.cost.prediction.predict import make_simulator, predict
-from megatron_vp.cost.prediction.samples import sampled
-from megatron_vp.cost.prediction.stage_costs import layers_of
+from megatron_vp.cost.planning.predict import make_simulator, predict
+from megatron_vp.cost.planning.samples import sampled
+from megatron_vp.cost.planning.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.known_options import Arguments

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from megatron_vp.cost.balance.layer_choices import LayerChoice, layer_choices
+from megatron_vp.cost.planning.layer_choices import LayerChoice, layer_choices
 from megatron_vp.cost.sizes.layer_types import type_of
 from megatron_vp.cost.times.communication import CommunicationModel
 from megatron_vp.cost.times.pass_times import PassTimes

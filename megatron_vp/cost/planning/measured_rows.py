@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-from megatron_vp.cost.balance.balanced import Shards, unit_of_rows
-from megatron_vp.cost.balance.water_filling import fill
 from megatron_vp.cost.hardware.constants import ERROR_BAND
+from megatron_vp.cost.planning.balanced import Shards, unit_of_rows
+from megatron_vp.cost.planning.water_filling import fill
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.schedule import PassKind

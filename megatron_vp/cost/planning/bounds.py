@@ -16,9 +16,9 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.layer_memory import layer_memory
 from megatron_vp.cost.memory.outside import FRAGMENTS
 from megatron_vp.cost.memory.rank_memory import WORKSPACES, MemoryModel, RankMemory
-from megatron_vp.cost.prediction.predict import after_passes, memory_model
-from megatron_vp.cost.prediction.samples import sampled
-from megatron_vp.cost.prediction.stage_costs import single_microbatch, stage_costs
+from megatron_vp.cost.planning.predict import after_passes, memory_model
+from megatron_vp.cost.planning.samples import sampled
+from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.sizes.layer_types import model_layers
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.schedule import StageCosts, VocabMethod

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
-from megatron_vp.cost.prediction.stage_costs import layers_of, order_costs, stage_costs, stage_times
+from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, stage_costs, stage_times
 from megatron_vp.cost.sizes.flops import model_flops
 from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.cost.times.communication import CommunicationModel
