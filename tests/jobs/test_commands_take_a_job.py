@@ -18,7 +18,7 @@ SPELLINGS = [
     ["a.yaml", *FLAGS, "--config", "b.yaml"],
 ]
 ASKED = {
-    "plan": ([], "megatron_vp.cli.plan.read_request", lambda files, flags, *_: arguments(files, flags)),
+    "plan": ([], "megatron_vp.cli.plan.read_cluster", lambda files, flags, *_: arguments(files, flags)),
     "simulate": ([], "megatron_vp.cli.simulate.read_request", lambda files, flags, *_: arguments(files, flags)),
     "check": (["--ranks", "4"], "megatron_vp.mcore.start.preflight.check_job", lambda words, _: words),
     "sbatch": (

@@ -124,7 +124,6 @@ OF_ARGUMENTS = [
     ("check LLAMA --ranks 8", "the dataset data/corpus_text_document has no file"),
     ("sbatch", "the job has no configuration file"),
     ("sbatch MOCK --dry-run --nodes four", "Invalid value for '--nodes'"),
-    ("sbatch MOCK --dry-run --slurm ''", "--slurm '' names no option"),
     ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "21 ranks cannot be divided into replicas of 8 ranks"),
     ("sbatch LLAMA", "the dataset data/corpus_text_document has no file"),
 ]

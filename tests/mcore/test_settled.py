@@ -65,13 +65,14 @@ def test_no_module_but_one_keeps_what_a_run_decides():
 
 def _of_module(name, target):
     """Whether an assignment changes what another module of ours holds."""
-    imported = {
+    if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
+        return False
+    return target.value.id in {
         alias.asname or alias.name
         for node in ast.walk(TREES[name])
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_vp")
         for alias in node.names
     }
-    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in imported
 
 
 def test_a_job_is_settled_from_its_words():
@@ -104,8 +105,8 @@ def shape_found(rank, world_size, words):
 
 
 def test_all_ranks_find_the_same_shape():
-    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=4, num_layers=8, vocab_parallel=True), *FLEXIBLE]
-    shapes = run_ranks(4, shape_found, words)
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True), *FLEXIBLE]
+    shapes = run_ranks(2, shape_found, words)
     assert shapes[0] and len(set(shapes)) == 1
 
 
