@@ -151,10 +151,19 @@ def test_options_that_are_not_counted_are_left_aside(job):
     assert ordered_for(**job, vocab_parallel=True, optimizer="sgd") == (found, simulated) and found == simulated
 
 
-@pytest.mark.parametrize(("hardware", "counted"), [("cpu", False), ("a100", False), ("h100", True)])
-def test_fp8_counts_as_16_bits_where_its_speed_is_not_known(hardware, counted):
+@pytest.mark.parametrize(
+    ("hardware", "asked", "counted"),
+    [
+        ("cpu", {"fp8": "hybrid"}, False),
+        ("a100", {"fp8": "hybrid"}, False),
+        ("h100", {"fp8": "hybrid"}, True),
+        ("h100", {"fp4": "e2m1"}, False),
+        ("b200", {"fp4": "e2m1"}, True),
+    ],
+)
+def test_narrow_formats_count_as_16_bits_where_their_speed_is_not_known(hardware, asked, counted):
     job = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4)
-    args, found = job.args, Prediction(argparse.Namespace(**{**vars(job.given), "fp8": "hybrid"}))
+    args, found = job.args, Prediction(argparse.Namespace(**{**vars(job.given), **asked}))
     with mock.patch.object(predicted_job, "_hardware", lambda _: HARDWARE[hardware]):
         assert (found.job().job.fp8 is not None) == counted
         assert choose_order(args, run_settings(args), found) is not None

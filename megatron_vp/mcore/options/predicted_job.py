@@ -13,6 +13,7 @@ import torch
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.planning.limit import with_limit
 from megatron_vp.cost.planning.stage_costs import order_costs
+from megatron_vp.cost.sizes.fp8 import rate_of
 from megatron_vp.cost.sizes.job_plan import plan_of, uncounted
 from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.cost.sizes.shapes import Job, Plan
@@ -67,7 +68,7 @@ class Prediction:
 
     def job(self) -> PredictedJob:
         """Return the job's sizes, the plan that the arguments describe, and this rank's hardware. Options in
-        `uncounted` are ignored, and so is fp8 on hardware without it, where layers compute in 16 bits.
+        `uncounted` are ignored, and so is fp8 or fp4 on hardware without it, where layers compute in 16 bits.
 
         Raises UserError for a job whose sizes are unknown or invalid.
         """
@@ -79,7 +80,7 @@ class Prediction:
             asked["vocab_parallel_algorithm"] = None
         job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
         hardware = _hardware(self._args)
-        if hardware.rates is None or not hardware.rates.fp8_gemm:
+        if job.fp8 and not rate_of(job.fp8, hardware):
             job = replace(job, fp8=None)
         return PredictedJob(job, plan_of(JobConfig(asked, {})), hardware)
 
