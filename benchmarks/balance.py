@@ -29,13 +29,13 @@ from statistics import fmean
 from least_passes import least_passes
 
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.layouts import spread_layers
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layouts import spread_layers
-from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds
-from megatron_vp.cost.sizes.shapes import Job
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Placement, VocabMethod
 
 

@@ -160,11 +160,11 @@ PLACES = ("first", "middle", "last")
 def predicted(job: AgreesJob) -> list[float]:
     """The bytes of tensors that the cost model predicts for the peak of every pipeline rank."""
     from megatron_vp.cost.hardware.gpus import HARDWARE
-    from megatron_vp.cost.memory.rank_memory import WORKSPACES
+    from megatron_vp.cost.layers.job_plan import plan_of
+    from megatron_vp.cost.layers.job_sizes import job_of
     from megatron_vp.cost.planning.chosen_shards import with_shards
     from megatron_vp.cost.planning.predict import predict
-    from megatron_vp.cost.sizes.job_plan import plan_of
-    from megatron_vp.cost.sizes.job_sizes import job_of
+    from megatron_vp.cost.ranks.rank_memory import WORKSPACES
     from megatron_vp.jobs.job_config import read_sizes
 
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ import torch
 from measuring import add_sizes, copy_bandwidth, device_state, sizes, spread, sustained, times, write
 from rivals import rivals, versions
 
-from megatron_vp.cost.times.vocab_kernels import LAUNCH
+from megatron_vp.cost.ranks.vocab_kernels import LAUNCH
 from megatron_vp.vocab import output
 from megatron_vp.vocab.eager import EagerOperations
 from megatron_vp.vocab.loss import CROSS_ENTROPY

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from measuring import write
 
-from megatron_vp.cost.memory.rank_memory import WORKSPACES
+from megatron_vp.cost.ranks.rank_memory import WORKSPACES
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {

@@ -17,13 +17,13 @@ import numpy as np
 
 from evidence import DATA, figures
 from megatron_vp.cost.hardware.constants import Constants
+from megatron_vp.cost.layers.flops import paper_flops
 from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, machine, plan_of, predict_cell, simulator_of
 from megatron_vp.cost.paper.tables import Row
 from megatron_vp.cost.planning.predict import after_passes
 from megatron_vp.cost.planning.stage_costs import stage_costs
-from megatron_vp.cost.sizes.flops import paper_flops
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Operation, Pass, StageCosts, VocabMethod
 from megatron_vp.schedule.dependencies import Step
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from evidence.public_rows import PublicRow
 from megatron_vp.cost.hardware.gpus import GIB, Hardware, find_hardware
+from megatron_vp.cost.layers.job_plan import plan_of
+from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import iteration_seconds, sampled
-from megatron_vp.cost.sizes.job_plan import plan_of
-from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 

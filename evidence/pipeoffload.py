@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import figures
 from megatron_vp.cli.result_output import progress_bar
-from megatron_vp.cost.memory.rank_memory import GIB
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.paper.published import Measurement
 from megatron_vp.cost.paper.runs import A100, paper_mfu
 from megatron_vp.cost.planning.predict import make_simulator, predict
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.schedule import Held, Schedule
 from megatron_vp.schedule.ledger import changes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.times.vocab_kernels import LAUNCH, Kernel, ShardPasses
+from megatron_vp.cost.ranks.vocab_kernels import LAUNCH, Kernel, ShardPasses
 from megatron_vp.schedule import VocabMethod
 
 TOKENS, ROWS, HIDDEN = (2048, 4096), (8192, 32768), (3072, 4096, 6144)

@@ -23,11 +23,11 @@ from evidence.comparison import predicted
 from evidence.public_rows import PublicRow, read_rows
 from megatron_vp.cli.planning import GIB, Request, read_request
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.layer_operations import layer_weights
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, stage_costs
-from megatron_vp.cost.sizes.layer_operations import layer_weights
-from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
 
 ROOT = Path(__file__).resolve().parents[1]

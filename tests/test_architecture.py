@@ -33,11 +33,10 @@ MEGATRON_ROOMS = {
 }
 COST_ROOMS = {
     "hardware": set(),
-    "sizes": {"hardware"},
-    "times": {"hardware", "sizes"},
-    "memory": {"hardware", "sizes"},
-    "planning": {"hardware", "sizes", "times", "memory"},
-    "paper": {"hardware", "sizes", "times", "memory", "planning"},
+    "layers": {"hardware"},
+    "ranks": {"hardware", "layers"},
+    "planning": {"hardware", "layers", "ranks"},
+    "paper": {"hardware", "layers", "ranks", "planning"},
 }
 STARTS = {"patch_table", "megatron_lock"}
 """Files that only the rooms of the start need: they apply patches and check arguments for all others."""
@@ -162,7 +161,7 @@ def test_schedules_and_help_need_neither_torch_nor_megatron():
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
         "megatron_vp.cost.paper.tables, megatron_vp.cost.paper.cells, megatron_vp.cost.planning.search, "
         "megatron_vp.cost.planning.charts, megatron_vp.trace.figures, megatron_vp.trace.two_runs_picture, "
-        "megatron_vp.cost.sizes.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
+        "megatron_vp.cost.layers.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -118,11 +118,11 @@ def collect(
     ran out of memory has empty fields. Missing and unusable logs are listed on standard error.
     """
     from megatron_vp.cost.hardware.gpus import find_hardware
+    from megatron_vp.cost.layers.flops import paper_flops
+    from megatron_vp.cost.layers.job_sizes import job_of
     from megatron_vp.cost.paper.cells import cell_name, read_run
     from megatron_vp.cost.paper.published import COLUMNS, jobs
     from megatron_vp.cost.paper.runs import PEAK_FLOPS
-    from megatron_vp.cost.sizes.flops import paper_flops
-    from megatron_vp.cost.sizes.job_sizes import job_of
     from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
 
     check_destination(False, output)

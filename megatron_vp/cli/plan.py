@@ -147,13 +147,13 @@ def _answer(
     offload: bool,
 ) -> Answer:
     """Compare the ways to train a job, and choose one of them. Raises UserError."""
+    from megatron_vp.cost.layers.job_plan import chunks_given, plan_of
+    from megatron_vp.cost.layers.shapes import Recompute
     from megatron_vp.cost.planning.candidates import check_pipeline
     from megatron_vp.cost.planning.choice import tie_of
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.search import BUDGET, Search
     from megatron_vp.cost.planning.variants import DIMENSIONS, Variant, variants
-    from megatron_vp.cost.sizes.job_plan import chunks_given, plan_of
-    from megatron_vp.cost.sizes.shapes import Recompute
 
     if searching:
         if gpus is None:
@@ -213,7 +213,7 @@ class Answer:
 
     def settings(self, found: Evaluation) -> dict[str, Any]:
         """The settings in which the run `found` differs from the configuration."""
-        from megatron_vp.cost.sizes.job_plan import settings_of
+        from megatron_vp.cost.layers.job_plan import settings_of
 
         request = self.request_of(found)
         sizes = self.search.tried[found.variant].settings
@@ -260,9 +260,9 @@ class Answer:
 
     def table(self) -> str:
         """The answer as text."""
+        from megatron_vp.cost.layers.job_plan import plan_of
         from megatron_vp.cost.planning.chosen_shards import gain_of_next_start
         from megatron_vp.cost.planning.front import thinned
-        from megatron_vp.cost.sizes.job_plan import plan_of
 
         search, chosen, limit = self.search, self.choice.chosen, self.search.limit
         listed, next_start = search.found, None

@@ -20,9 +20,9 @@ from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
+    from megatron_vp.cost.layers.shapes import Job, Plan
     from megatron_vp.cost.planning.choice import Choice, Tie
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.sizes.shapes import Job, Plan
     from megatron_vp.jobs.job_config import JobConfig
 
 GIB = 2**30
@@ -77,8 +77,8 @@ class Request:
     @classmethod
     def of(cls, config: JobConfig, hardware: Hardware, gpus: int | None, limit: float) -> Request:
         """The request for the job of a configuration. Raises UserError."""
-        from megatron_vp.cost.sizes.fp8 import refuse_fp8
-        from megatron_vp.cost.sizes.job_sizes import job_of
+        from megatron_vp.cost.layers.fp8 import refuse_fp8
+        from megatron_vp.cost.layers.job_sizes import job_of
 
         job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
         refuse_fp8(job, hardware)
@@ -129,14 +129,14 @@ class Request:
     @property
     def uncounted(self) -> list[str]:
         """The job's options that change time or memory but that the cost model does not support."""
-        from megatron_vp.cost.sizes.job_plan import uncounted
+        from megatron_vp.cost.layers.job_plan import uncounted
 
         return uncounted(self.config)
 
     @property
     def assumed(self) -> list[str]:
         """Assumptions about settings that affect time but that the job does not specify."""
-        from megatron_vp.cost.times.assumptions import assumed
+        from megatron_vp.cost.ranks.assumptions import assumed
 
         grows = self.config.values.get("step_batch_size_schedule") is not None
         growing = ["the last batch size of --step-batch-size-schedule"] if grows else []
@@ -145,9 +145,9 @@ class Request:
     @property
     def unused(self) -> list[str]:
         """The job's options on which the prediction does not depend."""
+        from megatron_vp.cost.layers.job_plan import plan_of
+        from megatron_vp.cost.layers.job_sizes import job_of
         from megatron_vp.cost.planning.chosen_shards import shard_choice
-        from megatron_vp.cost.sizes.job_plan import plan_of
-        from megatron_vp.cost.sizes.job_sizes import job_of
         from megatron_vp.jobs.known_options import reads_of
         from megatron_vp.jobs.options import UNCOUNTED
 

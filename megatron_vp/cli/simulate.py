@@ -30,10 +30,10 @@ from megatron_vp.jobs.known_options import files_and_flags
 from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:
-    from megatron_vp.cost.memory.outside import OutsideMemory
-    from megatron_vp.cost.memory.rank_memory import RankMemory
+    from megatron_vp.cost.layers.shapes import Job, Plan
     from megatron_vp.cost.planning.evaluation import Evaluation
-    from megatron_vp.cost.sizes.shapes import Job, Plan
+    from megatron_vp.cost.ranks.outside import OutsideMemory
+    from megatron_vp.cost.ranks.rank_memory import RankMemory
 
 MOST_FORWARDS = 131_072
 """Limit on pipeline ranks x microbatches x chunks; at this limit, a simulation takes half a minute on one core."""
@@ -63,6 +63,7 @@ def simulate(
     \b
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
+    from megatron_vp.cost.layers.job_plan import plan_of
     from megatron_vp.cost.planning.candidates import Candidate, method_of
     from megatron_vp.cost.planning.chosen_shards import gain_of_next_start, with_partition, with_shards
     from megatron_vp.cost.planning.copies import check_offload
@@ -72,7 +73,6 @@ def simulate(
     from megatron_vp.cost.planning.predict import make_simulator, memory_model, predict
     from megatron_vp.cost.planning.stage_costs import copy_seconds
     from megatron_vp.cost.planning.traced_costs import traced_costs
-    from megatron_vp.cost.sizes.job_plan import plan_of
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
@@ -122,7 +122,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
 
 
 def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
-    from megatron_vp.cost.sizes.job_plan import bars_of
+    from megatron_vp.cost.layers.job_plan import bars_of
     from megatron_vp.schedule import VocabMethod
 
     makespan = found.iteration_seconds - found.loss.step

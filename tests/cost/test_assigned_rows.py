@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import order_costs
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.sizes.layer_operations import operations
-from megatron_vp.cost.sizes.shapes import AttentionKernels, Job, ModelShape
-from megatron_vp.cost.times.attention_times import BACKWARD, TILE, attention_times
+from megatron_vp.cost.layers.layer_operations import operations
+from megatron_vp.cost.layers.shapes import AttentionKernels, Job, ModelShape
+from megatron_vp.cost.ranks.attention_times import BACKWARD, TILE, attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
 
 H100 = HARDWARE["h100"]

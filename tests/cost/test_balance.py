@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.layers.layouts import spread_layers
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning.balanced import (
     EVEN_BAND,
     _Search,
@@ -21,8 +23,6 @@ from megatron_vp.cost.planning.candidates import balanced_layers
 from megatron_vp.cost.planning.layer_choices import layer_choices
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.water_filling import fill
-from megatron_vp.cost.sizes.layouts import spread_layers
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement, VocabMethod
 

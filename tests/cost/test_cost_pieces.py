@@ -6,20 +6,20 @@ import pytest
 
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
-from megatron_vp.cost.memory.layer_memory import layer_activations, layer_memory
+from megatron_vp.cost.layers.flops import model_flops, paper_flops
+from megatron_vp.cost.layers.layer_operations import Matrix, layer_flops, layer_weights, operations
+from megatron_vp.cost.layers.layouts import equal_layers, redistributed_layers
+from megatron_vp.cost.layers.shapes import CrossEntropy, Dispatcher, Job, ModelShape, Recompute
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.sizes.flops import model_flops, paper_flops
-from megatron_vp.cost.sizes.layer_operations import Matrix, layer_flops, layer_weights, operations
-from megatron_vp.cost.sizes.layouts import equal_layers, redistributed_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Dispatcher, Job, ModelShape, Recompute
-from megatron_vp.cost.times.communication import (
+from megatron_vp.cost.ranks.communication import (
     CONTENTION,
     EXPOSED_SUM,
     LATENCY,
     NETWORK_LATENCY,
     CommunicationModel,
 )
-from megatron_vp.cost.times.pass_times import OWN_SHARE, PassTimes
+from megatron_vp.cost.ranks.layer_memory import layer_activations, layer_memory
+from megatron_vp.cost.ranks.pass_times import OWN_SHARE, PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod

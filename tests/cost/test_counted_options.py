@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.layer_memory import layer_activations, layer_memory
-from megatron_vp.cost.memory.rank_memory import SHARED_BUFFERS, MemoryModel
-from megatron_vp.cost.sizes.fp8 import quantised
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_operations import layer_weights, operations
-from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
-from megatron_vp.cost.sizes.shapes import Delta, Fp8Recipe, Job, Latent, ModelShape
-from megatron_vp.cost.times.pass_times import LAUNCHES, PassTimes
+from megatron_vp.cost.layers.fp8 import quantised
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.layer_operations import layer_weights, operations
+from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.shapes import Delta, Fp8Recipe, Job, Latent, ModelShape
+from megatron_vp.cost.ranks.layer_memory import layer_activations, layer_memory
+from megatron_vp.cost.ranks.pass_times import LAUNCHES, PassTimes
+from megatron_vp.cost.ranks.rank_memory import SHARED_BUFFERS, MemoryModel
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import generate
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vp.cost.sizes.expert_layers import expert_layers
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_operations import layer_weights
-from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.expert_layers import expert_layers
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.layer_operations import layer_weights
+from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 

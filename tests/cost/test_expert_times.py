@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.sizes.layer_operations import COPIES, SORTED, distinct, expert_copies, operations
-from megatron_vp.cost.sizes.shapes import Dispatcher, Fp8Recipe, Job, ModelShape, Recompute
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PRODUCT, PassTimes
+from megatron_vp.cost.layers.layer_operations import COPIES, SORTED, distinct, expert_copies, operations
+from megatron_vp.cost.layers.shapes import Dispatcher, Fp8Recipe, Job, ModelShape, Recompute
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PRODUCT, PassTimes
 from megatron_vp.jobs.layer_kind import LayerKind
 
 H100 = HARDWARE["h100"]

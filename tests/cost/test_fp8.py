@@ -9,18 +9,18 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.layer_memory import layer_activations
-from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.layers.fp8 import activations_saved, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.layer_operations import operations
+from megatron_vp.cost.layers.layer_types import stage_layers
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, refuse_fp8, weight_copies
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_operations import operations
-from megatron_vp.cost.sizes.layer_types import stage_layers
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.layer_memory import layer_activations
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import Placement, VocabMethod, generate

@@ -10,15 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.planning.balanced import EVEN_BAND, balanced
-from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.evaluation import evaluate
-from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.sizes.flops import model_flops
-from megatron_vp.cost.sizes.job_plan import plan_of, settings_of, uncounted
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.layer_operations import (
+from megatron_vp.cost.layers.flops import model_flops
+from megatron_vp.cost.layers.job_plan import plan_of, settings_of, uncounted
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.layer_operations import (
     LAYERS,
     Matrix,
     Op,
@@ -26,9 +21,14 @@ from megatron_vp.cost.sizes.layer_operations import (
     layer_flops,
     layer_weights,
 )
-from megatron_vp.cost.sizes.layer_types import stage_layers
-from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.layers.layer_types import stage_layers
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.planning.balanced import EVEN_BAND, balanced
+from megatron_vp.cost.planning.candidates import candidates
+from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
+from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layer_kind import LayerKind

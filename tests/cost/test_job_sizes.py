@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.shapes import CrossEntropy
 from megatron_vp.cost.paper.published import jobs
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.shapes import CrossEntropy
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.jobs.yaml_files import read_leaves

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from megatron_vp.cost.sizes.layer_types import model_layers, stage_layers
-from megatron_vp.cost.sizes.layouts import by_stage, least_work_layers
-from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job, ModelShape
+from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.layouts import by_stage, least_work_layers
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
 from megatron_vp.schedule import FAMILIES, Placement

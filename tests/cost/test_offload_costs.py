@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.layer_memory import layer_activations, small_activations
-from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import copies
 from megatron_vp.cost.planning.copies import copies_of, fullest_node
 from megatron_vp.cost.planning.predict import has_one_queue, predict
 from megatron_vp.cost.planning.stage_costs import copy_seconds, order_costs
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.ranks.layer_memory import layer_activations, small_activations
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Pass, PassCosts, Simulator, VocabMethod, generate

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.outside import (
+from megatron_vp.cost.layers.shapes import Job, ModelShape
+from megatron_vp.cost.ranks.outside import (
     COMMUNICATOR,
     CONNECTION,
     CONTEXT,
@@ -17,7 +18,6 @@ from megatron_vp.cost.memory.outside import (
     MEGATRON_CHANNELS,
     outside_memory,
 )
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
 from megatron_vp.runtime.groups import CTAS, EDGE_CTAS
 from megatron_vp.schedule import Channel, Placement, generate
 from megatron_vp.schedule.communicators import CHANNELS, all_edges, communicators, row_pairs

@@ -12,14 +12,14 @@ import pytest
 from megatron_vp.cli.planning import seconds
 from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.layers.job_plan import plan_of, settings_of
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import charts
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
-from megatron_vp.cost.sizes.job_plan import plan_of, settings_of
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layout_text import layers_in, layout_of

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.choice import simplicity
@@ -18,7 +19,6 @@ from megatron_vp.cost.planning.offloading import (
     with_chosen_offload,
 )
 from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind

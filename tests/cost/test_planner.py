@@ -8,6 +8,9 @@ import pytest
 
 from megatron_vp.cli.planning import gains
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
+from megatron_vp.cost.layers.job_plan import settings_of
+from megatron_vp.cost.layers.layouts import spread_layers
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import evaluation, samples
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
@@ -16,11 +19,8 @@ from megatron_vp.cost.planning.limit import with_limit
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
-from megatron_vp.cost.sizes.job_plan import settings_of
-from megatron_vp.cost.sizes.layouts import spread_layers
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from evidence.calibration import known_cells
 from megatron_vp.cost.hardware.constants import CALIBRATED, FITTED
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.rank_memory import GIB
+from megatron_vp.cost.layers.layouts import redistributed_layers
+from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import predict_cell
 from megatron_vp.cost.planning.limit import with_limit
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import _pace, expected_maximum
-from megatron_vp.cost.sizes.layouts import redistributed_layers
-from megatron_vp.cost.sizes.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, VocabMethod
 

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
-from megatron_vp.cost.memory.outside import FRAGMENTS
-from megatron_vp.cost.memory.rank_memory import (
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import CrossEntropy, Job, ModelShape, OptimizerStates
+from megatron_vp.cost.ranks.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
+from megatron_vp.cost.ranks.outside import FRAGMENTS
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.rank_memory import (
     EMBEDDED,
     OWN_SCORES,
     SCORES,
@@ -15,9 +18,6 @@ from megatron_vp.cost.memory.rank_memory import (
     WORKSPACES,
     MemoryModel,
 )
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, ModelShape, OptimizerStates
-from megatron_vp.cost.times.pass_times import PassTimes
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import generate
 from megatron_vp.schedule.instructions import Post, Wait

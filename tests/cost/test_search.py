@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import find_hardware
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import charts, search
 from megatron_vp.cost.planning.bounds import Bound, HeldBytes
 from megatron_vp.cost.planning.candidates import candidates
@@ -28,8 +30,6 @@ from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_can
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import extended, sampled
 from megatron_vp.cost.planning.variants import variants
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from evidence.roofline import Line, bound, lines, markdown
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE, Rates
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
-from megatron_vp.cost.times.pass_times import PassTimes
-from megatron_vp.cost.times.vocab_kernels import (
+from megatron_vp.cost.layers.shapes import Job, ModelShape
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.vocab_kernels import (
     ADD_LAUNCHES,
     ISSUE_SHARE,
     LAUNCH,

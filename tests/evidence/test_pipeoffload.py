@@ -21,10 +21,10 @@ from evidence.pipeoffload import (
     to_csv,
     to_text,
 )
-from megatron_vp.cost.memory.layer_memory import WORKING_SET
-from megatron_vp.cost.memory.rank_memory import WORKSPACES
 from megatron_vp.cost.planning.offloading import copy_load
 from megatron_vp.cost.planning.predict import make_simulator, memory_model
+from megatron_vp.cost.ranks.layer_memory import WORKING_SET
+from megatron_vp.cost.ranks.rank_memory import WORKSPACES
 
 GIB = 2**30
 PUBLISHED = published()

@@ -3,7 +3,7 @@
 import pytest
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import TWO_BATCHES, last_batch
 from megatron_vp.jobs.job_config import read_sizes

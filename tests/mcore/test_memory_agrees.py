@@ -58,11 +58,11 @@ def _counted(_rank, _world_size, config, job_rank, flags):
 
 def _predicted(config, pipeline_rank, flags):
     from megatron_vp.cost.hardware.gpus import HARDWARE
-    from megatron_vp.cost.memory.rank_memory import WORKSPACES
+    from megatron_vp.cost.layers.job_plan import plan_of
+    from megatron_vp.cost.layers.job_sizes import job_of
     from megatron_vp.cost.planning.chosen_shards import with_shards
     from megatron_vp.cost.planning.predict import predict
-    from megatron_vp.cost.sizes.job_plan import plan_of
-    from megatron_vp.cost.sizes.job_sizes import job_of
+    from megatron_vp.cost.ranks.rank_memory import WORKSPACES
     from megatron_vp.jobs.job_config import read_sizes
 
     read, hardware = read_sizes([config], flags), HARDWARE["h100"]

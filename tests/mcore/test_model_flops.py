@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.cost.sizes.flops import model_flops, paper_flops
-from megatron_vp.cost.sizes.job_sizes import job_of
+from megatron_vp.cost.layers.flops import model_flops, paper_flops
+from megatron_vp.cost.layers.job_sizes import job_of
 
 ABSENT = """
     moe_latent_size moe_shared_expert_intermediate_size attention_output_gate experimental_attention_variant

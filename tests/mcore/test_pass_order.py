@@ -12,10 +12,10 @@ import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.layers.job_plan import plan_of
+from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.planning.chosen_shards import with_shards
 from megatron_vp.cost.planning.predict import make_simulator
-from megatron_vp.cost.sizes.job_plan import plan_of
-from megatron_vp.cost.sizes.job_sizes import job_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.virtual_stages import SHIFTS, shifted_layers

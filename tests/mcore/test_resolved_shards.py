@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning.balanced import balanced
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.shapes import Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.planning import limit, predict, stage_costs
-from megatron_vp.cost.sizes.job_plan import plan_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.mcore import settled

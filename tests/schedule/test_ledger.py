@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import Job, ModelShape
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.schedule import (
     Held,

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from megatron_vp.cli.app import main
+from megatron_vp.cost.layers.flops import paper_flops
 from megatron_vp.cost.paper.cells import cell_arguments, cell_name
 from megatron_vp.cost.paper.published import Cell, jobs, read_cells
 from megatron_vp.cost.paper.runs import PEAK_FLOPS
-from megatron_vp.cost.sizes.flops import paper_flops
 from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore.start.preflight import check_job
 from tests.slurm.test_launch import TINY

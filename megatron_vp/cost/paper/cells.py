@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vp.cost.memory.rank_memory import GIB
 from megatron_vp.cost.paper.published import MODELS, Cell, jobs
 from megatron_vp.cost.paper.runs import plan_of
+from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text, replacing
 from megatron_vp.jobs.layout_text import layout_of

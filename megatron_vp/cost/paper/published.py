@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 

@@ -7,12 +7,12 @@ from functools import cache
 
 from megatron_vp.cost.hardware.constants import FITTED, Constants
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
-from megatron_vp.cost.memory.rank_memory import GIB
+from megatron_vp.cost.layers.flops import paper_flops
+from megatron_vp.cost.layers.layouts import redistributed_layers
+from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
-from megatron_vp.cost.sizes.flops import paper_flops
-from megatron_vp.cost.sizes.layouts import redistributed_layers
-from megatron_vp.cost.sizes.shapes import Plan
+from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
 
 A100 = replace(HARDWARE["a100"], rates=None)

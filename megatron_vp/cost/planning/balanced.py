@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
 from megatron_vp.cost.planning.layer_choices import LayerChoice, layer_choices
 from megatron_vp.cost.planning.pattern_cuts import pattern_choices
@@ -23,9 +23,9 @@ from megatron_vp.cost.planning.predict import make_simulator, predict
 from megatron_vp.cost.planning.samples import iteration_seconds, sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
 from megatron_vp.cost.planning.water_filling import fill
-from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.schedule import Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.layer_memory import layer_memory
-from megatron_vp.cost.memory.outside import FRAGMENTS
-from megatron_vp.cost.memory.rank_memory import WORKSPACES, MemoryModel, RankMemory
+from megatron_vp.cost.layers.layer_types import model_layers
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.predict import after_passes, memory_model
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
-from megatron_vp.cost.sizes.layer_types import model_layers
-from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.ranks.layer_memory import layer_memory
+from megatron_vp.cost.ranks.outside import FRAGMENTS
+from megatron_vp.cost.ranks.rank_memory import WORKSPACES, MemoryModel, RankMemory
 from megatron_vp.schedule import StageCosts, VocabMethod
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS

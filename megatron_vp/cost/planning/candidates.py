@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.layer_types import head_kinds
+from megatron_vp.cost.layers.layouts import least_work_layers, spread_layers
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.sizes.layer_types import head_kinds
-from megatron_vp.cost.sizes.layouts import least_work_layers, spread_layers
-from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.options import OPTIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from megatron_vp.cost.sizes.shapes import Recompute
+from megatron_vp.cost.layers.shapes import Recompute
 from megatron_vp.schedule.draw import saved
 
 if TYPE_CHECKING:

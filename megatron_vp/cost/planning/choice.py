@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.constants import ERROR_BAND, compared, compared_elsewhere
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED
 from megatron_vp.cost.planning.evaluation import Evaluation
-from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.job_plan import layout_option
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced, most_rows
 from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import sampled
-from megatron_vp.cost.sizes.job_plan import layout_option
-from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given

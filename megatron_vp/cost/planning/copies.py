@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, memory_model
 from megatron_vp.cost.planning.stage_costs import copy_seconds
-from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.placed_copies import check_offloaded
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.rank_memory import RankMemory
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, too_few_layers
 from megatron_vp.cost.planning.copies import RankCopies, copies_of
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.planning.samples import extended, sampled
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.ranks.rank_memory import RankMemory
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Simulator, StageCosts
 from megatron_vp.schedule.gc_paused import gc_paused

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.cost.sizes.layouts import by_stage
+from megatron_vp.cost.layers.layouts import by_stage
 from megatron_vp.schedule import Placement
 
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.rank_memory import MemoryModel
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.predict import Prediction, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs
-from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import Costs

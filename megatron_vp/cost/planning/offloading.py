@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
-from megatron_vp.cost.memory.outside import FRAGMENTS
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import Bound, bound
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
 from megatron_vp.cost.planning.copies import fullest_node, host_room
@@ -15,7 +15,7 @@ from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.front import frontier, thinned
 from megatron_vp.cost.planning.limit import largest_microbatch, with_limit
 from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
-from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES, VocabMethod, family

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.job_plan import plan_of
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.chosen_shards import with_shards
 from megatron_vp.cost.planning.limit import with_given_limit
 from megatron_vp.cost.planning.offloading import with_chosen_offload
-from megatron_vp.cost.sizes.job_plan import plan_of
-from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 

@@ -10,10 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
+from megatron_vp.cost.layers.layer_types import type_of
 from megatron_vp.cost.planning.layer_choices import LayerChoice, layer_choices
-from megatron_vp.cost.sizes.layer_types import type_of
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
 _HALVINGS = 50

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.rank_memory import MemoryModel, RankMemory
+from megatron_vp.cost.layers.flops import model_flops
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, stage_costs, stage_times
-from megatron_vp.cost.sizes.flops import model_flops
-from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
 from megatron_vp.schedule import (
     PassCosts,
     Schedule,

@@ -7,8 +7,8 @@ from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
 
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.predict import Prediction
-from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.shapes import Job, Plan, Recompute
 from megatron_vp.cost.planning.balanced import balanced, least_of_all
 from megatron_vp.cost.planning.bounds import Bound, HeldBytes, bound
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, REDISTRIBUTED, Candidate, candidates, method_of, refusal
@@ -37,7 +38,6 @@ from megatron_vp.cost.planning.offloading import (
 )
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.planning.workers import worker_pool
-from megatron_vp.cost.sizes.shapes import Job, Plan, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
 

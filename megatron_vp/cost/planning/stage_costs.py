@@ -9,12 +9,12 @@ from math import erfc, prod, sqrt
 
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.rank_memory import MemoryModel
-from megatron_vp.cost.sizes.layer_types import stage_layers
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import Job, Plan
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.pass_times import PassTimes, Split
+from megatron_vp.cost.layers.layer_types import stage_layers
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import Job, Plan
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.pass_times import PassTimes, Split
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Costs, PassCosts, Placement, Schedule, ScheduleRequest, StageCosts, VocabMethod
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.stage_costs import single_microbatch
-from megatron_vp.cost.sizes.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import StageCosts
 from megatron_vp.trace.figures import mean_costs

@@ -8,9 +8,9 @@ from itertools import product
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.candidates import LARGEST
-from megatron_vp.cost.sizes.job_sizes import job_of
-from megatron_vp.cost.sizes.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
 

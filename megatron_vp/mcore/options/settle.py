@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_vp.cost.sizes.job_plan import default_schedule
+from megatron_vp.cost.layers.job_plan import default_schedule
 from megatron_vp.errors import Reasons, UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments

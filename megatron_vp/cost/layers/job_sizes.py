@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vp.cost.sizes.expert_layers import expert_layers
-from megatron_vp.cost.sizes.shapes import (
+from megatron_vp.cost.layers.expert_layers import expert_layers
+from megatron_vp.cost.layers.shapes import (
     AttentionKernels,
     CrossEntropy,
     Delta,

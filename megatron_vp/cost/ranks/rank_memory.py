@@ -8,7 +8,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.memory.layer_memory import (
+from megatron_vp.cost.layers.fp8 import activations_saved, quantised, weight_copies
+from megatron_vp.cost.layers.layer_operations import expert_weights, layer_weights, orthogonal_flops
+from megatron_vp.cost.layers.layer_types import StageLayers, model_layers, stage_layers
+from megatron_vp.cost.layers.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.ranks.layer_memory import (
     SPLIT_BACKWARD,
     LayerMemory,
     PassMemory,
@@ -17,11 +21,7 @@ from megatron_vp.cost.memory.layer_memory import (
     pass_memory,
     small_activations,
 )
-from megatron_vp.cost.memory.outside import GIB, OutsideMemory, outside_memory
-from megatron_vp.cost.sizes.fp8 import activations_saved, quantised, weight_copies
-from megatron_vp.cost.sizes.layer_operations import expert_weights, layer_weights, orthogonal_flops
-from megatron_vp.cost.sizes.layer_types import StageLayers, model_layers, stage_layers
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.ranks.outside import GIB, OutsideMemory, outside_memory
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives

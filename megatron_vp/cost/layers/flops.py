@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_vp.cost.sizes.layer_operations import operations
-from megatron_vp.cost.sizes.layer_types import model_layers
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.layers.layer_operations import operations
+from megatron_vp.cost.layers.layer_types import model_layers
+from megatron_vp.cost.layers.shapes import Job
 
 
 def output_flops(job: Job) -> float:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron_vp.cost.sizes.layer_operations import LAYERS
-from megatron_vp.cost.sizes.shapes import Job, ModelShape
+from megatron_vp.cost.layers.layer_operations import LAYERS
+from megatron_vp.cost.layers.shapes import Job, ModelShape
 
 
 def type_of(letter: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.shapes import AttentionKernels, Dispatcher, Job
+from megatron_vp.cost.layers.shapes import AttentionKernels, Dispatcher, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 

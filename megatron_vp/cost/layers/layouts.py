@@ -6,9 +6,9 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from megatron_vp.cost.sizes.flops import output_flops
-from megatron_vp.cost.sizes.layer_operations import layer_flops
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.layers.flops import output_flops
+from megatron_vp.cost.layers.layer_operations import layer_flops
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import UNEVEN_LAYERS
 from megatron_vp.schedule import Placement

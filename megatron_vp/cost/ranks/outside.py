@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.schedule import FAMILIES, Schedule, VocabMethod
 from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_vp.cost.sizes.layer_operations import Op, operations
-from megatron_vp.cost.sizes.layer_types import type_of
-from megatron_vp.cost.sizes.shapes import Job, Recompute
+from megatron_vp.cost.layers.layer_operations import Op, operations
+from megatron_vp.cost.layers.layer_types import type_of
+from megatron_vp.cost.layers.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.shapes import AttentionKernels, Job
+from megatron_vp.cost.layers.shapes import AttentionKernels, Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 BACKWARD = 2.5

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.layer_operations import Op, distinct, operations
-from megatron_vp.cost.sizes.shapes import Job
+from megatron_vp.cost.layers.layer_operations import Op, distinct, operations
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
 LINK_SHARE = 0.7

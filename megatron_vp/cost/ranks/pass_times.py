@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.sizes.fp8 import element_bytes, fp8_weights, quantised, rate_of
-from megatron_vp.cost.sizes.layer_operations import Matrix, Op, operations
-from megatron_vp.cost.sizes.shapes import CrossEntropy, Fp8Recipe, Job, Recompute
-from megatron_vp.cost.times.attention_times import attention_times
-from megatron_vp.cost.times.communication import CommunicationModel
-from megatron_vp.cost.times.vocab_kernels import ShardPasses
+from megatron_vp.cost.layers.fp8 import element_bytes, fp8_weights, quantised, rate_of
+from megatron_vp.cost.layers.layer_operations import Matrix, Op, operations
+from megatron_vp.cost.layers.shapes import CrossEntropy, Fp8Recipe, Job, Recompute
+from megatron_vp.cost.ranks.attention_times import attention_times
+from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.ranks.vocab_kernels import ShardPasses
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
 

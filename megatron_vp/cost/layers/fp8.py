@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
-from megatron_vp.cost.sizes.layer_operations import operations
-from megatron_vp.cost.sizes.shapes import Fp8Recipe, Job
+from megatron_vp.cost.layers.layer_operations import operations
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
 

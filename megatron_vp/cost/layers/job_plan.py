@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vp.cost.sizes.job_sizes import job_of, modules_in
-from megatron_vp.cost.sizes.layer_operations import LAYERS, OFFLOADED
-from megatron_vp.cost.sizes.layouts import equal_layers
-from megatron_vp.cost.sizes.shapes import Job, Plan
+from megatron_vp.cost.layers.job_sizes import job_of, modules_in
+from megatron_vp.cost.layers.layer_operations import LAYERS, OFFLOADED
+from megatron_vp.cost.layers.layouts import equal_layers
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_vp.cost.sizes.shapes import Job, Recompute
+from megatron_vp.cost.layers.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 
 NORM, RESIDUAL = 4, 7

@@ -1,1 +1,0 @@
-"""Memory models of a layer, of a rank, and of everything outside PyTorch's allocator."""

@@ -1,1 +1,0 @@
-"""Times of passes, messages and collectives."""
