@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -121,15 +122,12 @@ class Search:
             options = self._bounded(pool)
             self.count = len(self.found) + len(options)
             left = [option for option in options if option.bound.memory <= self.limit]
-            for what, wanted in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-                left, self._left = self._simulate(
-                    pool, what, sorted(left), lambda option, gains=wanted: gains(option.bound), self._left
-                )
+            rest = self.budget
+            for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
+                left, rest = self._simulate(pool, what, sorted(left), partial(_gains, gains), rest)
             for kind in ("in_megatron", "without_split"):
                 turns = sorted(left, key=lambda option: (option.bound.expected > self.limit, option))
-                left, _ = self._simulate(
-                    pool, "comparing", turns, lambda option, kind=kind: self._may_lead(option, kind), COMPARED
-                )
+                left, _ = self._simulate(pool, "comparing", turns, partial(self._may_lead, kind), COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
             self._fit(pool)
             if self.offload:
@@ -185,7 +183,6 @@ class Search:
         listed = [pool.submit(bounded_options, index, job, self.hardware, self.chunks) for index, job in others]
         for done, _ in enumerate(as_completed(listed), start=1):
             self.progress("bounds", done, len(listed))
-        self._left = self.budget
         return sorted(option for future in listed for option in future.result())
 
     def _simulate(
@@ -245,7 +242,7 @@ class Search:
                 if each.candidate.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
-    def _may_lead(self, option: Option, kind: str) -> bool:
+    def _may_lead(self, kind: str, option: Option) -> bool:
         """Whether an option may be the fastest run of a `kind`."""
         runs = [each for each in self.found if getattr(each.candidate, kind) and each.fits(self.limit)]
         best = min((each.iteration_seconds for each in runs), default=math.inf)
@@ -296,6 +293,10 @@ class Search:
         for done, (index, future) in enumerate(running, start=1):
             self._add(future.result(), index)
             self.progress("offloading", done, len(running))
+
+
+def _gains(may_gain: Callable[[Bound], bool], option: Option) -> bool:
+    return may_gain(option.bound)
 
 
 def is_balanced(candidate: Candidate, job: Job) -> bool:
