@@ -77,7 +77,7 @@ def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)
-        found = predict(sampled(job), plan, hardware)
+        found = predict(sampled(job, many=16), plan, hardware)
     except UserError as error:
         return Outcome(row, refusal=str(error))
     tokens = job.sequence * job.micro_batch * job.microbatches * job.data / job.gpus

@@ -26,9 +26,9 @@ STEADY = (0.4, 0.75)
 """Start and end of the interval in which steady-state time is measured, as fractions of the makespan."""
 
 
-def sampled(job: Job) -> Job:
+def sampled(job: Job, many: int = MANY) -> Job:
     """Return the job with just enough microbatches for a steady state; `extended` adds the time of the omitted ones."""
-    per_rank = SAMPLED_PER_RANK if job.pipeline <= MANY else SAMPLED_OF_MANY
+    per_rank = SAMPLED_PER_RANK if job.pipeline <= many else SAMPLED_OF_MANY
     return replace(job, microbatches=min(job.microbatches, max(per_rank * job.pipeline, SAMPLED // job.pipeline)))
 
 
