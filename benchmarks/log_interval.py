@@ -63,7 +63,7 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             took[recorded].append(time.perf_counter() - start)
     if rank != ranks - 1:
         return None
-    assert len(logged) == options.iterations, f"{len(logged)} iterations were written"
+    assert len(logged) == options.iterations + 1, f"{len(logged)} iterations were written"
     plain, watched = took[False][1:], took[True][1:]  # the first iterations connect communicators
     return {
         "schedule": name,
