@@ -268,7 +268,8 @@ class Search:
                     and each.candidate.plan.schedule in bases
                     and each.candidate.plan.vocab is candidate.plan.vocab
                 ]
-                if all(each.candidate.plan.schedule != bases[0] for each in rivals):
+                fits = [each.candidate.plan for each in rivals if each.candidate.plan.vocab_rows is None]
+                if all(plan.schedule != bases[0] for plan in fits):
                     future = pool.submit(fitted_evaluation, candidate, job, self.hardware, self.limit)
                     running.append((index, rivals, future))
         for index, rivals, future in running:

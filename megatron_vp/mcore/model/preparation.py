@@ -1,7 +1,7 @@
 """Builds a rank's chunks where the schedule needs them, and prepares them for our schedules.
 
 Chunks come through three doors: Megatron's builders, `get_model` with a script's own `model_provider`, and the
-constructor of GPTModel in a script that lets nobody parse Megatron's arguments. Behind each of them, `RankModel.build`
+constructor of GPTModel in a script that does not parse Megatron's arguments. Behind each of them, `RankModel.build`
 builds the chunks.
 
 `prepare` then splits the vocabulary layers, as late as possible: after the hooks of Megatron's builders, when
