@@ -182,8 +182,10 @@ def run_tests(
             pass
         finally:
             _end(process)
-    if process.returncode == pytest.ExitCode.USAGE_ERROR:
-        raise LookupError(f"the tests have changed: run --map again ({(folder / 'output').read_text()[-200:].strip()})")
+    output = (folder / "output").read_text()
+    # "found no collectors" means that a file of tests cannot be imported: the mutant is noticed.
+    if process.returncode == pytest.ExitCode.USAGE_ERROR and "not found: " in output:
+        raise LookupError(f"the tests have changed: run --map again ({output[-200:].strip()})")
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -303,6 +305,8 @@ def run(chosen: Sequence[Mutant], jobs: int, most_seconds: float, again: bool) -
 
     def one(mutant: Mutant) -> None:
         tests = chosen_tests(mutant, known["tests"], most_seconds)
+        before = results.get(str(mutant), {"noticed": ()})
+        tests = {test: known["tests"][test]["seconds"] for test in before["noticed"] if test in known["tests"]} | tests
         if not tests:
             print(f"{mutant}: no test of the map runs its lines", flush=True)
             return
@@ -312,8 +316,7 @@ def run(chosen: Sequence[Mutant], jobs: int, most_seconds: float, again: bool) -
         finally:
             trees.put(tree)
         with lock:
-            before = results.get(str(mutant))
-            if before and before["noticed"] and not found["noticed"]:
+            if before["noticed"] and not found["noticed"]:
                 lost.append(str(mutant))
             results[str(mutant)] = found
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
