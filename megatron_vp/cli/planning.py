@@ -148,14 +148,15 @@ class Request:
         from megatron_vp.cost.layers.job_plan import plan_of
         from megatron_vp.cost.layers.job_sizes import job_of
         from megatron_vp.cost.planning.chosen_shards import shard_choice
-        from megatron_vp.jobs.known_options import reads_of
+        from megatron_vp.jobs.known_options import Heard
         from megatron_vp.jobs.options import UNCOUNTED
 
-        with reads_of(self.config.values) as (values, read), suppress(UserError):
+        values = Heard(self.config.values)
+        with suppress(UserError):
             job_of(values, self.job.gpus)
             shard_choice(replace(self.config, values=values), plan_of(replace(self.config, values=values)))
         given = {name for name, value in values.items() if value is not None and value is not False}
-        return sorted(map(option_of, given - read - {*UNCOUNTED, "activation_limit"}))
+        return sorted(map(option_of, given - values.read - {*UNCOUNTED, "activation_limit"}))
 
     @property
     def caveat(self) -> str:

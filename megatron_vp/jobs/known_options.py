@@ -11,8 +11,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from functools import cache
 from pathlib import Path
@@ -144,25 +143,17 @@ class Arguments:
         return Arguments({**vars(self), **changes})
 
 
-@contextmanager
-def reads_of(arguments: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
-    """Yield a copy of a job's arguments, and the names that are read from it or from any description of a job."""
-    read: set[str] = set()
+class Heard(dict[str, Any]):
+    """A job's arguments, with the names that `get` has looked up in `read`."""
 
-    class Heard(dict[str, Any]):
-        def get(self, name: str, default: Any = None) -> Any:
-            read.add(name)
-            return super().get(name, default)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.read: set[str] = set()
 
-    def heard(self: Arguments, name: str) -> Any:
-        read.add(name)
-        return object.__getattribute__(self, name)
-
-    Arguments.__getattribute__ = heard  # type: ignore[method-assign, assignment]
-    try:
-        yield Heard(arguments), read
-    finally:
-        del Arguments.__getattribute__
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument, which counts as read from now on."""
+        self.read.add(name)
+        return super().get(name, default)
 
 
 @cache
