@@ -122,7 +122,7 @@ def schedule(
     from megatron_vp.schedule.flex import microbatches_of_limit
     from megatron_vp.schedule.placed_copies import check_offloaded
     from megatron_vp.schedule.request import chunks_to_offload
-    from megatron_vp.schedule.validate import check_memory
+    from megatron_vp.schedule.timeline import check_memory
 
     output_format = format_for(asked_format, output, Format)
     if compare is not None and output_format is not Format.HTML:

@@ -12,10 +12,9 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.request import ScheduleRequest
-from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
+from megatron_vp.schedule.timeline import Simulator, Timeline, simulate, validate
 from megatron_vp.schedule.torch_csv import from_csv, to_csv
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Copy, Message, Operation
-from megatron_vp.schedule.validate import validate, validate_programs
 
 __all__ = [
     "DEFAULT_SCHEDULE",
@@ -61,5 +60,4 @@ __all__ = [
     "to_csv",
     "to_json",
     "validate",
-    "validate_programs",
 ]

@@ -1,14 +1,14 @@
-"""The schedule families: one record for each, with all the properties that code outside the generators uses.
+"""Reads the schedule families from `families.toml`; a schedule in a file gets a record of the same form.
 
-To add a family, write its generator and add a record to FAMILIES. A schedule in a file gets a record of the same form.
-Code outside the generators must depend on a record's properties, not on its name.
+To add a family, write its generator and add a record to the table. Code outside the generators must depend on a
+record's properties, not on its name.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,9 +24,7 @@ from megatron_vp.schedule.generators.grouped import gis, gis_h, po
 from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.one_f_one_b import interleaved, one_f_one_b, zb_h1
 from megatron_vp.schedule.generators.v_shapes import v_half, v_min, zb_v
-from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.lowering import check_reading, lower
-from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.request import ScheduleRequest
@@ -34,148 +32,44 @@ from megatron_vp.schedule.request import ScheduleRequest
 DEFAULT_SCHEDULE = "1f1b"
 
 
-def _with_v_flex(families: Iterable[Family]) -> dict[str, Family]:
-    """Add v-flex, which can be fitted to memory limits between the peaks of the V-shaped families."""
-    found = {family.name: family for family in families}
-    bases = tuple(found[name] for name in ("zb-v", "v-half", "v-min"))
-    summary = "V shape, shortest schedule within --activation-limit; without this option, the same as zb-v"
-    flexible = replace(bases[0], name="v-flex", summary=summary, bases=bases, planned=False)
-    return found | {flexible.name: flexible}
+def _read_families() -> dict[str, Family]:
+    makers = (one_f_one_b, interleaved, zb_h1, zb_v, v_half, v_min, interlaced, dual_pipe_v, gis, gis_h, po)
+    by_name = {each.__name__: each for each in makers}
+    found: dict[str, Family] = {}
+    meanings: dict[str, Callable[[Any], Any]] = {
+        "placement": lambda name: getattr(Placement, name),
+        "block": by_name.__getitem__,
+        "order": by_name.__getitem__,
+        "chunks": lambda number: None if number == "any" else number,
+        "methods": lambda names: tuple(map(VocabMethod, names)),
+        "bases": lambda names: tuple(map(found.__getitem__, names)),
+    }
+    for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+        found[name] = Family(
+            name, **{key: meanings[key](value) if key in meanings else value for key, value in record.items()}
+        )
+    return found
 
 
-def _v_shape(pipeline_size: int, chunks: int) -> Placement:
-    return Placement.v_shape(pipeline_size)
-
-
-FAMILIES = _with_v_flex(
-    (
-        Family(
-            DEFAULT_SCHEDULE,
-            "one forward, one backward; Megatron's default",
-            Placement.round_robin,
-            lambda p, r, v, m: p - r,
-            "p - r",
-            block=one_f_one_b,
-            in_megatron=True,
-        ),
-        Family(
-            "interleaved",
-            "1F1B with several round-robin chunks per rank",
-            Placement.round_robin,
-            lambda p, r, v, m: 2 * (p - 1 - r) + (v - 1) * p + 1,
-            "(2(p - 1 - r) + (v - 1)p + 1)/v",
-            block=interleaved,
-            chunks=None,
-            in_megatron=True,
-        ),
-        Family(
-            "zb-h1",
-            "1F1B with the backward split, W in the cool-down",
-            Placement.round_robin,
-            lambda p, r, v, m: p,
-            "p",
-            block=zb_h1,
-            splits_backward=True,
-        ),
-        Family(
-            "zb-v",
-            "V shape, 1F1B's peak activations, almost no bubble",
-            _v_shape,
-            lambda p, r, v, m: 2 * p,
-            "p",
-            block=zb_v,
-            chunks=2,
-            splits_backward=True,
-        ),
-        Family(
-            "v-half",
-            "V shape, about half of 1F1B's peak activations",
-            _v_shape,
-            lambda p, r, v, m: 2 * (p // 2 + 1),
-            "floor(p/2) + 1",
-            block=v_half,
-            chunks=2,
-            splits_backward=True,
-        ),
-        Family(
-            "v-min",
-            "V shape, about a third of 1F1B's peak activations",
-            _v_shape,
-            lambda p, r, v, m: 2 * ((p + 4) // 3),
-            "ceil((p + 2)/3)",
-            block=v_min,
-            chunks=2,
-            splits_backward=True,
-        ),
-        Family(
-            "interlaced",
-            "1F1B with one synchronous vocabulary pass",
-            Placement.round_robin,
-            lambda p, r, v, m: 3 * p // 2 - r,
-            "floor(1.5 p) - r",
-            order=interlaced,
-            methods=(VocabMethod.INTERLACED,),
-        ),
-        Family(
-            "dualpipe-v",
-            "V shape, forwards paired with unsplit backwards",
-            _v_shape,
-            lambda p, r, v, m: 2 * p + 1,
-            "p + 1/2",
-            block=dual_pipe_v,
-            chunks=2,
-            splits_backward=True,
-        ),
-        Family(
-            "gis",
-            "interleaved 1F1B with a split backward and 1F1B's peak activations",
-            Placement.round_robin,
-            lambda p, r, v, m: p * v - r,
-            "((v - 1)p + p - r)/v",
-            block=gis,
-            chunks=None,
-            splits_backward=True,
-            planned=False,
-        ),
-        Family(
-            "gis-h",
-            "interleaved 1F1B with a split backward and about 1/2 to 3/4 of 1F1B's peak activations",
-            Placement.round_robin,
-            lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r,
-            "(ceil(p/2)(v - 1) + p - r)/v",
-            block=gis_h,
-            chunks=None,
-            splits_backward=True,
-            planned=False,
-        ),
-        Family(
-            "po",
-            "like gis-h, but takes microbatches one by one instead of in groups",
-            Placement.round_robin,
-            lambda p, r, v, m: (p + 1) // 2 * (v - 1) + p - r + math.gcd(v, (p + 1) // 2) - 1,
-            "(ceil(p/2)(v - 1) + p - r + gcd(v, ceil(p/2)) - 1)/v",
-            block=po,
-            chunks=None,
-            splits_backward=True,
-            planned=False,
-        ),
-    )
-)
+FAMILIES = _read_families()
 
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
 
 
 def family(name: str) -> Family:
-    """Return the family called `name`, or one for the schedule file `name`. Raises UserError if neither exists."""
-    if name not in FAMILIES and is_file(name):
-        return family_of_file(name)
-    if name not in FAMILIES:
+    """Return the family called `name`, or one for the schedule file `name`. Raises UserError if neither exists, if the
+    file cannot be read, or if its schedule cannot run.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not is_file(name):
         near = difflib.get_close_matches(name, FAMILIES, 1, 0)
         raise UserError(
             f"unknown schedule {name!r}; the nearest name is {near[0]!r}. Use one of {', '.join(FAMILIES)}, or a file "
             "whose name ends in .json or .csv"
         )
-    return FAMILIES[name]
+    file = Path(name)
+    return _of_file(name, file.stat().st_mtime_ns if file.exists() else 0)
 
 
 def is_file(name: str) -> bool:
@@ -183,16 +77,9 @@ def is_file(name: str) -> bool:
     return name.endswith((".json", ".csv"))
 
 
-def family_of_file(path: str) -> Family:
-    """A `Family` for the schedule in a file. Raises UserError if the file cannot be read or the schedule cannot run."""
-    file = Path(path)
-    about = file.stat() if file.exists() else None
-    return _read(path, about and about.st_mtime_ns)
-
-
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int | None) -> Family:
-    """Read a file's `Family`, unless the cache has it for this path and modification time (`changed`, in ns)."""
+def _of_file(path: str, changed: int) -> Family:
+    """The `Family` of a file, unless the cache has it for this path and modification time (`changed`, in ns)."""
     return family_of_text(path, text_of_file(path))
 
 
@@ -216,14 +103,12 @@ def family_of_text(path: str, text: str) -> Family:
         check_reading(lower(schedule))
     except ScheduleError as error:
         raise UserError(f"the schedule in {path} cannot run: {error}") from None
-    placement = schedule.placement
     return Family(
         path,
         f"the schedule in {path}",
-        lambda ranks, chunks: placement,
-        lambda p, r, v, m: peak(schedule.ranks[r], Held.ACTIVATIONS),
         "as in the file",
-        chunks=placement.chunks,
+        lambda ranks, chunks: schedule.placement,
+        chunks=schedule.chunks,
         methods=(schedule.vocab,),
         splits_backward=schedule.split_backward,
         fixed=schedule,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, floor, gcd
+from types import CodeType
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 
@@ -15,11 +21,6 @@ Block = Callable[[int, int, PassCosts], BuildingBlock]
 """Makes the building block for a pipeline size, a number of chunks per rank, and costs."""
 Order = Callable[[int, int], Schedule]
 """Makes the schedule for a pipeline size and a number of microbatches."""
-Peak = Callable[[int, int, int, int], int]
-"""Returns the largest number of chunk activations that a rank may hold at a time, given pipeline size p, rank r, chunks
-per rank v, and microbatches m. One chunk activation stands for all activations that a chunk keeps for one microbatch.
-"""
-
 
 SHARDED = (VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2)
 
@@ -31,17 +32,15 @@ class Family:
     name: str
     summary: str
     """one line, for help texts and tables"""
-    placement: Callable[[int, int], Placement]
+    peak: str
+    """the activations that rank r may hold at a time, without those that `promised_peak` adds for vocab-1 and vocab-2,
+    as a formula in pipeline size p, rank r and chunks per rank v; the unit is one microbatch's activations on a rank
+    """
+    placement: Callable[[int, int], Placement] = Placement.round_robin
     """makes the placement of the virtual stages for a pipeline size and a number of chunks per rank"""
-    peak: Peak
-    """maximum number of chunk activations of a rank, without those that `promised_peak` adds for vocab-1 and vocab-2"""
-    peak_formula: str
-    """the peak of rank r as a formula in p, r and v (see `Peak`), in units of one microbatch's activations on a rank"""
     block: Block | None = None
-    """the building block, into which vocabulary passes are inserted"""
-    keeps_order: bool = False
-    """whether the block's order is used, whatever the costs are; otherwise a search changes the order to reduce the
-    makespan for the real costs, within `promised_peak`
+    """the building block, into which vocabulary passes are inserted; a search then changes the order of its passes to
+    reduce the makespan for the real costs, within `promised_peak`
     """
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""
@@ -116,15 +115,25 @@ class Family:
     def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
         """The largest number of chunk activations that `rank` may hold, at most `microbatches * chunks`.
 
-        This is the family's `limit` if it has one. Otherwise, it is the family's peak, plus `chunks` activations for
-        each barrier of vocab-1 or vocab-2. In a schedule from a file, barriers add nothing.
+        One chunk activation stands for all activations that a chunk keeps for one microbatch. The number is the
+        family's `limit` if it has one, or the peak of the schedule from a file. Otherwise, it is the family's peak,
+        plus `chunks` activations for each barrier of vocab-1 or vocab-2.
         """
         if self.limit is not None:
-            return min(self.limit, microbatches * chunks)
-        peak = self.peak(pipeline_size, rank, chunks, microbatches)
-        if method.is_sharded and self.fixed is None:
-            peak += method.barriers * chunks
-        return min(peak, microbatches * chunks)
+            most = self.limit
+        elif self.fixed is not None:
+            most = peak(self.fixed.ranks[rank], Held.ACTIVATIONS)
+        else:
+            sizes = {"p": pipeline_size, "r": rank, "v": chunks}
+            most = round(chunks * eval(self._peak, {"ceil": ceil, "floor": floor, "gcd": gcd}, sizes))
+            if method.is_sharded:
+                most += method.barriers * chunks
+        return min(most, microbatches * chunks)
+
+    @cached_property
+    def _peak(self) -> CodeType:
+        """The formula in Python: a number or a bracket multiplies what follows it."""
+        return compile(re.sub(r"(?<=[\d)])\s*(?=[(pvr])", "*", self.peak), self.name, "eval")
 
     def promises(self, schedule: Schedule) -> list[float]:
         """The largest memory of each rank of `schedule`, in units of one microbatch's activations on the rank."""

@@ -38,7 +38,7 @@ class Placement:
         return cls(tuple(tuple(chunk * ranks + rank for chunk in range(chunks)) for rank in range(ranks)))
 
     @classmethod
-    def v_shape(cls, ranks: int) -> Placement:
+    def v_shape(cls, ranks: int, chunks: int = 2) -> Placement:
         """Chunk 0 of rank r is stage r, and chunk 1 is stage 2p-1-r, so rank 0 holds the first and the last stage."""
         return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 

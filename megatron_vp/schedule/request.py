@@ -112,7 +112,7 @@ class ScheduleRequest:
         if self.family.order is not None and not self.offload_chunks:
             return self.family.order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        if self.family.order is not None or self.family.keeps_order:
+        if self.family.order is not None:
             return nominal.schedule
         return self._tightened(nominal, self.limits(nominal.schedule))
 

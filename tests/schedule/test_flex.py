@@ -19,11 +19,11 @@ from megatron_vp.schedule import (
     generate,
     simulate,
     to_json,
-    validate,
 )
 from megatron_vp.schedule import flex as module
 from megatron_vp.schedule.flex import fitted, shaped
 from megatron_vp.schedule.generators.v_shapes import Shape
+from tests.schedule.program_checks import validate
 
 BASES = ("v-min", "v-half", "zb-v")
 UNEVEN = PassCosts(F=1, B=1.9, W=0.7)

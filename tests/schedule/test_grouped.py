@@ -4,7 +4,8 @@ code).
 
 import pytest
 
-from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, generate, lower, simulate, validate
+from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, generate, lower, simulate
+from tests.schedule.program_checks import validate
 
 NAMES = ("gis", "gis-h", "po")
 # Spans in passes of a chunk with 4p microbatches and F = B = W, and peaks in chunks, by (p, v), as their generator

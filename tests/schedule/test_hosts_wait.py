@@ -13,9 +13,9 @@ from megatron_vp.schedule import (
     generate,
     lower,
     programs_to_json,
-    validate,
 )
 from tests.schedule.early_receives import with_early_receives
+from tests.schedule.program_checks import validate
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 WAITS = list(HostWaits)

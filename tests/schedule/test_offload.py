@@ -23,10 +23,10 @@ from megatron_vp.schedule import (
     programs_to_json,
     simulate,
     to_json,
-    validate,
 )
 from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.families import family_of_text
+from tests.schedule.program_checks import validate
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 NAMES = ("gis", "gis-h", "po")

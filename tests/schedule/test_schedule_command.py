@@ -6,7 +6,6 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
-from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 from megatron_vp import files
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Collective, PassCosts, ScheduleError, draw, evaluation, generate, lower, simulate
+from megatron_vp.schedule import Collective, PassCosts, draw, evaluation, generate, lower, simulate
 
 FAMILY = ["1f1b", "-p", "3", "-m", "4", "--vocab", "vocab-2"]
 
@@ -244,18 +243,6 @@ def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):
     result = run("--from", path)
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "rank 1 lacks S2 (pytorch, vocab-2)"
-
-
-def test_the_programs_of_a_file_are_proven_too(tmp_path, monkeypatch):
-    path = tmp_path / "schedule.json"
-    run(*FAMILY, "--format", "json", "-o", path)
-
-    def hang(_):
-        raise ScheduleError("they hang")
-
-    monkeypatch.setattr(import_module("megatron_vp.schedule.validate"), "validate_programs", hang)
-    result = run("--from", path)
-    assert isinstance(result.exception, UserError) and str(result.exception) == "they hang"
 
 
 def test_a_file_with_a_circle_is_one_line_that_names_it(tmp_path):

@@ -15,9 +15,9 @@ from megatron_vp.schedule import (
     evaluation,
     generate,
     simulate,
-    validate,
 )
 from megatron_vp.schedule.list_scheduler import ListScheduler
+from tests.schedule.program_checks import validate
 
 METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
 

@@ -60,7 +60,7 @@ def test_a_file_that_was_written_again_is_another_request(tmp_path):
     for microbatches in (3, 4):
         path.write_text(to_json(generate("1f1b", 2, microbatches)))
         record = family(str(path))
-        requests.append(ScheduleRequest.of(replace(record, placement=len, peak=max), 2, 3))
+        requests.append(ScheduleRequest.of(replace(record, placement=len), 2, 3))
     assert requests[0] != requests[1] and hash(requests[0]) == hash(requests[1])
 
 

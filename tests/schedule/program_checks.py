@@ -1,4 +1,4 @@
-"""Checks that schedules and programs run each pass once, obey dependencies and memory bounds, and do not deadlock."""
+"""Check that lowered programs cannot deadlock: play them on ranks that block at every post."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.instructions import Post, Program, Wait
-from megatron_vp.schedule.ledger import activation_levels
-from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import Schedule, ScheduleError
-from megatron_vp.schedule.timeline import Timeline, simulate
-from megatron_vp.schedule.transfers import Operation
+from megatron_vp import schedule as product
+from megatron_vp.schedule import Operation, Post, Program, Schedule, ScheduleError, Timeline, Wait, lower
 
 
-def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Check that a schedule and its lowered programs can run, and return the schedule's timeline.
-
-    `memory_bound[r]` limits the activation memory of rank r; its unit is the activations of one microbatch in all
-    chunks of the rank. Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded
-    memory bound.
-    """
-    timeline = simulate(schedule, costs)
-    check_memory(schedule, memory_bound or ())
+def validate(schedule: Schedule, costs=None, memory_bound: Sequence[float] | None = None) -> Timeline:
+    """Like `megatron_vp.schedule.validate`, which lowers the schedule; play its programs, too."""
+    timeline = product.validate(schedule, costs, memory_bound)
     validate_programs(lower(schedule, costs))
     return timeline
-
-
-def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
-    """Raise ScheduleError if rank r holds more activations than `memory_bound[r]`; for the unit, see `validate`."""
-    for rank, bound in enumerate(memory_bound):
-        for place, (level, _) in enumerate(activation_levels(schedule, rank)):
-            if level > bound + 1e-9:
-                step = schedule.ranks[rank][place]
-                raise ScheduleError(
-                    f"rank {rank} holds activations of {level:g} microbatches at {step}, "
-                    f"more than its bound of {bound:g}"
-                )
 
 
 def validate_programs(programs: Sequence[Program]) -> None:
