@@ -50,7 +50,7 @@ def check_passes(schedule: Schedule) -> None:
 
     With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
     counts as a B and its W. If a rank lists O or R of a chunk, it must list both for every microbatch, with a
-    computation between them. Passes of kinds added with `PassKind.define` are optional. A rank may list each of them
+    computation between them. Passes of further kinds are optional. A rank may list each of them
     once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
