@@ -248,10 +248,8 @@ def host_links() -> str:
     rows = []
     for name, hardware in HARDWARE.items():
         host = hardware.host
-        source = "quoted" if host.source.startswith("quoted") else "estimate"
-        figures = (f"{figure:g}" for figure in (host.out / GIGA, host.back / GIGA, host.memory / GIB))
-        rows.append((name, *figures, source))
-    return table(("GPU", "to the host, GB/s", "from the host, GB/s", "host memory per GPU, GiB", "source"), rows)
+        rows.append((name, *(f"{figure:g}" for figure in (host.out / GIGA, host.back / GIGA, host.memory / GIB))))
+    return table(("GPU", "to the host, GB/s", "from the host, GB/s", "host memory per GPU, GiB"), rows)
 
 
 def memory_by_layer() -> str:

@@ -24,7 +24,7 @@ from megatron_vp.cost.ranks.vocab_kernels import (
 )
 from megatron_vp.schedule import VocabMethod
 
-RATES = Rates(gemm=1e15, fp8_gemm=2e15, copy=1e12, issue=1e13, source="made up")
+RATES = Rates(gemm=1e15, fp8_gemm=2e15, copy=1e12, issue=1e13)
 MODEL = ModelShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4)
 ONE, TWO = VocabMethod.VOCAB_1, VocabMethod.VOCAB_2
