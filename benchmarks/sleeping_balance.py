@@ -6,9 +6,9 @@
 A sleeping rank needs no core, so eight ranks fit on two cores. Messages, collectives, the second stream and bookkeeping
 are the runtime's own. The best iteration counts, because other work on the machine can only add time.
 
-`slow-rank`: one rank takes longer for all its passes. A first run with even shards writes its pass times as
-`--pipeline-trace` does. A second run has the rows that `--vocab-shards measured:DIR` derives from them. Both are
-compared with a run in which all ranks are equally fast and have the same total speed.
+`slow-rank`: one rank takes longer for all its passes. A first run with even shards records its pass times. A
+second run has the rows that `--vocab-shards measured:DIR` derives from them. Both are compared with a run in which all
+ranks are equally fast and have the same total speed.
 
 `layers`: the model has a large vocabulary, and layers that the ranks cannot share equally. The lengths of passes are in
 the proportions of a real training on two cores (`cpu_balance.py`). The output gives the times of the best layout with
@@ -26,11 +26,12 @@ import platform
 import socket
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, combinations, pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,16 @@ from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
 from megatron_vp.cost.planning.layer_choices import layer_choices
-from megatron_vp.cost.planning.measured_rows import read_run, refilled
+from megatron_vp.cost.planning.measured_rows import refilled
 from megatron_vp.cost.planning.water_filling import fill
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule import Placement, StageCosts, generate, lower, simulate
-from megatron_vp.trace.partition import VOCABULARY as VOCABULARY_SIZE
+from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.trace.partition import Partition
+from megatron_vp.trace.rank_files import RankTrace, read_traces
 
 LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
 """The milliseconds of a rank's passes in `slow-rank`; the vocabulary is a sixth of the work."""
@@ -121,9 +123,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
             layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
         trace = None
         if folder is not None:
-            sizes = ((VOCABULARY_SIZE, sum(run.rows)),)
-            partition = Partition(run.layers, run.rows, sizes=sizes)
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline, rank, ranks, partition)
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline, rank, ranks)
         for _ in range(options.iterations + 1):
             traced = trace is not None and trace.begin()
             recorder = Recorder(torch.device("cpu")) if traced else None
@@ -141,6 +141,15 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
     dist.destroy_process_group()
 
 
+def pass_seconds(trace: RankTrace) -> dict[str, float]:
+    """Seconds of a rank's passes per microbatch, by kind: medians over the traced iterations."""
+    took: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(trace.microbatches, 0.0))
+    for span in trace.spans:
+        if span.lane is Lane.COMPUTE:
+            took[span.category][span.iteration] += span.duration / 1e3 / trace.microbatches[span.iteration]
+    return {kind: median(each.values()) for kind, each in took.items()}
+
+
 def slow_rank(options: argparse.Namespace) -> list[dict]:
     """Compare even shards and measured shards with equal ranks of the same total speed."""
     ranks = options.ranks
@@ -156,7 +165,7 @@ def slow_rank(options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         first = Run("even shards", costs(slow, even), even)
         measure(first, options, Path(folder))
-        measured = refilled(read_run(Path(folder)).partition, read_run(Path(folder)).seconds)
+        measured = refilled(Partition(None, even), [pass_seconds(trace) for trace in read_traces(Path(folder))])
     assert measured.rows is not None
     second = Run("measured shards", costs(slow, measured.rows), measured.rows)
     reference = Run("equal ranks of the same total speed", costs(alike, even), even)

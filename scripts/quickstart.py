@@ -29,8 +29,7 @@ from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.timeline import simulate
-from megatron_vp.trace.two_runs import ITERATION, RecordedRun, TwoRuns, read_two_runs
-from megatron_vp.trace.two_runs_picture import picture
+from megatron_vp.trace.two_runs import ITERATION, RecordedRun, TwoRuns, picture, read_two_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4

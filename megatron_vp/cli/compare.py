@@ -45,13 +45,11 @@ def report(
     megatron-vp report plain/ vocab-2/
     megatron-vp report plain/ vocab-2/ --logs slurm-17.out slurm-18.out -o report.png
     """
-    from megatron_vp.trace.two_runs import read_two_runs
+    from megatron_vp.trace.two_runs import picture, read_two_runs
 
     chosen = format_for(asked, output, Format, otherwise=Format.TEXT)
     runs = read_two_runs(plain, split, logs)
     if chosen is Format.PNG:
-        from megatron_vp.trace.two_runs_picture import picture
-
         write(picture(runs), output)
     else:
         write((json.dumps(runs.document()) if chosen is Format.JSON else runs.text()) + "\n", output)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import perfetto
@@ -17,7 +18,7 @@ from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
-from megatron_vp.schedule.timeline import Span, simulate
+from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.transfers import Channel, CollectiveKind
 from megatron_vp.trace.rank_files import COLLECTIVE, LOAD, LOSS, RankTrace, TracedSpan
 
@@ -45,8 +46,7 @@ class RankFigures:
     hidden: float
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """Performance figures of all ranks. An iteration lasts from the moment when the first rank starts to compute until
     all ranks have finished.
 
@@ -55,32 +55,27 @@ class Figures:
         assuming that the loss function takes no time.
     """
 
-    iterations: tuple[int, ...]
     ranks: tuple[RankFigures, ...]
     costs: StageCosts
     measured: float
     predicted: float
-    clock_error: float
 
 
 def figures(traces: Sequence[RankTrace]) -> Figures:
     """Compute the performance figures of all ranks from their traces (see `read_traces`). Raises UserError if passes
     are missing.
     """
-    iterations = tuple(sorted(traces[0].microbatches))
+    took, predicted = [], []
     try:
         costs = mean_costs(traces)
-        predicted = fmean(simulate(ran(traces, iteration), costs).makespan for iteration in iterations)
+        for iteration in traces[0].microbatches:
+            predicted.append(simulate(ran(traces, iteration), costs).makespan)
+            spans = [each for trace in traces for each in _compute(trace.spans) if each.iteration == iteration]
+            took.append(max(span.end for span in spans) - min(span.start for span in spans))
     except ValueError as error:
         raise UserError(f"the traced passes do not form a valid schedule: {error}") from None
-    return Figures(
-        iterations=iterations,
-        ranks=tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces),
-        costs=costs,
-        measured=fmean(end - start for start, end in (_extent(traces, iteration) for iteration in iterations)),
-        predicted=predicted,
-        clock_error=max(trace.clock_error for trace in traces),
-    )
+    ranks = tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces)
+    return Figures(ranks, costs, fmean(took), fmean(predicted))
 
 
 def ran(traces: Sequence[RankTrace], iteration: int) -> Schedule:
@@ -112,33 +107,18 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
             took.setdefault((PassKind.B, *seat), durations)
     by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
     for (_, name), duration in collectives.items():
-        kind = CollectiveKind(name.partition(":")[0])  # type: ignore[call-arg]  # a look-up, no new entry
-        by_kind[kind].append(duration)
+        by_kind[CollectiveKind(name.partition(":")[0])].append(duration)  # type: ignore[call-arg]  # a look-up
     means = {kind: fmean(durations) for kind, durations in by_kind.items()}
 
     placement = Placement(traces[0].placement)
     ranks = range(placement.ranks)
-    stages = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages)]
-
-    def mean(kind: PassKind) -> tuple[float, ...]:
-        seats = stages if kind.per_chunk else [(rank, 0) for rank in ranks]
-        return tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)
-
-    passes: dict[str, Any] = {name: mean(PassKind(name)) for name in _TIMED}
-    message = fmean(means.values()) if means else 0.0
-    return StageCosts(
-        **passes,
-        messages={(a, b, channel): message for a in ranks for b in ranks if a != b for channel in Channel},
-        collectives=means,
-    )
-
-
-def iteration_pass_times(trace: RankTrace) -> list[dict[str, list[float]]]:
-    """For each traced iteration: durations of a rank's passes in milliseconds, by kind of pass."""
-    found: dict[int, dict[str, list[float]]] = {each: defaultdict(list) for each in sorted(trace.microbatches)}
-    for span in _passes(trace):
-        found[span.iteration][span.category].append(span.duration)
-    return list(found.values())
+    passes: dict[str, Any] = {}
+    for kind in map(PassKind, _TIMED):
+        of_stages = ((placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages))
+        seats = of_stages if kind.per_chunk else ((rank, 0) for rank in ranks)
+        passes[kind.value] = tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)
+    messages = dict.fromkeys(product(ranks, ranks, Channel), fmean(means.values()) if means else 0.0)
+    return StageCosts(**passes, messages=messages, collectives=means)
 
 
 def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
@@ -165,11 +145,6 @@ def _passes(trace: RankTrace, iteration: int | None = None) -> list[TracedSpan]:
 def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
     """The spans in which a rank computes: passes and losses, but not reading data."""
     return [span for span in spans if span.lane is Lane.COMPUTE and span.category != LOAD]
-
-
-def _extent(traces: Sequence[RankTrace], iteration: int) -> Span:
-    spans = [span for trace in traces for span in _compute(trace.spans) if span.iteration == iteration]
-    return min(span.start for span in spans), max(span.end for span in spans)
 
 
 def rank_figures(spans: Sequence[TracedSpan], count: int = 1) -> RankFigures:
@@ -228,7 +203,7 @@ def _overlap(some: Sequence[TracedSpan], others: Sequence[TracedSpan]) -> float:
 def table(traces: Sequence[RankTrace], found: Figures) -> str:
     """Describe the run, and format the table of its figures (see `figures`) that `megatron-vp trace` prints."""
     first = traces[0]
-    counts = sorted(set(first.microbatches.values()))
+    counts, iterations = sorted(set(first.microbatches.values())), sorted(first.microbatches)
     costs = found.costs.nominal(len(found.ranks))
     times = " ".join(f"{name}={getattr(costs, name):.4g}" for name in (*_TIMED, "comm"))
     rows = [["rank", "busy ms", "bubble %", "S+T % of busy", "waits ms", "collectives ms", "hidden %"]]
@@ -239,9 +214,9 @@ def table(traces: Sequence[RankTrace], found: Figures) -> str:
         rows.append([str(rank), *(f"{column:.2f}" for column in columns)])
     lines = [
         f"schedule {first.schedule}, vocabulary {first.vocab}: {len(traces)} ranks, "
-        f"{' or '.join(map(str, counts))} microbatches, iterations {', '.join(map(str, found.iterations))} of the job",
+        f"{' or '.join(map(str, counts))} microbatches, iterations {', '.join(map(str, iterations))} of the job",
         f"mean times in ms: {times}",
-        f"clocks of the ranks agree within {found.clock_error:.3g} ms",
+        f"clocks of the ranks agree within {max(trace.clock_error for trace in traces):.3g} ms",
         "",
         *aligned(rows),
         "",

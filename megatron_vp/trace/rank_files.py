@@ -7,7 +7,7 @@ Perfetto does not show (the run, the schedule, the clock error) is stored under 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +92,7 @@ class RankTrace:
         return events
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> RankTrace:
+    def of(cls, document: Any) -> RankTrace:
         """Read a trace from the JSON object that `to_json` wrote.
 
         Raises ValueError, KeyError, TypeError or AttributeError for any other object.
@@ -139,23 +139,27 @@ def read_traces(folder: Path) -> list[RankTrace]:
     return traces
 
 
-def read_ranks(folder: Path, of: Callable[[Mapping[str, Any]], Any], option: str) -> list[Any]:
+def read_ranks(folder: Path, of: Callable[[Any], Any], option: str) -> list[Any]:
     """Read the files of all ranks that a run wrote to `folder` with `option`, in the order of ranks.
 
     `of` reads a rank's JSON object, and raises KeyError, TypeError, ValueError or AttributeError for a malformed one.
     Raises UserError if a file is missing or cannot be read, or if the files are from different runs.
     """
+    paths = sorted(folder.glob("rank_*.json"))
+    if not paths:
+        raise UserError(
+            f"{folder} contains no rank_*.json: give the {option} folder of a run that has finished an iteration"
+        )
     found = {}
-    paths = rank_paths(folder, option)
     for path in paths:
-        document = read_document(path)
+        text = read_text(path, f"file of {option}", 512 * MIB)
         try:
-            each = of(document)
+            each = of(json.loads(text))
             found[int(each.rank)] = each
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise UserError(
-                f"{path} is not a file that {option} of this version of megatron_vp writes: give a folder that "
-                f"contains only such files"
+                f"{path} is truncated, or is not a file that {option} of this version of megatron_vp writes: give a "
+                "folder that contains only such files"
             ) from None
     files = [found[rank] for rank in sorted(found)]
     for one, other in pairwise(files):
@@ -171,29 +175,6 @@ def read_ranks(folder: Path, of: Callable[[Mapping[str, Any]], Any], option: str
             f"{expected - 1}: give a folder with one file of each rank"
         )
     return files
-
-
-def rank_paths(folder: Path, option: str) -> list[Path]:
-    """The paths of the ranks' files in `folder`, at least one. Raises UserError."""
-    if paths := sorted(folder.glob("rank_*.json")):
-        return paths
-    raise UserError(
-        f"{folder} contains no rank_*.json: give the {option} folder of a run that has finished an iteration"
-    )
-
-
-def read_document(path: Path) -> Mapping[str, Any]:
-    """Read the JSON object in the file of a rank. Raises UserError if there is none."""
-    try:
-        document = json.loads(read_text(path, "rank report or trace", 512 * MIB))
-        if isinstance(document, dict):
-            return document
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-    raise UserError(
-        f"{path} is neither a rank report nor a trace, or is truncated: give a folder of rank reports or traces"
-    )
 
 
 def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:

@@ -1,19 +1,16 @@
-"""Reads the memory and the compute time of every pipeline rank, from the files of --rank-report or from traces."""
+"""Reads the memory and the compute time of every pipeline rank, from the files of --rank-report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassKind
-from megatron_vp.trace.figures import iteration_pass_times
 from megatron_vp.trace.partition import Partition
-from megatron_vp.trace.rank_files import RankTrace, path_of, read_ranks
+from megatron_vp.trace.rank_files import read_ranks
 
 
 @dataclass(frozen=True)
@@ -23,16 +20,16 @@ class RankReport:
     microbatches: number of microbatches in each iteration.
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
-    peak_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
+    peak_memory_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
     """
 
     rank: int
     parameters: int
     microbatches: tuple[int, ...]
-    peak_in_flight: float
+    peak_microbatches_in_flight: float
     iterations: tuple[float, ...]
     passes: tuple[Mapping[str, float], ...]
-    peak_bytes: int | None
+    peak_memory_bytes: int | None
     run: str
     partition: Partition
     schedule: str = ""
@@ -74,10 +71,10 @@ class RankReport:
             rank=int(document["pipeline_rank"]),
             parameters=int(document["parameters"]),
             microbatches=tuple(microbatches[warm:]),
-            peak_in_flight=float(document["peak_microbatches_in_flight"]),
+            peak_microbatches_in_flight=float(document["peak_microbatches_in_flight"]),
             iterations=tuple(iterations[warm:]),
             passes=tuple(passes[warm:]),
-            peak_bytes=None if peak is None else int(peak),
+            peak_memory_bytes=None if peak is None else int(peak),
             run=str(document["run"]),
             partition=Partition.of(document),
             schedule=str(document["schedule"]),
@@ -89,28 +86,3 @@ class RankReport:
 def read_reports(folder: Path) -> list[RankReport]:
     """Read the reports of all pipeline ranks of the run in `folder`, in the order of ranks. Raises UserError."""
     return read_ranks(folder, RankReport.of, "--rank-report")
-
-
-def traced_reports(folder: Path, traces: Sequence[RankTrace]) -> list[RankReport]:
-    """What the traces of all ranks, which come from `folder`, say about the iterations that they cover.
-
-    Raises UserError if passes are missing.
-    """
-    found = []
-    for trace in traces:
-        counts, times = [count for _, count in sorted(trace.microbatches.items())], iteration_pass_times(trace)
-        rows = (trace.partition.vocab_rows or ())[trace.rank : trace.rank + 1]
-        for each, count in zip(times, counts, strict=True):
-            wanted = {PassKind.F: count * len(trace.placement[trace.rank])}
-            wanted |= {PassKind.S: count, PassKind.T: count} if any(rows) else {}
-            for kind, passes in wanted.items():
-                if len(each.get(kind, ())) != passes:
-                    raise UserError(
-                        f"{path_of(folder, trace.rank)} has {len(each.get(kind, ()))} {kind} passes in an iteration "
-                        f"that should have {passes}: the file is damaged or truncated; trace the run again"
-                    )
-        passes_of = tuple({kind: sum(one) / 1e3 for kind, one in each.items()} for each in times)
-        took = tuple(sum(each.values()) for each in passes_of)
-        about = trace.run, trace.partition, trace.schedule, trace.vocab
-        found.append(RankReport(trace.rank, 0, tuple(counts), 0.0, took, passes_of, None, *about))
-    return found

@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError, printable
 from megatron_vp.files import MIB, read_text
-from megatron_vp.schedule.draw import aligned
+from megatron_vp.schedule.draw import aligned, saved
 from megatron_vp.trace.rank_reports import RankReport, read_reports
 
 LOG_SUFFIXES = (".txt", ".log", ".out")
@@ -26,6 +27,8 @@ ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ (?:.*?lm loss: (\S+))?(?:.* skipped iterations:\s+(\d+))?")
 """Matches the iteration, the loss, which is missing if every iteration was skipped, and the skipped iterations."""
 
+_SHOWN = ("iteration_seconds", "busy_seconds", "waiting_seconds", "peak_memory_bytes", "peak_microbatches_in_flight")
+_SHOWN += ("parameters",)
 GIB = 2**30
 
 
@@ -43,16 +46,8 @@ class RecordedRun:
 
     def document(self) -> dict[str, Any]:
         """The run as a JSON object; lists are indexed by rank, except `iterations` and their `losses`."""
-        return {
-            "iteration_seconds": [rank.iteration_seconds for rank in self.ranks],
-            "busy_seconds": [rank.busy_seconds for rank in self.ranks],
-            "waiting_seconds": [rank.waiting_seconds for rank in self.ranks],
-            "peak_memory_bytes": [rank.peak_bytes for rank in self.ranks],
-            "peak_microbatches_in_flight": [rank.peak_in_flight for rank in self.ranks],
-            "parameters": [rank.parameters for rank in self.ranks],
-            "iterations": list(self.losses),
-            "losses": list(self.losses.values()),
-        }
+        by_rank = {name: [getattr(rank, name) for rank in self.ranks] for name in _SHOWN}
+        return by_rank | {"iterations": list(self.losses), "losses": list(self.losses.values())}
 
 
 @dataclass(frozen=True)
@@ -77,30 +72,25 @@ class TwoRuns:
         ):
             if before != after:
                 raise UserError(f"the runs differ in {what} ({before} and {after}): give two runs of the same job")
-        if not self.common_iterations:
+        if not self.differences:
             raise UserError(
                 f"the logs have no iteration in common (the first has iterations {_extent(self.plain)}, the second has "
                 f"{_extent(self.split)}): give two runs of the same job with the same --log-interval"
             )
 
-    @property
-    def common_iterations(self) -> list[int]:
-        """Iterations whose loss is in both logs."""
-        return sorted(self.plain.losses.keys() & self.split.losses.keys())
-
+    @cached_property
     def differences(self) -> dict[int, float]:
         """Relative difference of the losses, (vocabulary parallel - plain) / plain, for each iteration in both logs."""
         plain, split = self.plain.losses, self.split.losses
         return {
             each: (split[each] - plain[each]) / abs(plain[each]) if split[each] != plain[each] else 0.0
-            for each in self.common_iterations
+            for each in sorted(plain.keys() & split.keys())
         }
 
     @property
     def largest_loss_difference(self) -> tuple[int, float]:
         """The iteration with the largest relative difference, and the absolute value of that difference."""
-        differences = self.differences()
-        return max(((each, abs(by)) for each, by in differences.items()), key=itemgetter(1))
+        return max(((each, abs(by)) for each, by in self.differences.items()), key=itemgetter(1))
 
     def document(self) -> dict[str, Any]:
         """The comparison as a JSON object."""
@@ -112,7 +102,7 @@ class TwoRuns:
 
     def text(self) -> str:
         """The comparison as `megatron-vp report` prints it; in each pair of values, the plain run's comes first."""
-        plain, split, common = self.plain, self.split, self.common_iterations
+        plain, split, common = self.plain, self.split, list(self.differences)
         busiest = [max(rank.busy_seconds for rank in run.ranks) for run in (plain, split)]
         before, after = plain.iteration_seconds, split.iteration_seconds
         faster, slower = ("vocabulary parallel", "plain") if after < before else ("plain", "vocabulary parallel")
@@ -132,6 +122,40 @@ class TwoRuns:
                 f"({len(common)} iterations compared)",
             ]
         )
+
+
+def picture(runs: TwoRuns) -> bytes:
+    """Draw a PNG of both runs: the losses with their relative difference, and each rank's busy and waiting time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(3, 1))
+    above = figure.add_subplot(grid[0, 0])
+    below = figure.add_subplot(grid[1, 0], sharex=above)
+    bars = figure.add_subplot(grid[:, 1])
+    plain, split = "plain", "vocabulary parallel"
+    above.plot(list(runs.plain.losses), list(runs.plain.losses.values()), label=plain, linewidth=4, alpha=0.4)
+    above.plot(list(runs.split.losses), list(runs.split.losses.values()), label=split, linewidth=1.2, color="black")
+    above.set_ylabel("training loss")
+    above.legend()
+    differences = runs.differences
+    below.plot(list(differences), list(differences.values()), color="black", linewidth=1)
+    below.set_ylabel("relative\ndifference")
+    below.set_xlabel("iteration")
+
+    width = 0.4
+    for run, name, offset, color in ((runs.plain, plain, -width / 2, "C0"), (runs.split, split, width / 2, "0.2")):
+        places = [rank + offset for rank in range(len(run.ranks))]
+        busy = [rank.busy_seconds for rank in run.ranks]
+        bars.bar(places, busy, width, color=color, label=f"{name}: computes")
+        waits = [rank.waiting_seconds for rank in run.ranks]
+        bars.bar(places, waits, width, bottom=busy, color=color, alpha=0.25, label=f"{name}: waits")
+    bars.set_xticks(range(len(runs.plain.ranks)))
+    bars.set_xlabel("pipeline rank")
+    bars.set_ylabel("seconds per iteration")
+    bars.set_ylim(0, 1.3 * max(run.iteration_seconds for run in (runs.plain, runs.split)))
+    bars.legend(ncols=2, fontsize="x-small", loc="upper center")
+    return saved(figure)
 
 
 def read_two_runs(plain: Path, split: Path, logs: tuple[Path, Path] | None = None) -> TwoRuns:
@@ -196,13 +220,13 @@ def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
     """Format a table with one line per rank; peak memory is shown only if both runs measured it."""
     columns: list[tuple[str, Callable[[RankReport], str]]] = [
         ("parameters", lambda rank: f"{rank.parameters:,}"),
-        ("in flight", lambda rank: f"{rank.peak_in_flight:g}"),
+        ("in flight", lambda rank: f"{rank.peak_microbatches_in_flight:g}"),
         ("computes s", lambda rank: f"{_seconds(rank.busy_seconds)} {rank.busy_seconds / rank.iteration_seconds:4.0%}"),
         ("waits s", lambda rank: _seconds(rank.waiting_seconds)),
     ]
-    measured = all(rank.peak_bytes is not None for run in (plain, split) for rank in run.ranks)
+    measured = all(rank.peak_memory_bytes is not None for run in (plain, split) for rank in run.ranks)
     if measured:
-        columns.append(("peak GiB", lambda rank: f"{(rank.peak_bytes or 0) / GIB:.2f}"))
+        columns.append(("peak GiB", lambda rank: f"{(rank.peak_memory_bytes or 0) / GIB:.2f}"))
     rows = [["rank", *(title for title, _ in columns)]]
     for number, pair in enumerate(zip(plain.ranks, split.ranks, strict=True)):
         rows.append([str(number), *(" | ".join(map(show, pair)) for _, show in columns)])

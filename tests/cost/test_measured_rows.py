@@ -9,10 +9,8 @@ import pytest
 
 from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassCosts, VocabMethod, generate, simulate
-from megatron_vp.schedule.perfetto import Lane
+from megatron_vp.schedule import VocabMethod
 from megatron_vp.trace.partition import Partition
-from megatron_vp.trace.rank_files import RankTrace, TracedSpan, path_of
 from tests.cost.measured_folders import write_reports
 
 VOCAB = 131072
@@ -82,33 +80,6 @@ def test_rank_reports_are_read_without_their_first_iteration(tmp_path):
     assert found.rows[2] == min(found.rows) < VOCAB // 4
 
 
-def test_traces_are_read(tmp_path):
-    schedule = generate("1f1b", 4, 3, vocab=TWO)
-    timeline = simulate(schedule, PassCosts(F=2, B=3, W=1, S=0.5, T=0.25))
-    partition = Partition((1, 2, 3, 4), (VOCAB // 4,) * 4, 2, (("padded_vocab_size", VOCAB),))
-    for rank, passes in enumerate(schedule.ranks):
-        spans = tuple(
-            TracedSpan(iteration, Lane.COMPUTE, str(step), step.kind, start, end)
-            for iteration in range(1, 6)
-            for step, (start, end) in zip(passes, timeline.spans[rank], strict=True)
-        )
-        trace = RankTrace(
-            "7",
-            rank,
-            "1f1b",
-            "vocab-2",
-            schedule.placement.stage_of,
-            dict.fromkeys(range(1, 6), 3),
-            0.0,
-            spans,
-            partition,
-        )
-        path_of(tmp_path, rank).write_text(trace.to_json())
-    run = read_run(tmp_path)
-    assert run.partition == partition
-    assert run.seconds[3] == pytest.approx({"F": 2e-3, "B": 4e-3, "S": 5e-4, "T": 2.5e-4, "IF": 5e-5, "IB": 5e-5})
-
-
 def change(folder, rank, **changes):
     path = folder / f"rank_{rank}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -139,27 +110,27 @@ def fewer(folder, rank, count):
 
 
 DAMAGED = {
-    "cut off": (lambda f: cut(f, 2), "rank_2.json is neither a rank report nor a trace, or is truncated"),
-    "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is neither a rank report nor a trace"),
+    "cut off": (lambda f: cut(f, 2), "rank_2.json is truncated, or is not a file that --rank-report"),
+    "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is truncated, or is not a file"),
     "empty": (
         lambda f: (f / "rank_1.json").write_text("{}"),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "not a number": (
         lambda f: times(f, 1, lambda t: t.update(F=math.nan)),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "infinite": (
         lambda f: times(f, 3, lambda t: t.update(S=math.inf)),
-        "rank_3.json is not a file that --rank-report",
+        "rank_3.json is truncated, or is not a file that --rank-report",
     ),
     "negative": (
         lambda f: times(f, 0, lambda t: t.update(F=-4.0)),
-        "rank_0.json is not a file that --rank-report",
+        "rank_0.json is truncated, or is not a file that --rank-report",
     ),
     "text": (
         lambda f: times(f, 0, lambda t: t.update(B="8")),
-        "rank_0.json is not a file that --rank-report",
+        "rank_0.json is truncated, or is not a file that --rank-report",
     ),
     "no forwards": (
         lambda f: times(f, 0, lambda t: t.pop("F")),
@@ -175,11 +146,11 @@ DAMAGED = {
     ),
     "no microbatches": (
         lambda f: change(f, 1, microbatches_by_iteration=[0] * 7),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "counts and times": (
         lambda f: change(f, 1, microbatches_by_iteration=[5] * 6),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "not add up to the vocabulary size 131"),
     "negative rows": (
@@ -282,7 +253,7 @@ REAL = sorted(path.name for path in (Path(__file__).parent / "measured_runs").it
 
 
 def test_there_are_measurements_of_real_runs():
-    assert len(REAL) == 12
+    assert len(REAL) == 8
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -135,11 +135,11 @@ REFUSED = {
     "a rank's report is missing": (lambda plain, split: (plain / "rank_0.json").unlink(), r"of ranks \[1\]"),
     "another file": (
         change("vp", iteration_milliseconds=None),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "a report without iterations": (
         change("vp", iteration_milliseconds=[]),
-        "rank_1.json is not a file that --rank-report",
+        "rank_1.json is truncated, or is not a file that --rank-report",
     ),
     "ranks of two runs": (change("vp", run="another"), "of different runs \\(ranks 0 and 1\\): give each run an empty"),
     "fewer ranks than the run had": (
@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "no JSON": (
         lambda plain, split: (plain / "rank_1.json").write_text("{"),
-        "or is truncated",
+        "is truncated, or",
     ),
     "two logs": (lambda plain, split: (plain / "b.out").write_text(log_of(LOSSES)), r"several logs \(b.out, log.txt\)"),
     "a loss that is no number": (

@@ -1,7 +1,7 @@
 """Assigns vocabulary rows for a job's next start, based on the GPU speeds that were measured in an earlier run.
 
 GPUs of the same model differ in speed by a few percent. Moving rows can compensate for this; moving whole layers is too
-coarse. The earlier run's rank reports or traces say how long each rank computes per microbatch, and how many rows it
+coarse. The earlier run's rank reports say how long each rank computes per microbatch, and how many rows it
 has. Rows are then assigned so that all ranks take about the same time (`water_filling`).
 
 Files that may be wrong are refused: a report that is damaged, belongs to another run or covers too few iterations would
@@ -23,8 +23,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.schedule import PassKind
 from megatron_vp.trace.partition import VOCABULARY, Partition
-from megatron_vp.trace.rank_files import path_of, rank_paths, read_document, read_traces
-from megatron_vp.trace.rank_reports import RankReport, read_reports, traced_reports
+from megatron_vp.trace.rank_files import path_of
+from megatron_vp.trace.rank_reports import RankReport, read_reports
 
 CERTAIN = 2.0
 """A gain of less than this many standard deviations is not significant."""
@@ -66,18 +66,12 @@ class MeasuredRun:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read the pass times that a run wrote to `folder` with --rank-report or --pipeline-trace.
+    """Read the pass times that a run wrote to `folder` with --rank-report.
 
     Raises UserError if files are missing, come from several runs or from a run without vocabulary shards, cover too few
     iterations, or contain impossible values.
     """
-    first = read_document(rank_paths(folder, "--rank-report or --pipeline-trace")[0])
-    traced = "traceEvents" in first
-    return measured(folder, traced_reports(folder, read_traces(folder)) if traced else read_reports(folder))
-
-
-def measured(folder: Path, reports: Sequence[RankReport]) -> MeasuredRun:
-    """Reduce the reports of all ranks, which come from `folder`, to medians. Raises UserError as `read_run` does."""
+    reports = read_reports(folder)
     times = [
         [
             {kind: took / count for kind, took in passes.items()}
@@ -139,8 +133,7 @@ def _faults(folder: Path, reports: Sequence[RankReport], seconds: Sequence[Secon
     if iterations < ENOUGH:
         yield (
             f"{folder} has {iterations} measured iterations, but at least {ENOUGH} are needed (20 are better): train "
-            f"at least {ENOUGH + 1} iterations with --rank-report, or trace at least {ENOUGH}, for example with "
-            "--pipeline-trace-iterations 3-22"
+            f"at least {ENOUGH + 1} iterations with --rank-report"
         )
     by_layer = [
         sum(took for kind, took in own.items() if kind not in ROW_KINDS) / layers_on(partition, rank, len(reports))
