@@ -57,9 +57,8 @@ from megatron_vp.schedule import (
     lower,
     simulate,
 )
-from megatron_vp.schedule.communicators import Edge
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.transfers import Copy, Operation
+from megatron_vp.schedule.transfers import Copy, Edge, Operation
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}
 METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced", "po": "vocab-2"}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime.communicator import Communicator, communicator
-from megatron_vp.schedule.communicators import CHANNELS, Edge
+from megatron_vp.schedule.transfers import CHANNELS, Edge
 
 CTAS = CHANNELS
 """Maximum number of thread blocks, and thus of multiprocessors, that NCCL may use for one of our operations. These

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple, Self
 
+from megatron_vp.schedule.placement import Placement
+
 
 class Channel(StrEnum):
     """Kinds of point-to-point traffic; each (source, target, channel) has its own communicator."""
@@ -222,3 +224,29 @@ track: the rank and title of the operation's own track in traces; None: traces s
 members: the ranks that post the operation; `vocab_members` take part in the vocabulary collectives.
 words: describes the data that a waiting rank needs, and its sources; rank r is shown as `ranks[r]`.
 """
+
+
+CHANNELS = 4
+"""Maximum number of NCCL channels (thread blocks) that an operation on one of our communicators may use."""
+
+Edge = tuple[int, int, Channel]
+"""Source rank, target rank, and the kind of data that is sent. Each edge has its own communicator."""
+
+
+def all_edges(placement: Placement, sharded: bool) -> set[Edge]:
+    """All directed edges that schedules with this `placement` use.
+
+    If the vocabulary layers are not `sharded`, three more edges connect the last stage to the loss function on rank
+    p-1, unless rank p-1 holds the last stage.
+    """
+    seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
+    edges = {
+        edge
+        for here, there in seats
+        if here != there
+        for edge in ((here, there, Channel.ACTIVATION), (there, here, Channel.GRADIENT))
+    }
+    end, loss = placement.last_rank, placement.ranks - 1
+    if not sharded and end != loss:
+        edges |= {(loss, end, Channel.LABELS), (end, loss, Channel.TOKEN_LOSS), (loss, end, Channel.TOKEN_GRADIENT)}
+    return edges

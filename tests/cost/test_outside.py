@@ -20,7 +20,7 @@ from megatron_vp.cost.ranks.outside import (
 )
 from megatron_vp.runtime.groups import CTAS, EDGE_CTAS
 from megatron_vp.schedule import Channel, Placement, generate
-from megatron_vp.schedule.communicators import CHANNELS, all_edges, communicators, row_pairs
+from megatron_vp.schedule.transfers import CHANNELS, all_edges
 
 H100 = HARDWARE["h100"]
 MODEL = ModelShape(layers=16, hidden=64, heads=4, ffn=256, vocab=1000)
@@ -53,26 +53,24 @@ def test_edges_of_a_chain_a_v_and_a_circle():
 
 
 @pytest.mark.parametrize(
-    ("placement", "sharded", "tensor", "counts"),
+    ("name", "vocab", "tensor", "counts"),
     [
-        (Placement.linear(4), True, 1, [2 + 1, 4 + 1, 4 + 1, 2 + 1]),
-        (Placement.linear(4), True, 2, [2 + 2, 4 + 2, 4 + 2, 2 + 2]),
-        (Placement.v_shape(4), True, 1, [4 + 1, 8 + 1, 8 + 1, 4 + 1]),
-        (Placement.v_shape(4), False, 1, [4 + 3 + 1, 8 + 1, 8 + 1, 4 + 3 + 1]),
-        (Placement.round_robin(4, 2), True, 1, [4 + 1] * 4),
+        ("1f1b", "vocab-2", 1, [2 + 1, 4 + 1, 4 + 1, 2 + 1]),
+        ("1f1b", "vocab-2", 2, [2 + 2, 4 + 2, 4 + 2, 2 + 2]),
+        ("v-half", "vocab-2", 1, [4 + 1, 8 + 1, 8 + 1, 4 + 1]),
+        ("v-half", "none", 1, [4 + 3 + 1, 8, 8, 4 + 3 + 1]),
+        ("interleaved", "vocab-2", 1, [4 + 1] * 4),
     ],
 )
-def test_every_rank_has_a_communicator_for_each_edge_and_one_for_each_group(placement, sharded, tensor, counts):
-    assert [each.count for each in communicators(placement, sharded, tensor)] == counts
+def test_every_rank_has_a_communicator_for_each_edge_and_one_for_each_group(name, vocab, tensor, counts):
+    assert [outside(rank, replace(JOB, tensor=tensor), name, vocab).communicators for rank in range(4)] == counts
 
 
-def test_only_the_first_stage_exchanges_rows_with_every_rank():
-    peers = [each.row_peers for each in communicators(Placement.linear(4), True)]
-    assert peers == [(1, 2, 3), (0,), (0,), (0,)]
-    assert not any(each.row_peers for each in communicators(Placement.linear(4), False))
-    two = communicators(Placement.linear(4), True, mtp_stage=3)
-    assert [each.row_peers for each in two] == [(1, 2, 3), (0, 3), (0, 3), (0, 1, 2)]
-    assert row_pairs(Placement.v_shape(3), mtp_stage=5) == {(0, 1), (0, 2)}
+def test_members_alone_join_and_rows_come_from_holders():
+    schedule = generate("1f1b", 5, 4, vocab="vocab-2", vocab_ranks=(1, 2))
+    found = [outside_memory(replace(JOB, pipeline=5, tensor=2), schedule, rank, 0.0, H100) for rank in range(5)]
+    assert [each.communicators for each in found] == [2 + 2, 4 + 2, 4 + 2, 4, 2 + 2]
+    assert [each.rows / OURS for each in found] == pytest.approx([2, 1, 1, 0, 0])
 
 
 def test_memory_by_parts_of_a_pipeline_in_one_node():

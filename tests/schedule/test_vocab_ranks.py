@@ -36,7 +36,6 @@ from megatron_vp.schedule import (
     to_csv,
     to_json,
 )
-from megatron_vp.schedule.communicators import communicators
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.reorder import forwards
@@ -273,14 +272,3 @@ def test_costs_of_another_number_of_stages_or_ranks_are_refused(changes, words):
     costs = replace(StageCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), **changes)
     with pytest.raises(UserError, match=words):
         generate("1f1b", 4, 8, vocab="vocab-2", costs=costs)
-
-
-def test_communicators_join_members_alone_and_rows_come_from_holders():
-    found = communicators(Placement.linear(5), True, tensor=2, vocab_ranks=(1, 2))
-    assert [each.pipeline for each in found] == [4, 4, 4, 1, 4]
-    assert [each.tensor for each in found] == [2, 2, 2, 1, 2]
-    assert [each.row_peers for each in found] == [(1, 2), (0,), (0,), (), ()]
-    ahead = communicators(Placement.linear(5), True, mtp_stage=4, vocab_ranks=(1, 4))
-    assert [each.row_peers for each in ahead] == [(1, 4), (0, 4), (), (), (0, 1)]
-    every = communicators(Placement.linear(3), True, vocab_ranks=(0, 1, 2))
-    assert every == communicators(Placement.linear(3), True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.schedule import FAMILIES, Schedule, VocabMethod
-from megatron_vp.schedule.communicators import CHANNELS, Edge, communicators
+from megatron_vp.schedule.transfers import CHANNELS, Edge, all_edges
 
 MIB, GIB = 2**20, 2**30
 
@@ -76,25 +76,27 @@ def runs_megatrons_schedule(schedule: Schedule) -> bool:
 def outside_memory(job: Job, schedule: Schedule, rank: int, moving: float, hardware: Hardware) -> OutsideMemory:
     """Memory of a pipeline rank outside its tensors; `moving`: bytes that are repeatedly allocated and freed."""
     fragments = FRAGMENTS * moving
-    own = None
+    own: list[Edge] = []
+    ring = tensor = rows = 0
     if not runs_megatrons_schedule(schedule):
-        sharded = schedule.vocab is not VocabMethod.NONE
-        own = communicators(schedule.placement, sharded, job.tensor, vocab_ranks=schedule.vocab_ranks)[rank]
-    count = own.count if own else 0
+        placement, sharded = schedule.placement, schedule.vocab is not VocabMethod.NONE
+        own = sorted(edge for edge in all_edges(placement, sharded) if rank in edge[:2])
+        members, first = placement.vocab_members(schedule.vocab_ranks), placement.first_rank
+        if rank in members:
+            ring, tensor = len(members), job.tensor
+        if sharded:  # The rank of the first stage exchanges embedding rows with every rank that holds some.
+            others = {*schedule.vocab_ranks} - {first}
+            rows = len(others) if rank == first else rank in others
+    count = len(own) + (ring > 1) + (tensor > 1)
     if not hardware.is_gpu:
         # Gloo needs no buffers in addition to the messages.
         return OutsideMemory(CONTEXT, 0.0, 0.0, 0.0, 0.0, 0.0, fragments, count)
-    edges = vocabulary = rows = 0.0
-    if own is not None:
-        edges = sum(COMMUNICATOR + _ends(edge, rank, job, hardware) * CHANNELS * CONNECTION for edge in own.edges)
-        vocabulary = _ring(own.pipeline, CHANNELS) + _ring(own.tensor, CHANNELS)
-        rows = len(own.row_peers) * CHANNELS * CONNECTION
     return OutsideMemory(
         context=CONTEXT,
         kernels=KERNELS,
-        edges=edges,
-        vocabulary=vocabulary,
-        rows=rows,
+        edges=sum(COMMUNICATOR + _ends(edge, rank, job, hardware) * CHANNELS * CONNECTION for edge in own),
+        vocabulary=_ring(ring, CHANNELS) + _ring(tensor, CHANNELS),
+        rows=rows * CHANNELS * CONNECTION,
         megatron=_megatron(job, schedule, rank),
         fragments=fragments,
         communicators=count,

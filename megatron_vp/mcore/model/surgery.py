@@ -29,7 +29,7 @@ from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
-from megatron_vp.schedule.communicators import all_edges
+from megatron_vp.schedule.transfers import all_edges
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
