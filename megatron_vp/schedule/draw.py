@@ -6,8 +6,8 @@ import io
 import json
 import math
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_vp.schedule import perfetto
@@ -18,7 +18,6 @@ from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SECOND_STREAM = "#303030"
@@ -41,6 +40,9 @@ COMMUNICATION = (
     Style("copy", 0, COPIES, "copies to and from the host"),
     Style("message", 0, "", ""),
 )
+
+LINES = ((0.575, 0.045), (0.625, 0.03))
+"""Place below the rank's top, and height, of the lines of collectives and copies."""
 
 WIDEST = 16.0
 """Largest width of a picture in inches; viewers would scale down a wider one."""
@@ -132,43 +134,76 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
     microbatch. A line below the passes shows the rank's collectives, except those of zero duration.
     """
     from matplotlib import rc_context
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     schedule = timeline.schedule
-    ranks, makespan = schedule.pipeline_size, timeline.makespan or 1.0
-    width = min(WIDEST, max(9.0, 0.13 * makespan / _typical_duration(timeline) + 2))
+    ranks, makespan = range(schedule.pipeline_size), timeline.makespan or 1.0
+    taken = [end - start for start, end in timeline.spans[0] if end > start] or [1.0]
+    width = min(WIDEST, max(9.0, 0.13 * makespan * len(taken) / sum(taken) + 2))
+    points_per_unit = 72 * (width - 1) / makespan
     # Equal schedules give equal files, so an SVG file gets a fixed hash salt. Text is stored as text, not outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(width, 1.1 + 0.55 * ranks), layout="constrained")
+        figure = Figure(figsize=(width, 1.1 + 0.55 * len(ranks)), layout="constrained")
         axes = figure.add_subplot()
         peak = max(*timeline.peak_activation, *timeline.peak_host)
-        lines = defaultdict(list)
-        for operation, (start, end) in timeline.operations.items():
-            for rank in operation.members(schedule.vocab_members) if end > start else ():
-                lines[operation.category, rank].append((start, end - start))
-        for rank in range(ranks):
-            _draw_passes(axes, timeline, rank, points_per_unit=72 * (width - 1) / makespan)
-            for style, top, height in zip(COMMUNICATION, (0.575, 0.625), (0.045, 0.03), strict=False):
-                spans = lines.get((style.kind, rank), ())
-                axes.broken_barh(spans, (rank + top, height), facecolor=style.colour, linewidth=0)
-            _draw_memory(axes, timeline, rank, peak)
+        shown = list(boxes(timeline, peak or 1.0))
+        corners = [[(x, y), (x + wide, y), (x + wide, y + tall), (x, y + tall)] for x, y, wide, tall, _, _ in shown]
+        edges = [0.4 if box.label and points_per_unit > 4 else 0.0 for box in shown]
+        colours = [box.colour for box in shown]
+        axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges))
+        for x, y, wide, tall, _, label in shown:
+            # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
+            if label and wide * points_per_unit >= 3.6 * len(label) + 1:
+                axes.text(x + wide / 2, y + tall / 2, label, ha="center", va="center", fontsize=5.5, clip_on=True)
         axes.set_xlim(0.0, makespan)
-        axes.set_ylim(ranks, -0.12)
-        axes.set_yticks([rank + 0.28 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+        axes.set_ylim(len(ranks), -0.12)
+        axes.set_yticks([rank + 0.28 for rank in ranks], [f"rank {rank}" for rank in ranks])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         host = "; blue line: in host memory" if schedule.offloaded else ""
         axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}")
         axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
-        timed = {category for category, _ in lines}
-        _add_legend(figure, [each for each in styles([timeline]) if each.kind in PassKind or each.kind in timed], width)
+        used = {box.colour for box in shown}
+        legend = [style for style in styles([timeline]) if style.meaning and style.colour in used]
+        # The widest legend entry takes 1.7 inches.
+        columns = math.ceil(len(legend) / math.ceil(1.7 * len(legend) / width))
+        patches = [Patch(facecolor=style.colour, label=style.meaning) for style in legend]
+        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
         return saved(figure, file_format)
 
 
-def _typical_duration(timeline: Timeline) -> float:
-    """Mean duration of rank 0's passes that take time; 1 if there are none."""
-    taken = [end - start for start, end in timeline.spans[0] if end > start]
-    return sum(taken) / len(taken) if taken else 1.0
+class Box(NamedTuple):
+    """A rectangle of a picture. The unit of x is that of the costs; rank r is between y = r and y = r + 1."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    label: str = ""
+    """the microbatch of a pass"""
+
+
+def boxes(timeline: Timeline, peak: float) -> Iterator[Box]:
+    """The rectangles of a timeline: passes, below them lines of collectives and copies, and charts of the activations
+    held, which are `peak` at most.
+    """
+    schedule = timeline.schedule
+    for rank, (order, spans) in enumerate(zip(schedule.ranks, timeline.spans, strict=True)):
+        for step, (start, end) in zip(order, spans, strict=True):
+            yield Box(start, rank, end - start, 0.56, shade(step.kind, step.chunk), str(step.microbatch))
+        for held, colour in ((Held.ACTIVATIONS, HELD), (Held.HOST_ACTIVATIONS, COPIES)):
+            for (time, level), (until, _) in pairwise([*timeline.held(rank, held), (timeline.makespan, 0.0)]):
+                top = 0.28 * level / peak
+                yield Box(time, rank + 0.92 - top, until - time, top if held is Held.ACTIVATIONS else 0.02, colour)
+    lines = {style.kind: (style.colour, *place) for style, place in zip(COMMUNICATION, LINES, strict=False)}
+    for operation, (start, end) in timeline.operations.items():
+        if operation.category in lines and end > start:
+            colour, top, height = lines[operation.category]
+            for rank in operation.members(schedule.vocab_members):
+                yield Box(start, rank + top, end - start, height, colour)
 
 
 def shade(kind: PassKind, chunk: int) -> str:
@@ -187,43 +222,6 @@ def styles(timelines: Sequence[Timeline]) -> list[Style]:
         found.append(Style(kind.value, chunk, shade(kind, chunk), "" if kind in OFFLOAD_KINDS else meaning))
     categories = {operation.category for each in timelines for operation in each.operations}
     return found + [style for style in COMMUNICATION if style.kind in categories]
-
-
-def _draw_passes(axes: Axes, timeline: Timeline, rank: int, points_per_unit: float) -> None:
-    boxes = defaultdict(list)
-    for step, (start, end) in zip(timeline.schedule.ranks[rank], timeline.spans[rank], strict=True):
-        boxes[step.kind, step.chunk].append((start, end - start))
-        label = str(step.microbatch)
-        # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
-        if (end - start) * points_per_unit >= 3.6 * len(label) + 1:
-            middle = (start + end) / 2
-            axes.text(middle, rank + 0.28, label, ha="center", va="center", fontsize=5.5, color="black", clip_on=True)
-    for (kind, chunk), spans in boxes.items():
-        line = 0.4 if points_per_unit > 4 else 0.0
-        axes.broken_barh(spans, (rank, 0.56), facecolor=shade(kind, chunk), edgecolor="white", linewidth=line)
-
-
-def _draw_memory(axes: Axes, timeline: Timeline, rank: int, peak: float) -> None:
-    base = rank + 0.92
-    for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
-        times, levels = zip((0.0, 0.0), *timeline.held(rank, held), strict=True)
-        times, levels = (*times, timeline.makespan), (*levels, levels[-1])
-        tops = [base - 0.28 * level / (peak or 1.0) for level in levels]
-        if held is Held.ACTIVATIONS:
-            axes.fill_between(times, base, tops, step="post", color=HELD, linewidth=0)
-            axes.axhline(base, color=HELD, linewidth=0.4)
-        else:
-            axes.step(times, tops, where="post", color=COPIES, linewidth=0.8)
-
-
-def _add_legend(figure: Figure, shown: Sequence[Style], width: float) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(facecolor=style.colour, label=style.meaning) for style in shown if style.meaning]
-    # The widest legend entry takes 1.7 inches.
-    rows = math.ceil(1.7 * len(patches) / width)
-    columns = math.ceil(len(patches) / rows)
-    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
 
 
 def to_perfetto(timeline: Timeline) -> str:

@@ -9,7 +9,6 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from megatron_vp import files
@@ -105,17 +104,14 @@ def test_pictures_are_pictures(tmp_path):
 
 def test_a_picture_has_every_pass_at_its_time_and_memory_up_to_the_peak():
     timeline = simulate(generate("v-half", 2, 4, vocab="vocab-2"))
+    found = list(draw.boxes(timeline, max(timeline.peak_activation)))
     for rank, spans in enumerate(timeline.spans):
-        axes = Figure().add_subplot()
-        draw._draw_passes(axes, timeline, rank, points_per_unit=10)
-        boxes = [path.get_extents() for patch in axes.collections for path in patch.get_paths()]
-        assert sorted((box.x0, box.x1) for box in boxes) == [pytest.approx(span) for span in spans]
-        assert {box.y0 for box in boxes} == {rank}
-        axes = Figure().add_subplot()
-        draw._draw_memory(axes, timeline, rank, peak=timeline.peak_activation[rank])
-        (strip,) = (path.get_extents() for patch in axes.collections for path in patch.get_paths())
-        assert (strip.x0, strip.x1) == (0, timeline.makespan)
-        assert rank + 0.56 < strip.y0 == pytest.approx(strip.y1 - 0.28) and strip.y1 < rank + 1
+        passes = [box for box in found if box.label and box.y == rank]
+        assert [(box.x, box.x + box.width) for box in passes] == [pytest.approx(span) for span in spans]
+        held = [box for box in found if box.colour == draw.HELD and rank < box.y <= rank + 0.92]
+        assert held[0].x + sum(box.width for box in held) == pytest.approx(timeline.makespan, rel=1e-6)
+        assert max(box.height for box in held) == pytest.approx(0.28)
+        assert all(box.y + box.height == pytest.approx(rank + 0.92) and box.y > rank + 0.56 for box in held)
 
 
 def test_a_picture_has_every_collective_on_every_rank():
