@@ -61,7 +61,7 @@ def test_norms_are_repeated_where_they_are_not_fused():
 
 def test_a_prediction_head_has_a_projection_and_logits_of_its_own():
     model = replace(MODEL, mtp_heads=("t",), behind_mtp=0)
-    assert model_layers(job(model)) == {"t": 9, "m": 1} and stage_layers(job(model), (2,) * 4)[3].counts["m"] == 1
+    assert model_layers(job(model)) == {"t": 9, "m": 1} and stage_layers(job(model), (2,) * 4)[3]["m"] == 1
     assert layer_weights(job(model), "m") == 2 * H * H + 6 * H
     for vocab in ("none", "vocab-2"):
         plain, heads = (

@@ -63,7 +63,7 @@ def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
     assert pytest.approx(plain.F - gain + times.memory_time(6 * (inputs + weights))) == found.F
     assert pytest.approx(plain.B - gain + times.memory_time(6 * outputs)) == found.B
     assert pytest.approx(plain.W - gain) == found.W
-    assert times.plain_layer() == plain
+    assert times.layer("t'") == plain
     again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100).layer()
     assert pytest.approx(found.B + found.F) == again.B
     part, wide = (PassTimes(replace(job, recompute_modules=frozenset(["mlp"])), H100).layer() for job in (JOB, WIDE))
@@ -137,18 +137,18 @@ def test_memory_of_a_rank_has_the_copies_and_keeps_less():
 )
 def test_layers_that_stay_in_16_bits_are_the_first_and_last_of_the_model(start, end, layers, wide):
     def found(job):
-        return tuple(each.wide["t"] for each in stage_layers(job, layers))
+        return tuple(each["t'"] for each in stage_layers(job, layers))
 
     assert found(replace(JOB, bf16_at_start=start, bf16_at_end=end)) == wide
-    assert found(replace(WIDE, bf16_at_start=start)) == layers
+    assert not any(found(replace(WIDE, bf16_at_start=start)))
 
 
 def test_stages_with_layers_in_16_bits_take_longer():
     job = replace(JOB, bf16_at_start=1, bf16_at_end=1)
     costs, even = (predict(each, Plan("v-half", VocabMethod.VOCAB_1), H100.alike).timeline.costs for each in (job, JOB))
     times = PassTimes(JOB, H100)
-    assert costs.F[0] - even.F[0] == pytest.approx(times.plain_layer().F - times.layer().F)
-    assert costs.W[7] - even.W[7] == pytest.approx(times.plain_layer().W - times.layer().W)
+    assert costs.F[0] - even.F[0] == pytest.approx(times.layer("t'").F - times.layer().F)
+    assert costs.W[7] - even.W[7] == pytest.approx(times.layer("t'").W - times.layer().W)
     assert costs.F[1:7] == even.F[1:7]
 
 

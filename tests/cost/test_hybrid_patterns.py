@@ -92,7 +92,7 @@ def test_experts_and_mlps_have_widths_of_their_own():
     job = replace(JOB, model=model, pipeline=2)
     dense = layer_weights(job, "-")
     assert dense == 3 * 2048 * 4096 + 2 * 2048
-    counts = [dict(stage.counts) for stage in stage_layers(job, (3, 1))]
+    counts = [dict(stage) for stage in stage_layers(job, (3, 1))]
     assert counts == [{"*": 2, "-": 1}, {"E": 1}]
     assert model_flops(job) > model_flops(replace(job, model=replace(model, pattern="*-*-")))
 

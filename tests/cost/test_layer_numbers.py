@@ -35,12 +35,12 @@ def test_heads_are_no_layers_of_a_stage_but_of_the_model():
     model = replace(MODEL, mtp_heads=("t",), behind_mtp=1)
     assert model_layers(replace(JOB, model=model)) == {"t": 7, "m": 1}
     found = stage_layers(replace(JOB, model=model), (2, 2, 2))
-    assert [stage.counts["t"] for stage in found] == [2, 3, 2]
+    assert [stage["t"] for stage in found] == [2, 3, 2]
 
 
 def test_layers_in_16_bits_are_counted_from_the_ends_of_the_model():
     job = replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=3)
-    assert [stage.wide.get("t", 0) for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
+    assert [stage["t'"] for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
 
 
 def test_vocabulary_layers_that_count_as_layers_count_for_the_number_of_chunks():

@@ -90,8 +90,7 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
 
 def weight_copies(job: Job, hardware: Hardware, kind: str = "t") -> float:
     """Bytes of the fp8 copies of one layer's weights on one rank, which exist from the first microbatch on."""
-    assert job.fp8 is not None
-    return quantised(job.fp8, hardware).kept * fp8_weights(job, kind)
+    return quantised(job.fp8, hardware).kept * fp8_weights(job, kind) if job.fp8 else 0.0
 
 
 def fp8_weights(job: Job, kind: str = "t") -> int:
@@ -105,7 +104,8 @@ def activations_saved(job: Job, hardware: Hardware, kind: str = "t") -> float:
     The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
     input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.
     """
-    assert job.fp8 is not None
+    if job.fp8 is None:
+        return 0.0
     kept = quantised(job.fp8, hardware).kept_for_weights
     left = [op for op in operations(job, kind) if not op.again(job)]
     return sum((job.element_bytes - kept) * op.narrow - kept * op.doubled for op in left)

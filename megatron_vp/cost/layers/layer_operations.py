@@ -123,11 +123,17 @@ class Op(NamedTuple):
 OFFLOADED = {"split": "core_attn", "proj": "attn_proj", "dispatch": "expert_fc1", "up": "moe_act"}
 """The values of `--offload-modules` with which an operation's results are kept in host memory."""
 
+WIDE = "'"
+"""Ends the kind of a layer whose matrix products run in 16 bits although the job has an fp8 recipe."""
+
 
 @lru_cache(maxsize=4096)
 def operations(job: Job, kind: str = "t") -> tuple[Op, ...]:
-    """The operations of a layer of `kind` (see `LAYERS`), in the order of its forward."""
-    return tuple(op for block in LAYERS[kind] for op in block(job))
+    """The operations of a layer of `kind` (see `LAYERS`), in the order of its forward. WIDE: not in fp8."""
+    found = (op for block in LAYERS[kind.removesuffix(WIDE)] for op in block(job))
+    if kind.endswith(WIDE):
+        return tuple(op._replace(narrows=False, narrow=0.0, doubled=0.0) for op in found)
+    return tuple(found)
 
 
 def attention(job: Job) -> list[Op]:

@@ -204,11 +204,6 @@ class ModelShape:
         """Whether this is a hybrid model, in which each layer is a single block, such as attention or an MLP."""
         return not set(self.pattern) <= set("tdgh")
 
-    @property
-    def mlps_per_token(self) -> int:
-        """Number of MLPs that a token goes through in a layer."""
-        return self.experts_per_token if self.experts else 1
-
 
 @dataclass(frozen=True)
 class OptimizerStates:

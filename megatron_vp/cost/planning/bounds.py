@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.layer_types import model_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.predict import after_passes, memory_model
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
-from megatron_vp.cost.ranks.layer_memory import layer_memory
 from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import WORKSPACES, MemoryModel, RankMemory
 from megatron_vp.schedule import StageCosts, VocabMethod
@@ -88,7 +86,6 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
     whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))
     before, behind = ([0.0, *accumulate(times)] for times in (costs.F, whole))
     turn = _turn(plan.vocab, costs)
-    layers = {kind: layer_memory(job, split, kind) for kind in model_layers(job)}
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
     after = after_passes(job, plan, single, hardware)
     simulated = sampled(job).microbatches
@@ -103,8 +100,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
         # If backwards are split, Ws may fill the time in which earlier stages run their last Bs.
         drain = 0.0 if split else behind[first]
         seconds = max(seconds, before[first] + job.microbatches * work[rank] + drain - outside + after)
-        kept = memory.held(rank, {kind: each.kept for kind, each in layers.items()})
-        waiting = memory.held(rank, {kind: each.waiting for kind, each in layers.items()})
+        kept, waiting = memory.held(rank, "kept"), memory.held(rank, "waiting")
         in_pass, held, byte_seconds = memory.in_pass(rank), 0.0, 0.0
         for stage in stages:
             stays = before[-1] - before[stage] + turn + behind[-1] - behind[stage]

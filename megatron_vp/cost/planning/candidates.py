@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.layer_operations import WIDE
 from megatron_vp.cost.layers.layer_types import head_kinds
 from megatron_vp.cost.layers.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
@@ -148,7 +149,7 @@ def balanced_layers(job: Job, placement: Placement, hardware: Hardware) -> tuple
         layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware).layer_traffic()
         work = [0.0] * placement.ranks
         if job.fp8 is not None:
-            slower = sum(times.plain_layer()) - sum(times.layer())
+            slower = sum(times.layer("t" + WIDE)) - sum(times.layer())
             work[placement.first_rank] += job.bf16_at_start * slower
             work[placement.last_rank] += job.bf16_at_end * slower
         work = [own + more for own, more in zip(work, _vocabulary_work(times, placement), strict=True)]

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from megatron_vp.cost.layers.layer_types import type_of
+from megatron_vp.cost.layers.layer_types import layer_kinds
 from megatron_vp.cost.planning.layer_choices import LayerChoice, layer_choices
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
@@ -32,11 +32,9 @@ def letter_seconds(times: PassTimes) -> list[float]:
     """Seconds that all passes of one microbatch take in each layer of the job's pattern."""
     job = times.job
     traffic = CommunicationModel(job, times.hardware)
-    kinds = [type_of(letter) for letter in job.model.pattern]
-    narrow = {kind: sum(times.layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
-    wide = {kind: sum(times.plain_layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
-    last_narrow = len(kinds) - job.bf16_at_end
-    return [(narrow if job.bf16_at_start <= place < last_narrow else wide)[kind] for place, kind in enumerate(kinds)]
+    kinds = layer_kinds(job, job.model.layers)
+    took = {kind: sum(times.layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in set(kinds)}
+    return [took[kind] for kind in kinds]
 
 
 def even_cut(

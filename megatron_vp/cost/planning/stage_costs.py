@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import erfc, prod, sqrt
 
@@ -103,8 +104,9 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
     """
     single = single_microbatch(plan, job)
     costs = stage_costs(job, plan, single, hardware.alike)
-    held = stage_layers(job, layers_of(job, plan, single.placement))
-    if plan.vocab_rows is None and all(stage.counts == held[0].counts for stage in held):
+    # Layers in fp8 and in 16 bits count as equal here.
+    held = stage_layers(replace(job, fp8=None), layers_of(job, plan, single.placement))
+    if plan.vocab_rows is None and all(stage == held[0] for stage in held):
         mean = costs.nominal(job.pipeline)
         unit = 0.01 * (mean.F + mean.B + mean.W)
         rounded = {name: float(round(value / unit)) for name, value in mean.named().items() if name not in mean.other}
@@ -128,18 +130,13 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     """
     communication = CommunicationModel(times.job, times.hardware)
     held = stage_layers(times.job, layers)
-    kinds = {kind for stage in held for kind in stage.counts}
-    by_kind = {kind: (times.layer(kind), times.plain_layer(kind), communication.layer_traffic(kind)) for kind in kinds}
-    gap, stages = times.gap, []
-    for counts, wides in held:
-        forward = backward = weight = traffic = 0.0
-        for kind, count in counts.items():
-            (layer, plain, each), wide = by_kind[kind], wides[kind]
-            forward += (count - wide) * layer.F + wide * plain.F
-            backward += (count - wide) * layer.B + wide * plain.B
-            weight += (count - wide) * layer.W + wide * plain.W
-            traffic += count * each
-        stages.append(Split(forward + traffic + gap, backward + traffic + gap, weight + split_backward * gap))
+    by_kind, gap, stages = {}, times.gap, []
+    for kind in {kind for stage in held for kind in stage}:
+        layer, traffic = times.layer(kind), communication.layer_traffic(kind)
+        by_kind[kind] = Split(layer.F + traffic, layer.B + traffic, layer.W)
+    for counts in held:
+        F, B, W = (sum(count * by_kind[kind][place] for kind, count in counts.items()) for place in range(3))
+        stages.append(Split(F + gap, B + gap, W + split_backward * gap))
     if vocab is VocabMethod.NONE:
         model, embedding = times.job.model, times.whole_embedding()
         heads = [(-1 - model.behind_mtp, embedding)] * len(model.mtp_heads)

@@ -107,13 +107,13 @@ class PassTimes:
         rates = self.hardware.rates
         return rates.gemm if rates else self.hardware.peak_flops * self.hardware.constants.matrix
 
-    def operation(self, op: Op, recipe: Fp8Recipe | None = None) -> Split:
-        """Seconds of one operation; `recipe`: the fp8 recipe, if it is used."""
+    def operation(self, op: Op) -> Split:
+        """Seconds of one operation."""
         moved = self.memory_time(op.moved) + op.work / self.rate
         back = 2 * moved if op.back is None else self.memory_time(op.back)
         product = added = 0.0
         if op.matrix:
-            matrix, used = op.matrix, recipe if op.narrows else None
+            matrix, used = op.matrix, self.job.fp8 if op.narrows else None
             product, added = self.gemm_time(matrix, used), self.memory_time(self.accumulated * matrix.weights)
             if used:
                 cast = quantised(used, self.hardware)
@@ -129,23 +129,16 @@ class PassTimes:
         return Split(product + moved, product + back, product + added)
 
     def layer(self, kind: str = "t") -> Split:
-        """Seconds of one layer, with matrix products in the job's precision."""
-        return self._layer(kind, self.job.fp8)
-
-    def plain_layer(self, kind: str = "t") -> Split:
-        """Seconds of one layer without fp8."""
-        return self._layer(kind, None)
-
-    def _layer(self, kind: str, recipe: Fp8Recipe | None) -> Split:
+        """Seconds of one layer."""
         job, found = self.job, operations(self.job, kind)
-        times = [(op, self.operation(op, recipe)) for op in found]
+        times = [(op, self.operation(op)) for op in found]
         forward, backward, weight = (sum(each[place] for _, each in times) for place in range(3))
         # Recomputation repeats the communication of hidden states.
         again = sum(each.F + self.communication.wait(op) for op, each in times if op.again(job))
         fitted = self.memory_time(self.fitted_bytes(found))
         weights = 0.0
-        if recipe:  # A weight is quantised only in the first microbatch of an iteration.
-            each = quantised(recipe, self.hardware).moved / job.microbatches
+        if job.fp8:  # A weight is quantised only in the first microbatch of an iteration.
+            each = quantised(job.fp8, self.hardware).moved / job.microbatches
             weights = self.memory_time(each * fp8_weights(job, kind))
         if job.recompute is Recompute.FULL:
             again += fitted + weights
@@ -193,7 +186,7 @@ class PassTimes:
         job = self.job
         forward, backward = (each * job.output_tokens * job.whole_rows for each in WHOLE_SCORES[job.cross_entropy])
         matrix = Matrix(job.model.hidden, job.whole_rows, job.output_tokens)
-        return self.operation(Op("output", matrix, moved=forward, back=backward), job.fp8 if job.fp8_output else None)
+        return self.operation(Op("output", matrix, moved=forward, back=backward, narrows=job.fp8_output))
 
     def whole_embedding(self) -> Split:
         """Seconds of the first stage's input embedding if it is not split."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.fp8 import activations_saved, quantised, weight_copies
 from megatron_vp.cost.layers.layer_operations import expert_weights, layer_weights, orthogonal_flops
-from megatron_vp.cost.layers.layer_types import StageLayers, model_layers, stage_layers
+from megatron_vp.cost.layers.layer_types import Counts, model_layers, stage_layers
 from megatron_vp.cost.layers.shapes import CrossEntropy, Job, Recompute
 from megatron_vp.cost.ranks.layer_memory import (
     SPLIT_BACKWARD,
@@ -89,11 +89,15 @@ class MemoryModel:
 
     @cached_property
     def _layer_memory(self) -> dict[str, LayerMemory]:
-        split = self.schedule.split_backward
-        return {kind: layer_memory(self.job, split, kind) for kind in model_layers(self.job)}
+        job, found = self.job, {}
+        for kind in model_layers(job):
+            memory = layer_memory(job, self.schedule.split_backward, kind)
+            saved = activations_saved(job, self.hardware, kind) if job.recompute is not Recompute.FULL else 0.0
+            found[kind] = replace(memory, kept=memory.kept - saved, waiting=memory.waiting - saved)
+        return found
 
     @cached_property
-    def _stages(self) -> tuple[StageLayers, ...]:
+    def _stages(self) -> tuple[Counts, ...]:
         return stage_layers(self.job, self.layers)
 
     @cached_property
@@ -122,13 +126,7 @@ class MemoryModel:
 
     def fp8_copies(self, rank: int) -> float:
         """Bytes of the fp8 copies of a rank's weights."""
-        if self.job.fp8 is None:
-            return 0.0
-        return sum(
-            (count - self._stages[stage].wide[kind]) * weight_copies(self.job, self.hardware, kind)
-            for stage in self.schedule.placement.stage_of[rank]
-            for kind, count in self._stages[stage].counts.items()
-        )
+        return sum(count * weight_copies(self.job, self.hardware, kind) for kind, count in self._layers(rank))
 
     def fp8_parameters(self, rank: int) -> float:
         """Number of parameters on a rank that are kept only in fp8."""
@@ -142,7 +140,7 @@ class MemoryModel:
 
     def _layers(self, rank: int) -> list[tuple[str, int]]:
         stages = self.schedule.placement.stage_of[rank]
-        return [each for stage in stages for each in self._stages[stage].counts.items()]
+        return [each for stage in stages for each in self._stages[stage].items()]
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer updates; a distributed optimizer divides them among the replicas."""
@@ -202,11 +200,11 @@ class MemoryModel:
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
-            waiting = self.held(rank, {kind: each.waiting for kind, each in self._layer_memory.items()})
+            waiting = self.held(rank, "waiting")
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
                 waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
-        held, scores = once_memory(self.job, split, (kind for kind, count in self._layers(rank) if count)), 0.0
+        held, scores = once_memory(self.job, split, (kind for kind, _ in self._layers(rank))), 0.0
         peak, most = (0.0, 0.0), 0.0
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
@@ -283,7 +281,7 @@ class MemoryModel:
     def kept(self, rank: int) -> dict[int, float]:
         """Bytes that a microbatch keeps from F to B on each virtual stage of `rank`, not counting logits."""
         placement = self.schedule.placement
-        kept = self.held(rank, {kind: each.kept for kind, each in self._layer_memory.items()})
+        kept = self.held(rank, "kept")
         whole = self.schedule.vocab is VocabMethod.NONE
         if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
             # The last norm keeps its input, and the output layer keeps the norm's result.
@@ -299,7 +297,7 @@ class MemoryModel:
         kept, stages = self.kept(rank), self._stages
         small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
         return {
-            stage: max(0.0, each - sum(count * small[kind] for kind, count in stages[stage].counts.items()))
+            stage: max(0.0, each - sum(count * small[kind] for kind, count in stages[stage].items()))
             for stage, each in kept.items()
         }
 
@@ -333,17 +331,12 @@ class MemoryModel:
         pattern = self.job.model.pattern
         return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
 
-    def held(self, rank: int, each: Mapping[str, float]) -> dict[int, float]:
-        """Bytes that a microbatch needs on each virtual stage of `rank`; `each`: bytes per layer, by layer type."""
-        job, stages = self.job, self._stages
-        held = {}
+    def held(self, rank: int, what: str) -> dict[int, float]:
+        """Bytes that a microbatch needs on each virtual stage of `rank`. `what` is a field of `LayerMemory`."""
+        job, held = self.job, {}
         for stage in self.schedule.placement.stage_of[rank]:
-            counts, wide = stages[stage]
-            held[stage] = sum(count * each[kind] for kind, count in counts.items())
-            if job.fp8 is not None and job.recompute is not Recompute.FULL:
-                held[stage] -= sum(
-                    (count - wide[kind]) * activations_saved(job, self.hardware, kind) for kind, count in counts.items()
-                )
+            counts = self._stages[stage].items()
+            held[stage] = sum(count * getattr(self._layer_memory[kind], what) for kind, count in counts)
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
             # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
             # rows. In this project, the embedding rows are counted as the first layer's input.
