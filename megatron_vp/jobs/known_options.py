@@ -19,23 +19,9 @@ from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, grouped, name_of, option_of
+from megatron_vp.jobs.options import RANGES, SHORT_NAMES
 
 _FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
-
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "num_virtual_stages_per_pipeline_rank",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
-    "layers": "num_layers",
-    "batch_size": "micro_batch_size",
-    "schedule": "pipeline_schedule",
-    "vocab": "vocab_size",
-}
-"""Common short names and their options. A search for similar spellings would not find these options."""
 
 
 def pattern(text: str) -> int | str:
@@ -93,24 +79,11 @@ def listed_parser() -> Parser:
     return parser
 
 
-LEAST = {"mtp_num_layers": 0, "num_experts": 0}
-"""Smallest accepted values of sizes; all other sizes must be at least 1."""
-_SIZES = (
-    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts"),
-    *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "seq_length", "micro_batch_size"),
-    *("moe_ffn_hidden_size", "moe_router_topk", "global_batch_size", "pipeline_model_parallel_size"),
-    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
-    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-)
-LARGEST = dict.fromkeys(_SIZES, 2**28) | {"num_layers": 10_000, "mtp_num_layers": 2**10}
-"""Largest accepted values of sizes, to catch typos."""
-
-
 def out_of_range(name: str, value: Any) -> str | None:
     """What is wrong with a number as a size, or because it is not finite; None if nothing is."""
-    if name not in LARGEST or value is None:
+    if name not in RANGES or value is None:
         return f"{value} is not a finite number" if isinstance(value, float) and not math.isfinite(value) else None
-    least, largest = LEAST.get(name, 1), LARGEST[name]
+    least, largest = RANGES[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
         return f"{value!r} is not a whole number from {least} to {largest}"
     return None
@@ -164,7 +137,7 @@ def known_options() -> dict[str, argparse.Action]:
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name most likely meant by `name`. All names have underscores in place of hyphens."""
-    return _SHORT.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
+    return SHORT_NAMES.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
 
 
 def refuse_wrong_words(words: Sequence[str], commands_own: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The options that a run refuses or warns about, and those that the cost model does not count: `options.toml`."""
+"""What the commands know about Megatron's options, such as which a run refuses: the records of `options.toml`."""
 
 from __future__ import annotations
 
@@ -13,43 +13,13 @@ from typing import Any
 
 from megatron_vp.jobs.command_line import option_of
 
-_FAMILY = "--pipeline-schedule {pipeline_schedule} with "
-RUNS = {
-    "any run": "",
-    "Megatron's schedule": "",
-    "our schedules": "{our_schedule} with ",
-    "vocabulary shards": "--vocab-parallel with ",
-    "W": _FAMILY,
-    "W of Transformer Engine": _FAMILY,
-    "V": _FAMILY,
-    "uneven chunks": _FAMILY,
-    "moved weights": "{our_schedule} with ",
-    "offload": "--offload-chunks {offload_chunks} with ",
-    "sdpa": "--core-attention sdpa with ",
-    "our script": "pretrain_gpt_vp.py with ",
-    "V without shards": _FAMILY,
-    "vocabulary passes": _FAMILY,
-    "pattern without heads": "--vocab-parallel with a --hybrid-layer-pattern without heads and ",
-    **dict.fromkeys(("no emerging-optimizers", "no einops", "no datasets"), ""),
-}
-"""Properties of a run that exclude options or take their effect, each with the beginning of a refusal. W: the schedule
-has W passes. V: the last stage is on the first rank. Moved weights: on other ranks than in Megatron. No PACKAGE: it is
-not installed.
-"""
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+RUNS: dict[str, str] = _FILE["runs"]
+OTHER_NAMES: dict[str, str] = _FILE["other_names"]
+SHORT_NAMES: dict[str, str] = _FILE["short_names"]
+RANGES: dict[str, list[int]] = _FILE["ranges"]
 UNREAD = "unread"
 """Stands for a property of RUNS if no code of Megatron reads an option."""
-OTHER_NAMES = {
-    "expert_tensor_parallel_num_weight_shards": "expert_gtp_weight_remat_size",
-    "fp4_format": "fp4",
-    "fp8_format": "fp8",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "output_logit_dtype": "logit_dtype",
-    "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
-    "tensor_parallel_num_weight_shards": "gtp_weight_remat_size",
-}
-"""Options whose value Megatron stores or derives under another name."""
-
 Values = Callable[[str], Any]
 """Gives the value of an argument by its long name; None if it is not set."""
 
@@ -104,7 +74,7 @@ class Option:
     instead: str = "leave it out"
     does: str = ""
     """What the options do instead of the intended effect, for a warning. Without it, the run is refused."""
-    harmless: tuple[Any, ...] | None = None
+    harmless: list[Any] | None = None
     """The values that change neither time nor memory, if the cost model does not count the options."""
 
     @cached_property
@@ -133,11 +103,7 @@ class Option:
         return f"{RUNS[self.run]}{called} {verb}: {self.why}; {self.instead}"
 
 
-def _option(harmless: list[Any] | None = None, **record: Any) -> Option:
-    return Option(harmless=None if harmless is None else tuple(harmless), **record)
-
-
-OPTIONS = tuple(_option(**each) for each in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["option"])
+OPTIONS = tuple(Option(**each) for each in _FILE["option"])
 UNCOUNTED = {
     term.name: option.harmless
     for option in OPTIONS

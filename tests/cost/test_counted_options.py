@@ -20,7 +20,7 @@ H100, B200 = HARDWARE["h100"], HARDWARE["b200"]
 H, S = 2048, 4096
 MODEL = ModelShape(8, H, 16, 8192, 64000, kv_groups=4, gated=True)
 ROUTED = replace(MODEL, ffn=1024, experts=16, experts_per_token=4)
-LATENT = replace(MODEL, kv_groups=16, latent=Latent(512, 256, 64, 128), head_size=192, rotary=True)
+LATENT = replace(MODEL, kv_groups=16, latent=Latent(256, 64, 128, 512), head_size=192, rotary=True)
 
 
 def job(model=MODEL, **changes):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vp.cost.layers.expert_layers import expert_layers
-from megatron_vp.cost.layers.job_sizes import job_of
+from megatron_vp.cost.layers.job_sizes import expert_layers, job_of
 from megatron_vp.cost.layers.layer_operations import layer_weights
 from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
 from megatron_vp.errors import UserError
@@ -30,6 +29,7 @@ DEEPSEEK_V3 = {
         ([0, 1, 1, 0], "0110"),
         ("[0]*1 + [1]*3", "0111"),
         ("([0, 1]) * 2", "0101"),
+        ("([0]*1+[1])*2", "0101"),
     ],
 )
 def test_every_way_to_say_which_layers_have_experts(frequency, layers):
@@ -37,7 +37,11 @@ def test_every_way_to_say_which_layers_have_experts(frequency, layers):
 
 
 @pytest.mark.parametrize(
-    "frequency", [0, "", "0.5", "[2]*4", "[[1]]*4", "__import__('os')", "[1]*10**9", "[0]*3", None]
+    "frequency",
+    [
+        *(0, "", "0.5", "[2]*4", "[[1]]*4", "__import__('os')", "[1]*10**9", "[0]*3", None),
+        *("1+0+1+1", "[0 1]*2", "((([1]*9999)*9999)*9999)"),
+    ],
 )
 def test_what_says_it_in_no_way_is_refused(frequency):
     with pytest.raises(UserError, match="moe_layer_freq"):

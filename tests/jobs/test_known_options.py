@@ -12,7 +12,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import name_of
 from megatron_vp.jobs.config_words import _argument
 from megatron_vp.jobs.job_config import read_sizes
-from megatron_vp.jobs.known_options import LARGEST, known_options, listed_parser, refuse_wrong_words
+from megatron_vp.jobs.known_options import known_options, listed_parser, refuse_wrong_words
+from megatron_vp.jobs.options import RANGES
 
 DRAWN = [
     *([], [""], ["1"], ["-1"], ["-.5"], ["1.5"], ["1e3"], ["-1e-4"], ["x"], ["-x"], ["true"], ["1_0"], ["0x10"]),
@@ -117,4 +118,4 @@ def test_what_a_later_release_adds_or_widens_is_known_too():
     known = known_options()
     assert known["mtp_hsm"].nargs == 0 and known["rl_generation_lag"].type is float
     assert {"gdn", "gdn2"} <= set(known["experimental_attention_variant"].choices)
-    assert set(LARGEST) <= set(known) and "help" not in known
+    assert set(RANGES) <= set(known) and "help" not in known

@@ -45,5 +45,5 @@ def test_every_record_is_about_options_that_exist_and_says_what_it_is_for():
         assert {term.name for way in option.ways for term in way} <= known, option.given
         assert option.run in {*RUNS, UNREAD} or option.harmless is not None, option.given
         assert option.why or option.run in ("", UNREAD)
-    assert UNCOUNTED["experimental_attention_variant"][0] == "gated_delta_net" and UNCOUNTED["sft"] == ()
+    assert UNCOUNTED["experimental_attention_variant"][0] == "gated_delta_net" and UNCOUNTED["sft"] == []
     assert len({(option.given, option.run) for option in OPTIONS}) == len(OPTIONS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_vp.cost.layers.expert_layers import expert_layers
 from megatron_vp.cost.layers.shapes import (
     AttentionKernels,
     CrossEntropy,
@@ -47,6 +48,8 @@ class _Given:
 
 
 _DEFAULTS = Arguments({})
+_ARGUMENTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
@@ -63,9 +66,8 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
             "`megatron-vp plan llama3_8b [FLAGS]`, or flags "
             f"such as {option_of(absent[0])} N"
         )
-    model, micro_batch = _model(a), a.micro_batch_size
-    pipeline, tensor = a.pipeline_model_parallel_size, a.tensor_model_parallel_size
-    context, expert = a.context_parallel_size, a.expert_model_parallel_size
+    model, sizes = _model(a), _fields(a, "job")
+    pipeline, tensor, context, micro_batch = (sizes[each] for each in ("pipeline", "tensor", "context", "micro_batch"))
     if a.bf16 and a.fp16:
         raise UserError(
             "bf16 and fp16 are both on, but a model can use only one of them: leave one out, or set it to false"
@@ -73,13 +75,12 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     fp8, bf16_at_start, bf16_at_end = _fp8(a, model.layers, pipeline)
     kind = layer_kind(arguments)
     replica = pipeline * tensor * context
-    data = max(1, expert * (a.expert_tensor_parallel_size or tensor) // (tensor * context))
+    data = max(1, sizes["expert"] * (a.expert_tensor_parallel_size or tensor) // (tensor * context))
     if ranks is not None:
         data = ranks // replica
         if not data or ranks % replica:
-            sizes = {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
-            sizes |= {"context_parallel_size": context}
-            raise UserError(UNEVEN_RANKS.format(world_size=ranks, replica_ranks=replica, **sizes))
+            given = {name: getattr(a, name) for name in _PARALLEL_SIZES}
+            raise UserError(UNEVEN_RANKS.format(world_size=ranks, replica_ranks=replica, **given))
     batch = a.global_batch_size or micro_batch * data
     if a.step_batch_size_schedule is not None:
         if a.global_batch_size is not None:
@@ -88,22 +89,14 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     if batch % (micro_batch * data):
         batches = {"global_batch_size": batch, "micro_batch_size": micro_batch}
         raise UserError(UNEVEN_BATCH.format(replicas=data, samples=micro_batch * data, **batches))
+    selective = a.recompute_granularity == "selective"
     return Job(
         model,
-        sequence=a.seq_length,
-        micro_batch=micro_batch,
+        **sizes,
         microbatches=batch // (micro_batch * data),
-        pipeline=pipeline,
-        tensor=tensor,
-        context=context,
         data=data,
-        expert=expert,
-        sequence_parallel=bool(a.sequence_parallel),
-        distributed_optimizer=bool(a.use_distributed_optimizer),
         recompute=Recompute.FULL if a.recompute_granularity == "full" else Recompute.NONE,
-        recompute_modules=modules_in(arguments, "recompute_modules")
-        if a.recompute_granularity == "selective"
-        else frozenset(),
+        recompute_modules=modules_in(arguments, "recompute_modules", selective),
         wide_gradients=_wide_gradients(a),
         element_bytes=2 if a.bf16 or a.fp16 else 4,
         fp8=fp8,
@@ -111,28 +104,24 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         bf16_at_end=bf16_at_end,
         cross_entropy=_cross_entropy(a),
         layers=kind,
-        data_overlap=bool(a.overlap_grad_reduce),
-        gather_overlap=bool(a.overlap_param_gather),
-        tensor_overlap=bool(a.tp_comm_overlap),
-        expert_overlap=bool(a.overlap_moe_expert_parallel_comm),
-        expert_tensor=a.expert_tensor_parallel_size or 0,
         dispatcher=_DISPATCHERS.get(a.moe_token_dispatcher_type, Dispatcher.UNSAID),
         attention=_attention(a, fp8),
-        fp8_parameters=bool(a.fp8_param_gather),
         glu_intermediates=_glu_intermediates(a, kind, model.experts > 0),
         attention_dropout=bool(a.attention_dropout),
         wide_softmax=bool(a.attention_softmax_in_fp32 or a.apply_query_key_layer_scaling),
         states=_states(a, fp8),
         capacity=_capacity(a),
         reserved=_reserved(a),
-        paged=bool(a.moe_paged_stash),
         fp8_output=bool(a.fp8_output_proj and fp8),
         muon=a.muon_num_ns_steps if a.optimizer in ("muon", "dist_muon") else 0,
-        graphs=a.cuda_graph_impl,
-        offloaded_modules=modules_in(arguments, "offload_modules")
-        if a.fine_grained_activation_offloading
-        else frozenset(),
+        offloaded_modules=modules_in(arguments, "offload_modules", a.fine_grained_activation_offloading),
     )
+
+
+def _fields(a: _Given, part: str) -> dict[str, Any]:
+    """The fields of a part of the job that are Megatron's arguments as they stand: see job_sizes.toml."""
+    found = {field: getattr(a, name) for field, name in _ARGUMENTS[part].items()}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def _capacity(a: _Given) -> float:
@@ -156,7 +145,8 @@ def _reserved(a: _Given) -> float:
 
 
 def _model(a: _Given) -> ModelShape:
-    hidden, experts, pattern = a.hidden_size, a.num_experts or 0, pattern_in(a.given)
+    sizes, experts, pattern = _fields(a, "model"), a.num_experts or 0, pattern_in(a.given)
+    hidden = sizes["hidden"]
     if pattern is not None and "E" not in pattern.letters:
         experts = 0
     elif pattern is not None and not experts:
@@ -172,14 +162,11 @@ def _model(a: _Given) -> ModelShape:
         )
     layers = a.num_layers if pattern is None else len(pattern.letters)
     letters = pattern.letters if pattern is not None else _letters(a, layers, experts)
-    latent = None
-    if a.multi_latent_attention:
-        latent = Latent(a.q_lora_rank or 0, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.v_head_dim)
+    latent = Latent(**_fields(a, "latent")) if a.multi_latent_attention else None
     window = re.search(r"-?\d+", str(a.window_size or ""))
     return ModelShape(
+        **sizes,
         layers=layers,
-        hidden=hidden,
-        heads=a.num_attention_heads,
         ffn=a.moe_ffn_hidden_size or dense_ffn if experts else dense_ffn,
         vocab=padded or math.ceil(tokens / rows) * rows,
         kv_groups=a.num_query_groups if a.group_query_attention else 0,
@@ -202,17 +189,7 @@ def _model(a: _Given) -> ModelShape:
         windowed=_windowed(a) if window and int(window[0]) >= 0 else 0.0,
         clamped=a.activation_func_clamp_value is not None,
         expert_biases=_biases(a),
-        output_gate=bool(a.attention_output_gate),
-        shared_gate=bool(a.moe_shared_expert_gate),
-        delta=Delta(
-            key_heads=a.linear_num_key_heads,
-            value_heads=a.linear_num_value_heads,
-            key_size=a.linear_key_head_dim,
-            value_size=a.linear_value_head_dim,
-            kernel=a.linear_conv_kernel_dim,
-        )
-        if {*letters} & {*"Ggh"}
-        else None,
+        delta=Delta(**_fields(a, "delta")) if {*letters} & {*"Ggh"} else None,
     )
 
 
@@ -267,6 +244,33 @@ def _states(a: _Given, fp8: Fp8Recipe | None) -> OptimizerStates | None:
     elif not (a.bf16 or a.fp16):
         parameters = 0
     return OptimizerStates(_bytes_of(a, "exp_avg_dtype") + _bytes_of(a, "exp_avg_sq_dtype") + parameters, takes)
+
+
+_LETTERS, _MOST_LAYERS = {ord("0"): "d", ord("1"): "t", ord(","): None}, 10_000
+
+
+def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
+    """Whether each of the model's `layers` has experts, as `--moe-layer-freq` says.
+
+    `frequency` is a number N (every N-th layer has experts, starting with the first) or a list (1 for each layer with
+    experts, 0 for each layer without), also as a text such as "([0]*3+[1]*58)". Raises UserError for anything else.
+    """
+    text = "".join(str(frequency).split())
+    if text.isdecimal() and int(text):
+        return tuple(index % int(text) == 0 for index in range(layers))
+    # The text becomes a pattern of the letters d (without experts) and t (with), in which `(...)*N` is repeated.
+    found = re.sub(r"\[([01](?:,[01])*),?\]", lambda each: f"({each[1].translate(_LETTERS)})", text).replace("+", "")
+    while len(found) <= _MOST_LAYERS and (repeated := re.search(r"\(([dt]*)\)(?:\*(\d{1,4}))?", found)):
+        found = found[: repeated.start()] + repeated[1] * int(repeated[2] or 1) + found[repeated.end() :]
+    if not re.fullmatch("[dt]+", found):
+        raise UserError(
+            f'moe_layer_freq {frequency!r} cannot be read: give a number, or a list of 0 and 1 such as "([0]*3+[1]*58)"'
+        )
+    if len(found) != layers:
+        raise UserError(
+            f"moe_layer_freq lists {len(found)} layers, but the model has {layers}: give one number per layer"
+        )
+    return tuple(each == "t" for each in found)
 
 
 _DELTAS = ("gated_delta_net", "gdn", "gdn2")

@@ -77,16 +77,16 @@ class Dispatcher(StrEnum):
 class Latent:
     """Sizes of multi-latent attention.
 
-    query_rank: rank of the compressed queries, or 0 if queries are not compressed.
     key_rank: rank of the compressed keys and values.
     rotary: width of the part of a head's queries and keys that is rotated.
     value_size: width of a head's values.
+    query_rank: rank of the compressed queries, or 0 if queries are not compressed.
     """
 
-    query_rank: int
     key_rank: int
     rotary: int
     value_size: int
+    query_rank: int = 0
 
 
 @dataclass(frozen=True)
