@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.storage.parameter_groups import with_the_same_rates
 
 
 def group(max_lr, min_lr=0.0, **changes):
-    return {"max_lr": max_lr, "min_lr": min_lr, "wd_mult": 1.0, "default_config": True, **changes}
+    return {"max_lr": max_lr, "min_lr": min_lr, "wd_mult": 1.0, "is_decoupled_lr": False, **changes}
 
 
 def rates(groups):
@@ -24,8 +23,8 @@ def test_groups_get_the_rates_of_the_run_or_of_the_checkpoint(keeps_loaded, expe
 
 
 def test_a_group_with_rates_of_its_own_keeps_apart_from_the_others():
-    ours = [group(5e-4, 1e-5), group(1e-4, default_config=False)]
-    loaded = [group(2e-3, default_config=False), group(1e-3, 1e-5)]
+    ours = [group(5e-4, 1e-5), group(1e-4, is_decoupled_lr=True)]
+    loaded = [group(2e-3, is_decoupled_lr=True), group(1e-3, 1e-5)]
     with_the_same_rates(ours, loaded, False)
     assert rates(loaded) == [(1e-4, 0.0), (5e-4, 1e-5)]
 
@@ -36,11 +35,6 @@ def test_groups_that_only_their_rates_tell_apart_are_paired_in_the_order_of_the_
     assert rates(loaded) == [(2e-3, 0.0), (4e-3, 0.0)]
     with_the_same_rates(ours, [group(1e-3), group(2e-3)], True)
     assert rates(ours) == [(2e-3, 0.0), (1e-3, 0.0)]
-
-
-def test_groups_that_the_checkpoint_does_not_have_are_an_error():
-    with pytest.raises(UserError, match="--no-load-optim"):
-        with_the_same_rates([group(1e-3), group(1e-4, default_config=False)], [group(1e-3)], False)
 
 
 def test_equal_rates_stay_as_they_are():

@@ -1,23 +1,18 @@
-"""Checks, before any process group exists, that the checkpoint to load exists, is complete and has a suitable format.
+"""Checks, before any process group exists, that a run can load its checkpoint without silent damage.
 
-Without these checks, Megatron starts from random weights if it finds no checkpoint; if a file is damaged, only some
-ranks fail, at different times.
+Without these checks, Megatron starts from random weights if it finds no checkpoint, ignores an untied output layer, and
+loads optimizer state into other parameters. Files that are damaged or missing make the loading itself fail.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import json
-import pickle
 import warnings
-from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint import CheckpointException
 
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, printable
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.virtual_stages import chunks_asked
@@ -30,21 +25,7 @@ from megatron_vp.schedule import FAMILIES
 NON_PERSISTENT = "non_persistent"
 """Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
 
-_PARTS = ("metadata.json", ".metadata")
-
-_RECORDS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
-"""Modules whose data classes and enumerations may be unpickled. They are not listed one by one, because torch may add
-more.
-"""
-_OTHERS = {
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
+_ELSEWHERE = "correct --load, name another iteration with --ckpt-step, or leave --load out to start from scratch"
 
 
 def check_checkpoint(args: Arguments) -> str | None:
@@ -70,11 +51,9 @@ def check_checkpoint(args: Arguments) -> str | None:
 
 
 def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
-    if not folder.is_dir():
-        raise UserError(f"the checkpoint {folder} does not exist; {_others(folder)}")
-    if not any((folder / name).exists() for name in _PARTS):
+    if not any((folder / name).exists() for name in ("metadata.json", ".metadata")):
         if not any(folder.glob("mp_rank_*")):
-            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
+            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_ELSEWHERE}")
         # Megatron's older format has one file per rank, so ranks must hold the same layers as in plain Megatron.
         if args.vocab_parallel or run_settings(args).places_chunks:
             raise UserError(
@@ -83,9 +62,6 @@ def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
                 "(--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
             )
         return
-    damage = _damage(folder)
-    if damage is not None:
-        raise UserError(f"{damage}; {_others(folder)}")
     common = _common_state(folder)
     written_by = common.get("args")
     if written_by is None:
@@ -96,16 +72,7 @@ def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
             f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
             "--untie-embeddings-and-output-weights"
         )
-    if finetunes or folder.name == "release":
-        return
-    # Megatron cannot load a checkpoint without its random states, but would still exit with status 0.
-    stateless = getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False)
-    if stateless and not args.no_load_rng:
-        raise UserError(
-            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
-            "Megatron can load: add --no-load-rng"
-        )
-    if not (args.no_load_optim or args.skip_train):
+    if not (finetunes or folder.name == "release" or args.no_load_optim or args.skip_train):
         check_optimizer(args, written_by, common, folder)
 
 
@@ -185,68 +152,12 @@ def _last(folder: Path) -> Path | None:
     if said == "release":
         return folder / said
     if not (said.isdecimal() and len(said) < 20):
-        begins = said[:80]
-        raise UserError(
-            f"{tracker} is corrupt: it contains {begins!r} instead of an iteration number; {_others(folder / 'iter')}"
-        )
+        raise UserError(f"{tracker} is corrupt: it contains {said[:80]!r} instead of an iteration number; {_ELSEWHERE}")
     return folder / f"iter_{int(said):07d}"
 
 
 def _number(folder: Path) -> int:
     return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
-
-
-def _damage(folder: Path) -> str | None:
-    """Describe the first fault in a checkpoint's files; return None if the metadata is readable and no file is missing
-    or shorter than the metadata states.
-    """
-    missing = [name for name in _PARTS if not (folder / name).is_file()]
-    if missing:
-        return f"the checkpoint {folder} lacks {' and '.join(missing)}"
-    part = _PARTS[0]
-    try:
-        json.loads((folder / part).read_bytes())
-        part = _PARTS[1]
-        stored = read_metadata(folder).storage_data
-    except Exception as error:
-        return f"{folder / part} is corrupt ({_brief(error)})"
-    ends: dict[str, int] = {}
-    for piece in stored.values():
-        ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
-    for name, end in sorted(ends.items()):
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None or size < end:
-            return f"{path} {'is missing' if size is None else f'is truncated: it has {size} of {end} bytes'}"
-    return None
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads a pickle without running any function that it names: a checkpoint from someone else may name any, and a
-    check, for example on a login node, must not run it.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OTHERS:
-            return _OTHERS[module, name]
-        # Refuse dotted names, because they can reach functions of imported modules, such as `os.system`.
-        if (module == "torch" or module in _RECORDS) and "." not in name:
-            found = super().find_class(module, name)
-            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-            if isinstance(found, torch.dtype | torch.memory_format) or (is_record and found.__module__ == module):
-                return found
-        raise pickle.UnpicklingError(
-            f"the pickle refers to {module}.{name}, which does not belong in a checkpoint's metadata and was not "
-            "executed"
-        )
-
-
-def read_metadata(folder: Path) -> Any:
-    """Return the `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint in `folder`. Reading a damaged file
-    may raise any error.
-    """
-    with (folder / ".metadata").open("rb") as file:
-        return _Unpickler(file).load()
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
@@ -257,21 +168,6 @@ def _common_state(folder: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # Megatron warns about reads by a single process, which are intended here.
         try:
             return load_common_state_dict(str(folder))
-        except Exception as error:
-            raise UserError(f"the checkpoint {folder} is corrupt ({_brief(error)}); {_others(folder)}") from error
-
-
-def _others(folder: Path) -> str:
-    """Advise what to do about an unusable checkpoint: load the newest other checkpoint that is complete, if any."""
-    steps = (other.name.removeprefix("iter_") for other in folder.parent.glob("iter_*") if other != folder)
-    for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
-        if _damage(folder.parent / f"iter_{step:07d}") is None:
-            return f"use --ckpt-step {step}, the newest other complete checkpoint"
-    return (
-        f"{folder.parent} contains no other complete checkpoint: check --load, or leave --load out to start from "
-        "scratch"
-    )
-
-
-def _brief(error: Any) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:200]
+        except (Exception, CheckpointException) as error:  # The latter does not derive from Exception.
+            fault = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+            raise UserError(f"the checkpoint {folder} is corrupt ({printable(str(fault))}); {_ELSEWHERE}") from error

@@ -11,13 +11,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_vp.errors import UserError
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
-_LASTING = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "lr_mult", "optimizer")
-"""The settings that identify a parameter group, apart from its learning rates."""
 
 Group = dict[str, Any]
 
@@ -26,23 +25,16 @@ def with_the_same_rates(groups: Sequence[Group], loaded: Sequence[Group], keeps_
     """Give the loaded parameter groups and the optimizer's own groups the same rates, so that Megatron can match them.
 
     With `keeps_loaded`, both get the rates of the checkpoint; otherwise, both get the rates of this run. Groups that
-    differ only in their rates, as with MuP, are paired in the order of their rates. Raises UserError if groups cannot
-    be paired.
+    differ only in their rates, as with MuP, are paired in the order of their rates.
     """
-    ours, theirs = sorted(groups, key=_kind_and_rates), sorted(loaded, key=_kind_and_rates)
-    if [_kind_and_rates(group)[0] for group in ours] != [_kind_and_rates(group)[0] for group in theirs]:
-        raise UserError(
-            "the checkpoint's parameter groups cannot be matched with this run's: use the same --decoupled-lr, "
-            "--use-mup and weight decay as the run that wrote the checkpoint, or add --no-load-optim to start with a "
-            "fresh optimizer"
-        )
-    for here, there in zip(ours, theirs, strict=True):
+    for here, there in zip(sorted(groups, key=_kind_and_rates), sorted(loaded, key=_kind_and_rates), strict=False):
         source, target = (there, here) if keeps_loaded else (here, there)
         target.update({name: source[name] for name in RATES if name in source})
 
 
 def _kind_and_rates(group: Group) -> tuple[str, list[float]]:
-    return repr([group.get(name) for name in _LASTING]), [group.get(name) or 0.0 for name in RATES]
+    lasting = [group.get(name) for name in param_group_identifier_keys if name not in RATES]
+    return repr(lasting), [group.get(name) or 0.0 for name in RATES]
 
 
 def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
