@@ -48,7 +48,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_vp.mcore.options.script_options import refuse_no_data, refuse_script_options
+from megatron_vp.mcore.options.refusals import refuse_no_data, refuse_script_options
 from megatron_vp.mcore.options.settle import refused_by_megatron
 from megatron_vp.mcore.storage.attempt import noting_the_end
 

@@ -152,11 +152,10 @@ def not_yet() -> str:
 
 def patched() -> str:
     """A table of all groups of patches: for which runs, when, which symbols, and what happens without them."""
-    lines = ["| group | applies | applied | symbols | essential | without it |", "|---|---|---|---|---|---|"]
+    lines = ["| group | applies | applied | symbols | without it |", "|---|---|---|---|---|"]
     for group in GROUPS:
         symbols = ", ".join(dict.fromkeys(_symbol(patch.target) for patch in patches_of(group.name)))
-        essential = "yes" if group.essential else "no"
-        cells = (typed(group.sentence), group.stage.value, symbols, essential, typed(group.without))
+        cells = (typed(group.sentence), group.stage, symbols, typed(group.without))
         lines.append(f"| {group.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

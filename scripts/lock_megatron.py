@@ -8,7 +8,7 @@ The file describes the Megatron that Python imports, so another release can stan
 
 A line names a symbol that we patch with its signature, a symbol that we use with its signature and the calls in our
 sources (`_` is a positional argument, `...` stands for arguments that only the call knows), or an argument that we
-read: an option of Megatron's parser, or one that its validation derives. `absent` marks what this release lacks.
+read: an option of Megatron's parser. `absent` marks what this release lacks.
 Signatures have no annotations. `--check` writes nothing and exits with status 1 if the file is out of date.
 """
 
@@ -243,9 +243,10 @@ def argument_lines(trees: dict[Path, ast.AST]) -> Iterator[str]:
     read |= {by_option.get(option_of(name), OTHER_NAMES.get(name, name)) for name in _in_records()}
     tables = {name for path in trees for name in texts_of(trees[path]) if {path, *path.parents} & TABLES}
     for name in sorted((read | (theirs & tables)) - ours):
-        kind = "option" if name in theirs else "derived" if name in derived else "absent"
-        if kind != "absent" or name not in stored:
-            yield f"{kind} {name}"
+        if name in theirs:
+            yield f"option {name}"
+        elif name not in derived | stored:
+            yield f"absent {name}"
 
 
 def content() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
 from collections.abc import Callable
 from importlib.resources import files
@@ -24,7 +27,6 @@ from megatron_vp.cli.run import run
 from megatron_vp.cli.sbatch import sbatch
 from megatron_vp.cli.schedule import schedule
 from megatron_vp.cli.simulate import simulate
-from megatron_vp.cli.standard_streams import checked_output
 from megatron_vp.cli.trace import trace
 from megatron_vp.errors import UserError, say
 
@@ -109,11 +111,17 @@ def main(arguments: list[str] | None = None) -> None:
 
     If a command returns a function, `main` calls this function after typer has returned.
     """
+    # Fill the gaps of closed streams. Otherwise a file opened later could get the number of a standard stream and
+    # receive the output of libraries. Writing to these numbers fails, as to closed ones.
+    while (descriptor := os.open(os.devnull, os.O_RDONLY)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Print `?` for a character that the terminal's encoding lacks.
     try:
-        with checked_output():
-            status = app(arguments, standalone_mode=False)
-        if callable(status):
-            status = status()
+        status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         said = error.format_message().rstrip(".")
         say(f"megatron-vp: error: {said}{'' if said.endswith('?') else '; see --help'}")
@@ -121,6 +129,18 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         say(f"megatron-vp: error: {error}")
         status = 2
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Discard the remaining output.
+        status = 1
+        if not isinstance(error, BrokenPipeError):
+            closed = "it is closed; name a file with -o, or redirect the output"
+            reason = closed if error.errno == errno.EBADF else error.strerror
+            say(f"megatron-vp: error: cannot write to standard output: {reason}")
+            status = 2
+    if callable(status):
+        status = status()
     sys.exit(status if isinstance(status, int) else 0)
 
 

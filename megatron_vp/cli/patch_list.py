@@ -15,19 +15,18 @@ def patches(
     """List the patches to Megatron-Core and their reasons, and check whether they fit the installed version.
 
     The command also checks the Megatron functions that the plug-in calls without patching, and the Megatron
-    arguments that it reads. If anything does not fit, the output names it, says where our sources use it and
-    whether they can do without it, and the exit status is 1. On an unsupported release, the command only compares
-    signatures and applies no patch.
+    arguments that it reads. If anything does not fit, the output names it and says where our sources use it, and the
+    exit status is 1. On an unsupported release, the command only compares signatures and applies no patch.
     """
     from megatron_vp.errors import UserError
     from megatron_vp.mcore import megatron_lock, patch_table
-    from megatron_vp.mcore.megatron_lock import places_of, told
+    from megatron_vp.mcore.megatron_lock import told
     from megatron_vp.mcore.patches import TESTED_VERSIONS, installed_version, locked, patched, present_version
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
     from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
     quiet_fallback_warnings()
-    for line in hide_what_is_broken():
+    if line := hide_what_is_broken():
         typer.echo(line)
     try:
         version = present_version()
@@ -41,19 +40,14 @@ def patches(
         typer.echo(str(error))
         supported = False
     problems: list[str] = []
-    left_out = []
     for group in patch_table.GROUPS:
         declared, found = patch_table.examine(group)
-        problems += [told(problem, places_of(problem.target, '"'), group.essential) for problem in found]
+        problems += [told(problem, '"') for problem in found]
         unfit = {problem.target for problem in found}
-        if found and not group.essential:
-            left_out.append(group.name)
         if supported and not found and not dry_run:
             with patched(declared):
                 pass
-        need = "essential" if group.essential else "optional (left out if it does not fit)"
-        typer.echo(f"{group.name}: {group.sentence}; applied {group.stage.value}")
-        typer.echo(f"  {need}; without it, {group.without}")
+        typer.echo(f"{group.name}: {group.sentence}; applied {group.stage}; without it, {group.without}")
         for patch in declared:
             typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
         if not declared and not found:
@@ -62,13 +56,10 @@ def patches(
         ("symbols that the plug-in uses", locked("used"), megatron_lock.changed_symbols()),
         ("options that the plug-in reads", locked("option"), megatron_lock.missing_options()),
     ):
-        places = [places_of(problem.target) for problem in found]
-        problems += [told(problem, at, patch_table.needs(at)) for problem, at in zip(found, places, strict=True)]
+        problems += map(told, found)
         typer.echo(f"Megatron {subject}: {len(names) - len(found)} of {len(names)} fit")
     for problem in problems:
         typer.echo(problem)
-    if supported and left_out:
-        typer.echo(f"training leaves out these groups of patches: {', '.join(left_out)}")
     subject = "item does" if len(problems) == 1 else "items do"
     verdict = f"{len(problems)} {subject} not fit" if problems else "all patches fit"
     status = "tested versions" if supported else "not supported, so no run will start; tested versions"

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_vp
-from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import (
-    RELEASE,
-    TESTED_VERSIONS,
-    Problem,
-    locked,
-    original_of,
-    present_version,
-    signature_of,
-)
+from megatron_vp.mcore.patches import Problem, locked, original_of, signature_of
 
 
 def described(value: Any) -> str:
@@ -66,23 +57,9 @@ def missing_options() -> list[Problem]:
     return [Problem(f"the argument '{name}'", "an option", "nothing") for name in sorted(missing)]
 
 
-def check_arguments(args: argparse.Namespace, kind: str) -> None:
-    """Check that arguments include all of a kind that we read: `option`, or `derived` by Megatron's validation.
-
-    Raises UserError.
-    """
-    for name in locked(kind):
-        if not hasattr(args, name):
-            raise UserError(
-                f"megatron-core {present_version()} has no argument '{name}', but megatron_vp reads it in "
-                f"{places_of(name)[0]} (tested with megatron-core {', '.join(TESTED_VERSIONS)}): install "
-                f"megatron-core=={RELEASE}"
-            )
-
-
-def told(problem: Problem, places: list[str], essential: bool) -> str:
-    """Return a line that says where our sources use what does not fit, and whether that is essential."""
-    return f"{problem}; {'essential' if essential else 'optional'}, used in {', '.join(places[:3])}"
+def told(problem: Problem, before: str = "") -> str:
+    """Return a line that says what does not fit and where our sources use it; see `places_of`."""
+    return f"{problem}; used in {', '.join(places_of(problem.target, before)[:3])}"
 
 
 def places_of(name: str, before: str = "") -> list[str]:

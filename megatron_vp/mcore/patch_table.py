@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from megatron_vp.jobs.command_line import option_of
@@ -23,13 +22,6 @@ from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import own_loop, replay, run_settings
 
 
-class Stage(Enum):
-    """The point in startup at which a patch group is applied, after all groups that the run needs have been checked."""
-
-    BEFORE_PARSING = "before Megatron parses the arguments"
-    AFTER_VALIDATION = "after Megatron has validated the arguments"
-
-
 @dataclass(frozen=True)
 class PatchGroup:
     """Patches that are applied together, as `patch_table.toml` declares them.
@@ -38,10 +30,7 @@ class PatchGroup:
     without: what happens in a run without the patches.
     given: the run gives one of these options.
     applies: a key of CONDITIONS, unless options are `given`.
-    essential: whether a run that needs the patches is refused if they do not fit Megatron. True if the run could
-        otherwise compute wrong results, hang, or damage checkpoints. False if the run would only lose a convenience or
-        stop with an error from Megatron; the log then says that the patches are left out.
-    early: whether the patches are applied before Megatron parses the arguments.
+    early: whether the patches are applied before Megatron parses the arguments, or after it has validated them.
     package: the package that owns the patched symbols; None for Megatron. If the package is not installed, the patches
         are neither checked nor applied.
     """
@@ -51,19 +40,18 @@ class PatchGroup:
     without: str
     given: Sequence[str] = ()
     applies: str = "always"
-    essential: bool = True
     early: bool = False
     package: str | None = None
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of startup at which the patches are applied."""
-        return Stage.BEFORE_PARSING if self.early else Stage.AFTER_VALIDATION
 
     @property
     def sentence(self) -> str:
         """For which runs the patches are."""
         return f"only with {' or '.join(map(option_of, self.given))}" if self.given else self.applies
+
+    @property
+    def stage(self) -> str:
+        """When the patches are applied."""
+        return f"{'before Megatron parses' if self.early else 'after Megatron has validated'} the arguments"
 
     def needed(self, args: Arguments) -> bool:
         """Whether a run with these arguments needs the patches."""
@@ -138,9 +126,9 @@ def patches_of(name: str) -> tuple[Patch, ...]:
     return next(group for group in GROUPS if group.name == name).declared()
 
 
-def selected(args: Arguments, stage: Stage | None = None) -> tuple[PatchGroup, ...]:
-    """The groups that a run needs at `stage` or, by default, at all stages, in the order of the table."""
-    return tuple(group for group in GROUPS if stage in (None, group.stage) and group.needed(args))
+def selected(args: Arguments, early: bool | None = None) -> tuple[PatchGroup, ...]:
+    """The groups that a run needs, in the order of the table; with `early`, only those that are applied then or not."""
+    return tuple(group for group in GROUPS if early in (None, group.early) and group.needed(args))
 
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
@@ -163,31 +151,16 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
     return declared, patches.check(declared)
 
 
-def needs(places: Iterable[str]) -> bool:
-    """Whether one of these places in our sources (`megatron_vp/mcore/x.py:7`) belongs to more than optional groups."""
-    modules = {place.partition(".py:")[0].replace("/", ".") for place in places}
-    essential = {group.patches.partition(":")[0] for group in GROUPS if group.essential}
-    return bool(modules - ({group.patches.partition(":")[0] for group in GROUPS} - essential))
+def require_fit(args: Arguments) -> list[Patch]:
+    """Return all patches that a run needs, at any time of its start. Raises UserError if one does not fit."""
+    return _fitting(selected(args))
 
 
-def require_fit(args: Arguments) -> None:
-    """Check every patch group that a run needs, for all stages of startup. Raises UserError if an essential group does
-    not fit the installed packages.
+def apply(args: Arguments, early: bool) -> None:
+    """Apply the patches that a run needs before or after Megatron has its arguments. If one does not fit, apply none
+    and raise UserError.
     """
-    _fitting(selected(args))
-
-
-def apply(stage: Stage, args: Arguments) -> None:
-    """Apply the patches that a run needs at a stage of startup. If an essential patch does not fit, apply none and
-    raise UserError.
-
-    If a group of patches is not essential and does not fit, it is left out, and the rank that writes the log prints
-    why.
-    """
-    declared, left_out = _fitting(selected(args, stage))
-    if left_out and (args.fake_process_group or args.rank == args.world_size - 1):
-        print(*(f"megatron_vp: {line}" for line in left_out), sep="\n", flush=True)
-    patches.apply(declared)
+    patches.apply(_fitting(selected(args, early)))
 
 
 def apply_early(args: Arguments, *names: str) -> None:
@@ -197,20 +170,7 @@ def apply_early(args: Arguments, *names: str) -> None:
     patches.apply([patch for group in selected(args) if group.name in names for patch in patches_of(group.name)])
 
 
-def _fitting(groups: Iterable[PatchGroup]) -> tuple[list[Patch], list[str]]:
-    """Return the patches that fit, and a line for each group that does not fit. Raises UserError if an essential group
-    does not fit.
-    """
-    fitting: list[Patch] = []
-    left_out: list[str] = []
-    problems: list[Problem] = []
-    for group in groups:
-        declared, found = examine(group)
-        if not found:
-            fitting += declared
-        elif group.essential:
-            problems += found
-        else:
-            left_out.append(f"patch group '{group.name}' is left out: {found[0]}; without it, {group.without}")
-    patches.refuse(problems)
-    return fitting, left_out
+def _fitting(groups: Iterable[PatchGroup]) -> list[Patch]:
+    examined = [examine(group) for group in groups]
+    patches.refuse([problem for _, found in examined for problem in found])
+    return [patch for declared, _ in examined for patch in declared]

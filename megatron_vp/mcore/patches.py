@@ -7,7 +7,6 @@ declares which patches exist and when they are applied.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,24 +107,30 @@ def present_version() -> str:
     """Return the version of megatron-core that Python imports, supported or not. Raises UserError if megatron-core is
     not installed.
     """
-    _version_on_disk()
-    # megatron-core appends "+<commit>" to its version if its files lie inside a git repository.
-    return importlib.import_module("megatron.core").__version__.partition("+")[0]
+    try:
+        # megatron-core appends "+<commit>" to its version if its files lie inside a git repository.
+        return importlib.import_module("megatron.core").__version__.partition("+")[0]
+    except ModuleNotFoundError:
+        raise UserError(
+            f"megatron-core is not installed: run `pip install megatron-core[training]=={RELEASE}`"
+        ) from None
 
 
 def installed_version() -> str:
     """Return the version of megatron-core that Python imports. Raises UserError if it is missing or not supported."""
-    on_disk = _version_on_disk()
-    require_supported(on_disk)
-    # Python may import a copy of megatron-core that the metadata does not describe, such as a checkout on PYTHONPATH.
     version = present_version()
-    folder = importlib.import_module("megatron.core").__path__[0]
-    require_supported(
-        version,
-        f"Python imports this version from {folder} instead of the installed megatron-core {on_disk}: remove the path "
-        "to this copy from PYTHONPATH",
-    )
+    require_supported(version, f" in {importlib.import_module('megatron.core').__path__[0]}")
     return version
+
+
+def require_supported(version: str, place: str = "") -> None:
+    """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
+    if _series(version) not in SUPPORTED_SERIES:
+        raise UserError(
+            f"megatron-core {version}{place} is not supported: the patches are made for "
+            f"{' and '.join(f'{series}.x' for series in SUPPORTED_SERIES)} (tested with {', '.join(TESTED_VERSIONS)}); "
+            f"to install a supported release without changing other packages, run `{INSTALL}`"
+        )
 
 
 def present_series() -> str:
@@ -210,27 +215,6 @@ def patched(patches: Sequence[Patch]) -> Iterator[None]:
 def in_force() -> tuple[Patch, ...]:
     """Return the patches that are currently applied, in the order in which they were applied."""
     return tuple(entry.patch for entry in _applied.values())
-
-
-def require_supported(
-    version: str, remedy: str = f"to install a supported release without changing other packages, run `{INSTALL}`"
-) -> None:
-    """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
-    if _series(version) not in SUPPORTED_SERIES:
-        raise UserError(
-            f"megatron-core {version} is not supported: the patches are made for "
-            f"{' and '.join(f'{series}.x' for series in SUPPORTED_SERIES)} (tested with {', '.join(TESTED_VERSIONS)}); "
-            f"{remedy}"
-        )
-
-
-def _version_on_disk() -> str:
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            f"megatron-core is not installed: run `pip install megatron-core[training]=={RELEASE}`"
-        ) from None
 
 
 def _series(version: str) -> str:

@@ -3,7 +3,7 @@
 A job's startup takes these steps, in this order:
 
 1. `start/launch.py` calls `begin`, which reads the schedule file if one is named.
-2. The parser in `options/arguments.py` stores the words of the command line with `note_words`.
+2. The parser in `options/arguments.py` stores the words of the command line in `process`.
 3. `options/settle.py` lets Megatron validate its arguments, and makes the `SettledJob`.
 4. Once process groups exist, `start/same_job.py` sends rank 0's pass costs to all ranks, so that all derive the same
    order of passes from them.
@@ -190,99 +190,80 @@ def _read(name: str) -> tuple[Family, str]:
     return family_of_text(name, text), hashlib.sha256(text.encode()).hexdigest()
 
 
+@dataclass
 class _Process:
-    def __init__(self) -> None:
-        self.replay = Replay()
-        self.own_loop: OwnLoop | None = None
-        self.clear()
+    """What this process knows of its job; `note` stores it."""
 
-    def clear(self) -> None:
-        """Forget the last job: clear the schedule file, `words` and `job`, but keep `replay` and `own_loop`."""
-        _read.cache_clear()
-        self.words = Words()
-        self.job: SettledJob | None = None
-
-
-_process = _Process()
+    words: Words = Words()
+    """The words from which its arguments are parsed."""
+    job: SettledJob | None = None
+    replay: Replay = Replay()
+    """The settings of a replay, or the defaults if this process is not one."""
+    own_loop: OwnLoop | None = None
+    """That of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
 
 
-def begin(schedule: str | None) -> None:
-    """Begin a job's startup: forget any earlier job, and read the schedule file if --pipeline-schedule names one.
+process = _Process()
 
-    Raises UserError if the file cannot be used.
+
+def note(**known: Any) -> None:
+    """Store what this process knows from now on, by the fields of `process`."""
+    for name, value in known.items():
+        setattr(process, name, value)
+
+
+def begin(schedule: str | None = None) -> None:
+    """Forget any earlier job, and read the schedule file if --pipeline-schedule names one. Raises UserError if the file
+    cannot be used.
     """
-    clear()
+    _read.cache_clear()
+    process.words, process.job = Words(), None
     if schedule is not None and _names_file(schedule):
         with _named():
             _read(schedule)
 
 
-def note_words(words: Words) -> None:
-    """Store the words of the command line and configuration files that were parsed."""
-    _process.words = words
-
-
-def words() -> Words:
-    """Return the words from which this process's arguments are parsed."""
-    return _process.words
-
-
-def settle(job: SettledJob) -> None:
-    """Make `job` the job of this process, which `current` returns from now on."""
-    _process.job = job
-
-
 def current() -> SettledJob:
     """Return the job of this process. Call this only after Megatron's arguments have been validated."""
-    assert _process.job is not None, "a megatron_vp function was called before Megatron's arguments were validated"
-    return _process.job
+    assert process.job is not None, "a megatron_vp function was called before Megatron's arguments were validated"
+    return process.job
 
 
 @contextmanager
 def placed_as_megatron(layout: Mapping[str, Any]) -> Iterator[None]:
     """Inside this context, let each rank build the chunks of `layout` that it would have in plain Megatron."""
     job = current()
-    settle(replace(job, arguments=job.arguments | layout, settings=replace(job.settings, family=megatrons_own())))
+    process.job = replace(job, arguments=job.arguments | layout, settings=replace(job.settings, family=megatrons_own()))
     try:
         yield
     finally:
-        settle(job)
+        process.job = job
 
 
 def is_settled() -> bool:
     """Whether this process has a job."""
-    return _process.job is not None
+    return process.job is not None
 
 
 def own_loop() -> OwnLoop | None:
     """Return the `OwnLoop` of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
-    return _process.own_loop
-
-
-def note_own_loop(own_loop: OwnLoop | None) -> None:
-    """Store the `OwnLoop` of a call of `megatron_vp.enable`, or None if the call was undone."""
-    _process.own_loop = own_loop
-
-
-def clear() -> None:
-    """Forget the job of this process."""
-    _process.clear()
+    return process.own_loop
 
 
 @contextmanager
 def replaying(**changes: Any) -> Iterator[None]:
     """Inside this context, mark this process as a replay of one rank. `changes` sets fields of `Replay`."""
-    before = _process.replay
-    _process.replay = replace(before, **changes)
+    before = process.replay
+    process.replay = replace(before, **changes)
     try:
         yield
     finally:
-        _process.replay = before
+        process.replay = before
 
 
 def replay() -> Replay:
     """Return the settings of the replay in this process, or the defaults if the process is not a replay."""
-    return _process.replay
+    return process.replay
 
 
 def family_of(name: str) -> Family:

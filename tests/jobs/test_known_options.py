@@ -21,7 +21,7 @@ DRAWN = [
     *(["=1"], ["=-1e-4"], ["=-x"], ["="], ["=1", "2"], ["-y", "--"]),
 ]
 """Words after an option; those that start with `=` belong to the same word as the option."""
-OURS_WITH_CHECKS = {"vocab-shards", "pipeline-schedule", "offload-chunks"}
+OURS_WITH_CHECKS = {"vocab-shards", "pipeline-schedule", "offload-chunks", "pipeline-trace-iterations"}
 """Options of ours whose values are checked where they are used."""
 
 

@@ -58,26 +58,6 @@ def test_a_run_says_once_what_it_is_before_it_trains():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, ["1 of 4"]),
-        ({"pipeline_schedule": "v-half"}, ["2 of 4"]),
-        ({"num_layers": 4}, []),
-        ({"pipeline_model_parallel_layout": "E|t|t|tL"}, []),
-    ],
-    ids=str,
-)
-def test_ranks_without_a_layer_are_counted_unless_the_user_laid_them_out(changes, said):
-    job = {"num_layers": 3, "pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
-    lines = describe_run(check_job(["--cpu", *tiny_model(**job | changes)], 4), 4)
-    assert [line for line in lines if "warning" in line] == [
-        f"warning: {empty} pipeline ranks have no transformer layer and are idle most of the time: use "
-        "--pipeline-model-parallel-size 3 or less"
-        for empty in said
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
         (
             {},
             [

@@ -68,11 +68,11 @@ FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "a
 
 def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
     job = {"vocab_parallel": vocab_parallel, "pipeline_schedule": pipeline_schedule}
-    settled.note_words(settled.Words(options={name: option_of(name) for name, value in options.items() if value}))
+    settled.note(words=settled.Words(options={name: option_of(name) for name, value in options.items() if value}))
     try:
         return list(warnings_of(Arguments(job | SOUND | options)))
     finally:
-        settled.clear()
+        settled.begin()
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore import megatron_lock, patch_table, patches
 from megatron_vp.mcore.options.arguments import with_ours
 from megatron_vp.mcore.patches import Patch
@@ -146,16 +145,6 @@ def parser(without=()):
     return with_ours(reduced)(argparse.ArgumentParser(allow_abbrev=False))
 
 
-@pytest.mark.parametrize("name", ["seq_length", "use_megatron_fsdp", "overlap_p2p_comm_warmup_flush"])
-def test_a_renamed_argument_is_one_line_when_the_arguments_are_parsed(monkeypatch, capsys, name):
-    monkeypatch.setattr("sys.argv", ["script.py"])
-    with pytest.raises(UserError) as error:
-        parser(without={name}).parse_args([])
-    line = str(error.value)
-    assert f"megatron-core {patches.installed_version()} has no argument '{name}'" in line and "\n" not in line
-    assert "megatron_vp reads it in megatron_vp/" in line and "install megatron-core==0.19.2" in line
-
-
 def test_an_option_that_the_installed_megatron_lacks_is_named(monkeypatch):
     from megatron.training import arguments
 
@@ -164,14 +153,3 @@ def test_an_option_that_the_installed_megatron_lacks_is_named(monkeypatch):
     (problem,) = megatron_lock.missing_options()
     assert str(problem).startswith("the argument 'async_save' does not fit megatron_vp: expected an option")
     assert any(place.startswith("megatron_vp/mcore/storage/") for place in megatron_lock.places_of(problem.target))
-
-
-def test_validation_asks_for_what_megatron_derives(monkeypatch, capsys):
-    from megatron_vp.mcore.options import settle
-
-    monkeypatch.setattr("sys.argv", ["script.py"])
-    args = parser().parse_args([])
-    args.world_size = 1
-    # A Megatron whose validation derives nothing.
-    with pytest.raises(UserError, match="has no argument 'data_parallel_size'"):
-        settle.settled_from_flags(lambda args, defaults: args, args, {})

@@ -13,7 +13,7 @@ import pytest
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.options.early_arguments import early_arguments
-from megatron_vp.mcore.patch_table import PatchGroup, Stage
+from megatron_vp.mcore.patch_table import PatchGroup
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness import run_ranks
@@ -141,10 +141,10 @@ def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch
     given = ["a", "more"][: first.__code__.co_argcount]
     run = argparse.Namespace()
     patch_table.require_fit(run)
-    patch_table.apply(Stage.BEFORE_PARSING, run)
+    patch_table.apply(run, early=True)
     assert patches.in_force() == ()
     for _ in range(2):  # the second time they are in force already
-        patch_table.apply(Stage.AFTER_VALIDATION, run)
+        patch_table.apply(run, early=False)
         assert (library.first(*given), library.second("b")) == found
         assert patch_table.examine(patch_table.GROUPS[0])[1] == []
 
@@ -152,7 +152,7 @@ def test_a_release_series_has_its_own_signature_of_a_symbol(library, monkeypatch
 def test_a_signature_is_compared_in_its_own_series_alone(library, monkeypatch):
     of_series(monkeypatch, "9.2", PatchGroup("variants", "library:BY_SERIES", "harm"))
     run = argparse.Namespace()
-    for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
+    for start in (patch_table.require_fit, lambda run: patch_table.apply(run, early=False)):
         with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
             start(run)
     assert patches.in_force() == ()
@@ -170,69 +170,23 @@ def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch)
     del library.first
     run = argparse.Namespace(core_attention="megatron")
     patch_table.require_fit(run)
-    patch_table.apply(Stage.BEFORE_PARSING, run)
+    patch_table.apply(run, early=True)
     monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies="always"),))
     with pytest.raises(UserError, match="library:first does not fit"):
         patch_table.require_fit(run)
 
 
-LAST = argparse.Namespace(fake_process_group=False, rank=3, world_size=4)
-FIRST = argparse.Namespace(fake_process_group=False, rank=0, world_size=4)
-ALONE = argparse.Namespace(fake_process_group=True, rank=0, world_size=4)
-
-
-@pytest.mark.parametrize(("args", "lines"), [(LAST, 1), (FIRST, 0), (ALONE, 1)])
-def test_a_group_that_is_not_essential_and_does_not_fit_is_left_out_with_one_line(
-    library, monkeypatch, capsys, args, lines
-):
-    library.UNFIT = (
-        Patch("library:first", lambda original: lambda a: "patched", "is fine", "(a)"),
-        Patch("library:second", lambda original: lambda b: "patched", "has changed", "(b, more)"),
-    )
-    groups = (
-        PatchGroup("curves", "library:UNFIT", "nothing is drawn", essential=False),
-        PatchGroup("other", "library:OLD", "harm"),
-    )
-    monkeypatch.setattr(patch_table, "GROUPS", groups)
-    run = args
-    patch_table.require_fit(run)
-    assert capsys.readouterr().out == ""
-    patch_table.apply(Stage.AFTER_VALIDATION, run)
-    assert (library.first("a"), library.second("b")) == ("old", "b")  # of the group left out, nothing is applied
-    line = (
-        "megatron_vp: patch group 'curves' is left out: library:second does not fit megatron_vp: expected (b, more), "
-        f"found (b) (megatron_vp is tested with megatron-core {', '.join(patches.TESTED_VERSIONS)}); "
-        "without it, nothing is drawn\n"
-    )
-    assert capsys.readouterr().out == line * lines
-    # The same group ends the start where it is essential.
-    patches.undo(patches.in_force())
-    monkeypatch.setattr(patch_table, "GROUPS", (replace(groups[0], essential=True), groups[1]))
-    for start in (patch_table.require_fit, lambda run: patch_table.apply(Stage.AFTER_VALIDATION, run)):
-        with pytest.raises(UserError, match="library:second does not fit") as error:
-            start(run)
-        assert "\n" not in str(error.value)
-    assert patches.in_force() == () and capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("place", ["no_such_module:PATCHES", "library_of_another_megatron:PATCHES"])
-@pytest.mark.parametrize("essential", [True, False])
-def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp_path, capsys, place, essential):
+def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp_path, place):
     (tmp_path / "library_of_another_megatron.py").write_text("from megatron.core import no_such_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    group = PatchGroup("broken", place, "nothing is drawn", essential=essential)
+    group = PatchGroup("broken", place, "nothing is drawn")
     monkeypatch.setattr(patch_table, "GROUPS", (group,))
     declared, (problem,) = patch_table.examine(group)
     assert declared == ()
     assert str(problem).startswith("the patch group 'broken' does not fit megatron_vp: expected what ")
-    if essential:
-        with pytest.raises(UserError, match="no_such_"):
-            patch_table.require_fit(LAST)
-    else:
-        patch_table.apply(Stage.AFTER_VALIDATION, LAST)
-        assert capsys.readouterr().out.startswith(
-            "megatron_vp: patch group 'broken' is left out: the patch group 'broken'"
-        )
+    with pytest.raises(UserError, match="no_such_"):
+        patch_table.require_fit(argparse.Namespace())
 
 
 def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
@@ -255,12 +209,7 @@ UNFIT = {
     "split backward": ["--pipeline-schedule", "zb-h1"],
     "chunk placement": ["--pipeline-schedule", "zb-v"],
 }
-"""Essential groups of each stage, and the flags that select them on a CPU."""
-
-
-def test_essential_groups_of_every_stage_are_tried():
-    assert all(group.essential for group in patch_table.GROUPS if group.name in UNFIT)
-    assert {group.stage for group in patch_table.GROUPS if group.name in UNFIT} == set(Stage)
+"""Early and late groups, and the flags that select them on a CPU."""
 
 
 def start_without_fit(_rank, _world_size):
@@ -297,28 +246,6 @@ def test_a_group_that_does_not_fit_stops_the_start_before_the_first_patch():
         if flags:  # nobody asked for it
             stopped, text, _, in_force = said[name, ()]
             assert stopped is None and in_force > 0 and text == "", (name, text)
-
-
-def start_without_the_wheel(_rank, _world_size):
-    """What a start prints, and what it leaves patched, where a group that is not essential does not fit."""
-    from unittest import mock
-
-    from megatron.core.datasets import utils
-
-    from megatron_vp.mcore.start import launch
-
-    output = io.StringIO()
-    with mock.patch.object(utils, "compile_helpers", lambda changed: None), mock.patch.object(sys, "argv", ["job.py"]):
-        with contextlib.redirect_stdout(output):
-            launch.prepare()
-        return output.getvalue(), [patch.target for patch in patches.in_force()]
-
-
-def test_a_start_leaves_out_what_it_can_do_without():
-    ((text, in_force),) = run_ranks(1, start_without_the_wheel)
-    assert text.count("\n") == 1 and text.startswith("megatron_vp: patch group 'wheel' is left out: megatron.core")
-    assert "megatron.training.arguments:validate_args" in in_force
-    assert not any(target.endswith("compile_helpers") for target in in_force)
 
 
 def test_rooms_apply_patches_through_the_table_alone():

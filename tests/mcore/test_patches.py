@@ -144,9 +144,8 @@ def test_a_release_that_is_not_supported_is_answered_by_the_command_that_brings_
 
     with pytest.raises(UserError, match=r"0\.18\.2 is not supported.*`pip install --no-deps megatron-core==0\.19\.2`"):
         patches.require_supported("0.18.2")
-    # A folder on the path, such as a container's, would win over what is installed.
     monkeypatch.setattr(megatron.core, "__version__", "0.18.0")
-    with pytest.raises(UserError, match=r"0\.18\.0 is not supported.* from /.*/megatron/core instead of"):
+    with pytest.raises(UserError, match=r"0\.18\.0 in /.*/megatron/core is not supported"):
         patches.installed_version()
 
 
@@ -186,19 +185,14 @@ def test_the_command_lists_everything_and_leaves_nothing_patched(arguments, monk
     declared = {name: patch_table.patches_of(name) if present else () for name, present in here.items()}
     assert applied == ([] if arguments else list(declared.values()))
     for group in groups:
-        assert f"{group.name}: {group.sentence}; applied {group.stage.value}" in result.output
-        need = "essential" if group.essential else "optional (left out if it does not fit)"
-        assert f"  {need}; without it, {group.without}\n" in result.output
+        line = f"{group.name}: {group.sentence}; applied {group.stage}; without it, {group.without}\n"
+        assert line in result.output
         for patch in declared[group.name]:
             assert patch.target in result.output and patch.reason in result.output
     for kind, subject in (("used", "symbols that the plug-in uses"), ("option", "options that the plug-in reads")):
         count = len(patches.locked(kind))
         assert f"Megatron {subject}: {count} of {count} fit" in result.output
     assert f"all patches fit megatron-core {patches.installed_version()}" in result.output and patches.in_force() == ()
-
-
-def fake_metadata(monkeypatch):
-    monkeypatch.setattr(importlib.metadata.Distribution, "version", "0.18.2")
 
 
 def fake_module(monkeypatch):
@@ -226,7 +220,6 @@ def change_what_is_called(monkeypatch):
 
 
 TAMPERED = [
-    (fake_metadata, "0.18.2"),
     (fake_module, "0.18.2"),
     (change_signature, "megatron.training.arguments:validate_args"),
     (remove_symbol, "megatron.training.training:get_model"),
@@ -241,13 +234,8 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
     tamper(monkeypatch)
     result = invoke("--dry-run")
     assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
-    if tamper not in (fake_metadata, fake_module):
-        assert re.search(r"; essential, used in megatron_vp/mcore/\w+/\w+\.py:\d+", result.output)
-
-
-def test_what_only_an_optional_group_uses_is_optional():
-    optional, needed = "megatron_vp/mcore/storage/parameter_groups.py:7", "megatron_vp/mcore/settled.py:7"
-    assert not patch_table.needs([optional]) and patch_table.needs([optional, needed])
+    if tamper is not fake_module:
+        assert re.search(r"; used in megatron_vp/mcore/\w+/\w+\.py:\d+", result.output)
 
 
 def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeypatch):
@@ -256,19 +244,10 @@ def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeyp
     monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
     monkeypatch.setattr(patches, "patched", lambda declared: pytest.fail("applied"))
     result = invoke()
-    assert result.exit_code == 1 and "megatron-core 0.21.0 is not supported" in result.output
+    assert result.exit_code == 1 and "is not supported" in result.output
     assert "fits  megatron.training.arguments:validate_args" in result.output
     tested = ", ".join(patches.TESTED_VERSIONS)
     assert f"megatron-core 0.21.0 (not supported, so no run will start; tested versions: {tested})" in result.output
-
-
-def test_the_command_says_what_runs_leave_out(monkeypatch):
-    from megatron.core.datasets import utils
-
-    monkeypatch.setattr(utils, "compile_helpers", lambda changed: None)
-    result = invoke("--dry-run")
-    assert result.exit_code == 1 and "DOES NOT FIT  megatron.core.datasets.utils:compile_helpers" in result.output
-    assert "training leaves out these groups of patches: wheel\n1 item does not fit megatron-core" in result.output
 
 
 def start_with(_rank, _world_size, tamper):

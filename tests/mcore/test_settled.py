@@ -134,7 +134,7 @@ def test_a_start_with_balanced_rows_generates_no_more_schedules_for_a_fitted_sha
 
 def test_a_check_leaves_no_job_behind():
     check_job(["--cpu", *tiny_model()], 1)
-    assert settled.words() == settled.Words()
+    assert settled.process.words == settled.Words()
     with pytest.raises(AssertionError, match="before Megatron's arguments were validated"):
         settled.current()
 
@@ -143,7 +143,7 @@ def test_a_replay_is_known_inside_alone():
     with settled.replaying(counts_engine=True):
         with settled.replaying(meter="a meter"):
             assert settled.replay() == settled.Replay(None, "a meter", True)
-        settled.clear()
+        settled.begin()
         assert settled.replay().counts_engine
     assert settled.replay() == settled.Replay()
 

@@ -13,7 +13,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.platform import environment, installed
+from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
@@ -265,19 +265,3 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     assert status == 0
     assert "continues from iteration 40 of 100000" in printed
     assert f"megatron-core: {patches.installed_version()}" in printed
-    assert f"Triton's cache: {environment.triton_cache()}" in printed
-    monkeypatch.setattr(environment, "_file_system", lambda folder: "nfs4")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    _, printed, _ = said(*words)
-    assert f"Triton's cache: broken: {tmp_path / 'kernels'} is on a network file system (nfs4) (when" in printed
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7,bond")
-    status, _, errors = said(*words)
-    assert status == 2 and "NCCL_SOCKET_IFNAME=ib7,bond names no interface of this node" in errors
-
-
-@pytest.mark.parametrize(
-    ("variable", "fits"),
-    [("", True), ("eth", True), ("=eth", False), ("=eth0", True), ("ib,eth", True), ("^eth", True), ("^eth,lo", False)],
-)
-def test_names_of_interfaces(variable, fits):
-    assert preflight._names_an_interface(variable, ["lo", "eth0"]) is fits

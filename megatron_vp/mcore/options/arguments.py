@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import functools
 import io
+import re
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -21,25 +23,13 @@ from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.config_words import arguments_from_config, arguments_from_leaves
 from megatron_vp.jobs.known_options import Arguments, Parser
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
-from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
+from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.settle import settled_from_flags
-from megatron_vp.mcore.patch_table import Stage
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
-from megatron_vp.mcore.reports.trace_option import make_trace_folder
-from megatron_vp.mcore.settled import (
-    ALGORITHMS,
-    Words,
-    current,
-    family_of,
-    is_settled,
-    note_words,
-    own_loop,
-    settle,
-    words,
-)
+from megatron_vp.mcore.reports.job_partition import iterations_in
+from megatron_vp.mcore.settled import Words, family_of, note, process
 from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
@@ -74,18 +64,17 @@ class _Parser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse `args`, as `parse_args` does through this function."""
-        if args is None and words().all and tuple(sys.argv[1:]) == words().all:
+        if args is None and process.words.all and tuple(sys.argv[1:]) == process.words.all:
             # Part of Megatron parses the complete command line again, without the script's own options.
             return super().parse_known_args(None, namespace)
         given = list(sys.argv[1:] if args is None else args)
-        called = list(called_with.words) if (called_with := own_loop()) else []
+        called = list(process.own_loop.words) if process.own_loop else []
         given = called + arguments_from_config(split_config(given)[0], self) + given
         chosen = platform_arguments(given, uses_cpu([]))
         # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
         parsed, unknown = super().parse_known_args(sys.argv[1:], namespace)
-        check_arguments(parsed, "option")
-        note_words(Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
+        note(words=Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed, unknown
@@ -98,7 +87,7 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
         try:
             check(given)
         except UserError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("--vocab-shards ")) from None
+            raise argparse.ArgumentTypeError(re.sub(r"^--[\w-]+ ", "", str(error))) from None
         return given
 
     return text
@@ -108,6 +97,16 @@ def _offload_chunks(text: str) -> str:
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "chunks": _offload_chunks,
+    "shards": _checked(ShardChoice.parse),
+    "schedule": _checked(family_of),
+    "iterations": _checked(iterations_in),
+}
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
@@ -120,109 +119,11 @@ def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[...,
         parser = original(parser)
         parser.__class__, parser.formatter_class = _Parser, _HelpFormatter
         ours = parser.add_argument_group("vocabulary parallelism and schedules (megatron_vp)")
-        ours.add_argument(
-            "--config",
-            metavar="FILE",
-            action="append",
-            help="YAML file that sets arguments under their long names. The option can be repeated: later files "
-            "override earlier ones, and the command line overrides all files.",
-        )
-        ours.add_argument(
-            "--vocab-parallel",
-            action="store_true",
-            help="Split the embedding and the output layer across the pipeline ranks.",
-        )
-        ours.add_argument(
-            "--vocab-parallel-algorithm",
-            choices=ALGORITHMS,
-            default="vocab-2",
-            help="vocab-2 needs one barrier per microbatch, and one more microbatch in flight than without "
-            "--vocab-parallel; vocab-1 needs two barriers and two more microbatches in flight.",
-        )
-        ours.add_argument(
-            "--vocab-shards",
-            type=_checked(ShardChoice.parse),
-            metavar="balanced|even|measured:DIR|ROWS,...",
-            default=ShardRule.BALANCED.value,
-            help="Number of vocabulary rows on each pipeline rank, with --vocab-parallel. balanced: the numbers with "
-            "the shortest predicted iteration if equal numbers would be more than 1 percent slower, otherwise equal "
-            "numbers; even: equal numbers; measured:DIR: computed from the pass times that a run wrote to DIR; "
-            "ROWS,...: one number per pipeline rank (0: no rows), adding up to the padded vocabulary.",
-        )
-        ours.add_argument(
-            "--vocab-label-smoothing",
-            metavar="ALPHA",
-            type=float,
-            default=0.0,
-            help="Train with label smoothing: probability 1 - ALPHA for the target and ALPHA / (V - 1) for each of the "
-            "V - 1 other tokens. Needs --vocab-parallel. Evaluation reports the cross entropy without smoothing.",
-        )
-        ours.add_argument(
-            "--vocab-z-loss",
-            metavar="COEFFICIENT",
-            type=float,
-            default=0.0,
-            help="Add COEFFICIENT times the squared log of the softmax's normalizer to the training loss of every "
-            "token; 1e-4 is usual. Needs --vocab-parallel. Evaluation reports the cross entropy without this term.",
-        )
-        ours.add_argument(
-            "--pipeline-schedule",
-            type=_checked(family_of),
-            metavar="NAME|FILE",
-            help=f"Pipeline schedule: {', '.join(FAMILIES)}, or a schedule file (JSON or CSV from `megatron-vp "
-            "schedule`, or PyTorch's CSV of compute actions). Default: 1f1b or, for a job with virtual stages, "
-            "interleaved. With neither --vocab-parallel nor --offload-chunks, 1f1b is Megatron's own schedule.",
-        )
-        ours.add_argument(
-            "--activation-limit",
-            metavar="X|XGiB",
-            help="With --pipeline-schedule v-flex: the most activations that any rank may hold, either those of X "
-            "microbatches in all layers of the rank, or X GiB (as predicted by the cost model). The run uses the "
-            "shortest schedule found within this limit.",
-        )
-        ours.add_argument(
-            "--offload-chunks",
-            type=_offload_chunks,
-            metavar="N|half|all|auto",
-            default="0",
-            help="Number of chunks per rank whose activations are kept in host memory between forward and backward. "
-            "The chunks whose activations live longest are chosen first. auto: as many as the job needs to fit in GPU "
-            "memory, according to the cost model.",
-        )
-        ours.add_argument(
-            "--core-attention",
-            choices=("megatron", "sdpa"),
-            default="megatron",
-            help="Attention in Megatron's local layers. megatron: Megatron's own, which writes all attention scores to "
-            "memory; sdpa: PyTorch's scaled_dot_product_attention, with flash attention if the device supports it.",
-        )
-        ours.add_argument(
-            "--rank-report",
-            metavar="DIR",
-            help="Write each pipeline rank's parameter count, microbatches in flight and pass times to DIR. Also works "
-            "under Megatron's own schedule.",
-        )
-        ours.add_argument(
-            "--log-pipeline-interval",
-            metavar="N",
-            type=int,
-            default=0,
-            help="Log the following to TensorBoard and W&B every N iterations: the bubble, the busy times, the "
-            "vocabulary passes' share of the busy times, and the share of the vocabulary collectives' time that "
-            "overlaps with passes. 0: never. Also works under Megatron's own schedule.",
-        )
-        ours.add_argument(
-            "--pipeline-trace",
-            metavar="DIR",
-            help="Write the start and end of every pass and collective to DIR, in one Perfetto file for each pipeline "
-            "rank; `megatron-vp trace DIR` merges the files.",
-        )
-        ours.add_argument(
-            "--pipeline-trace-iterations",
-            metavar="A-B",
-            default="3-5",
-            help="Training iterations to trace, counted from 1 at the start of the job.",
-        )
+        for option in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["option"]:
+            if "type" in option:
+                option["type"] = _TYPES[option["type"]]
+            option["help"] = option["help"].replace("{families}", ", ".join(FAMILIES))
+            ours.add_argument(option.pop("name"), **option)
         return parser
 
     return add_megatron_arguments
@@ -254,9 +155,8 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
         job = job.of(args)
-        settle(job)
-        make_trace_folder(job.arguments)
-        patch_table.apply(Stage.AFTER_VALIDATION, job.arguments)
+        note(job=job)
+        patch_table.apply(job.arguments, early=False)
         return args
 
     return validate_args
@@ -276,8 +176,8 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
     def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
         original(args, tokenizer)
         dataset.check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
-        if is_settled() and (job := current()).args is args:
-            settle(job.of(args))
+        if process.job is not None and process.job.args is args:
+            note(job=process.job.of(args))
 
     return set_padded_vocab_size
 

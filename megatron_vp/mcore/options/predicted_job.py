@@ -24,7 +24,7 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.reports.job_partition import layers_given
-from megatron_vp.mcore.settled import RunSettings, Words, replay, words
+from megatron_vp.mcore.settled import RunSettings, Words, process, replay
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import Costs
 from megatron_vp.schedule.flex import shaped
@@ -54,7 +54,7 @@ class Prediction:
 
     def __init__(self, args: Arguments, typed: Words | None = None) -> None:
         self._args = args
-        self._words = (typed or words()).all
+        self._words = (typed or process.words).all
 
     @cached_property
     def vocabulary(self) -> int | None:

@@ -9,28 +9,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_vp.errors import Reasons, Refused
+from megatron_vp.errors import Reasons, Refused, UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_LAYERS, UNEVEN_RANKS
+from megatron_vp.jobs.division import TWO_BATCHES
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.jobs.known_options import Arguments, out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD
-from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import lacks
-from megatron_vp.mcore.settled import run_settings, words
+from megatron_vp.mcore.reports.job_partition import iterations_in
+from megatron_vp.mcore.settled import process, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
-from megatron_vp.trace.rank_files import path_of
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The environment variable that lets Transformer Engine load the state of delayed scaling."""
@@ -66,11 +64,6 @@ def _chunks_fit(a: Arguments) -> bool:
     """Whether the job has as many chunks per rank as its schedule."""
     chunks = run_settings(a).family.chunks
     return _chunks(a) > 1 if chunks is None else _chunks(a) == chunks
-
-
-def _has_more_ranks(a: Arguments) -> bool:
-    folders = filter(None, (a.rank_report, a.pipeline_trace))
-    return any(path_of(Path(folder), a.pipeline_model_parallel_size).exists() for folder in folders)
 
 
 def _holders(a: Arguments) -> tuple[int, ...]:
@@ -177,7 +170,7 @@ REFUSALS: tuple[tuple[Callable[[Arguments], Any], str], ...] = (
         f"the scaling factors only if {UNSAFE_STATE}=1 is set; set it on every rank if you trust the checkpoints, or "
         "use another --fp8-recipe",
     ),
-    (lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in words().options, ALGORITHM_ALONE),
+    (lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in process.words.options, ALGORITHM_ALONE),
     (
         lambda a: not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
         NEEDS_VOCAB_PARALLEL,
@@ -201,13 +194,14 @@ REFUSALS: tuple[tuple[Callable[[Arguments], Any], str], ...] = (
         "probability of all tokens other than the target, such as 0.1, and a small positive coefficient, such as 1e-4",
     ),
     (
-        lambda a: a.pipeline_trace and a.rank_report and Path(a.pipeline_trace) == Path(a.rank_report),
-        "--pipeline-trace and --rank-report both write rank_N.json to {rank_report}: use a different folder for each",
+        lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1),
+        "--num-attention-heads {num_attention_heads} is not divisible by --num-query-groups {num_query_groups}: use a "
+        "number of groups that divides the number of heads",
     ),
     (
-        _has_more_ranks,
-        "--rank-report {rank_report} or --pipeline-trace {pipeline_trace} has files of a run with more pipeline ranks, "
-        "which would mix with this run's: use another folder, or delete them",
+        lambda a: a.pipeline_trace and a.train_iters and iterations_in(a.pipeline_trace_iterations)[0] > a.train_iters,
+        "--pipeline-trace-iterations {pipeline_trace_iterations} begins after the last iteration (--train-iters "
+        "{train_iters}): choose earlier iterations",
     ),
 )
 """Combinations of arguments that cannot work: the condition, and a message that says what cannot work, why, and what to
@@ -259,7 +253,7 @@ def values_of(a: Arguments) -> Callable[[str], Any]:
 
 
 def _typed(name: str) -> bool:
-    return option_of(name) in words().options.values()
+    return option_of(name) in process.words.options.values()
 
 
 def _chunks_differ(a: Arguments) -> bool:
@@ -342,40 +336,34 @@ def _refuse(reasons: Iterable[str]) -> None:
         raise Refused(refused)
 
 
-def check_sizes(args: Arguments) -> None:
-    """Raise one UserError if ranks, batch, layers or heads do not divide, for which Megatron names no options."""
-    tensor = args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size
-    replica = tensor * args.pipeline_model_parallel_size * args.context_parallel_size
-    replicas = args.world_size // replica
-    unevenly_cut = args.pipeline_model_parallel_layout or pattern_in(vars(args)) or shifts_given(vars(args))
-    found = vars(args) | {
-        "tensor_model_parallel_size": tensor,
-        "replica_ranks": replica,
-        "replicas": replicas,
-        "samples": replicas * (args.micro_batch_size or 1),
-        "stages": args.pipeline_model_parallel_size * (args.num_virtual_stages_per_pipeline_rank or 1),
-    }
-    # Megatron can reduce the batch size of training, but not that of evaluation.
-    reduced = args.decrease_batch_size_if_needed and args.eval_global_batch_size
-    _refuse(
-        message.format_map(found)
-        for fault, message in (
-            (args.world_size % replica, UNEVEN_RANKS),
-            (args.step_batch_size_schedule and args.global_batch_size, TWO_BATCHES),
-            (replicas and not reduced and (args.global_batch_size or 0) % found["samples"], UNEVEN_BATCH),
-            (not unevenly_cut and (args.num_layers or 0) % found["stages"], UNEVEN_LAYERS),
-            (args.group_query_attention and args.num_attention_heads % (args.num_query_groups or 1), UNEVEN_HEADS),
-            (args.mock_data and args.data_path, MOCK_DATA),
-        )
-        if fault
-    )
+def check_sources(args: Arguments) -> None:
+    """Raise UserError if a configuration file and a flag that is meant to replace its data or its batch size clash."""
+    two_batches = args.step_batch_size_schedule and args.global_batch_size
+    clashes = ((two_batches, TWO_BATCHES), (args.mock_data and args.data_path, MOCK_DATA))
+    _refuse(message for clash, message in clashes if clash)
 
 
-UNEVEN_HEADS = (
-    "--num-attention-heads {num_attention_heads} is not divisible by --num-query-groups {num_query_groups}: use a "
-    "number of groups that divides the number of heads"
-)
 MOCK_DATA = (
     "--mock-data replaces neither the job's data_path nor its tokenizer: leave --mock-data out, or add --config "
     "data/mock, which replaces both"
 )
+
+
+_DATA = ("mock_data", "data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
+
+
+def refuse_script_options(args: Arguments) -> None:
+    """Raise a UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
+    values = values_of(args)
+    asked = [(option, option.found(values)) for option in OPTIONS if option.run == "our script"]
+    if any(called for _, called in asked):
+        raise Refused([option.message(called, "") for option, called in asked if called])
+
+
+def refuse_no_data(args: Arguments) -> None:
+    """Raise UserError if no argument names the data of `pretrain_gpt_vp.py`."""
+    if not any(getattr(args, name) for name in _DATA):
+        raise UserError(
+            "the job has no data: add --data-path PREFIX (`megatron-vp data` writes a dataset), or --mock-data to "
+            "train on random tokens"
+        )

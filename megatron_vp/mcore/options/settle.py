@@ -20,15 +20,13 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.mcore.megatron_lock import check_arguments
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
-from megatron_vp.mcore.options.refusals import check_numbers, check_sizes, refuse, warnings_of
+from megatron_vp.mcore.options.refusals import check_numbers, check_sources, refuse, warnings_of
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.parts import parts_of_job
-from megatron_vp.mcore.reports.trace_option import check_trace_iterations
-from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, run_settings, words
+from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, process, run_settings
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.dataset import check_inputs
@@ -86,10 +84,10 @@ def settled_job(
         settings = fit_schedule(args, settings, prediction, order)
         args |= {"schedule_shape": settings.family.shape}
 
-    # 3. Check the sizes that Megatron would refuse without naming the options, then let Megatron validate.
+    # 3. Let Megatron validate, after what it would refuse without a remedy.
     valid = False
     with reasons.collected():
-        check_sizes(args)
+        check_sources(args)
         args, valid = args if validated is None else validated(args), True
     if not valid:  # The code below needs the arguments that Megatron derives.
         reasons.refuse()
@@ -99,7 +97,6 @@ def settled_job(
         refuse,
         partial(check_rows, prediction=prediction),
         partial(check_host_room, settings=settings, prediction=prediction),
-        check_trace_iterations,
     )
     for check in checks:
         with reasons.collected():
@@ -110,7 +107,9 @@ def settled_job(
     reasons.refuse()
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
     warnings = warnings_of(args)
-    return SettledJob(args, settings, given, shards, order, parts, words(), installed.of_nodes, checkpoint, warnings)
+    return SettledJob(
+        args, settings, given, shards, order, parts, process.words, installed.of_nodes, checkpoint, warnings
+    )
 
 
 def _choices(given: Arguments, settings: RunSettings, shards: ChosenRows) -> dict[str, Any]:
@@ -146,7 +145,6 @@ def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: 
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
     with refused_by_megatron():
         megatron(args, defaults)
-    check_arguments(args, "derived")
     args.moe_grouped_gemm = grouped
 
 

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shutil
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megatron_vp.mcore.platform.installed import here
-
-_NETWORK = re.compile(
-    "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|glusterfs|lustre|gpfs|beegfs|panfs|wekafs|orangefs|pvfs2|vastnfs|quobyte|daos|"
-    r"fuse(?!blk$|\.fuse-overlayfs$|\.squashfuse).*"
-)
-"""The types of network file systems. An unknown file system in user space is taken for one."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +42,9 @@ def parts() -> list[Part]:
     return found
 
 
-def triton_cache() -> str:
-    """Describe Triton's cache and its file system. Raises OSError if the cache is on a network file system."""
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
-    kind = _file_system(next(each for each in (folder, *folder.parents) if each.exists()))
-    if _NETWORK.fullmatch(kind):
-        raise OSError(f"{folder} is on a network file system ({kind})")
-    return f"{folder} ({kind})"
-
-
-def _file_system(folder: Path) -> str:
-    told = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=False)
-    return told.stdout.split()[-1] if told.stdout else "file system unknown"
-
-
 def _c_compiler() -> str | None:
     """The compiler that Triton would use."""
-    chosen = os.environ.get("CC")
-    found = shutil.which(chosen.split()[0]) if chosen else shutil.which("gcc") or shutil.which("clang")
-    if chosen and found is None:
-        raise OSError(f"CC={chosen} is not a command on this machine: unset CC, or set it to a C compiler")
-    headers = Path(sysconfig.get_paths()["include"])
-    if found is not None and not (headers / "Python.h").is_file():
-        raise OSError(f"{found} exists, but {headers}/Python.h does not: install Python's headers (python3-dev)")
-    return found
+    return shutil.which(os.environ.get("CC", "gcc").split()[0]) or shutil.which("clang")
 
 
 def _gpu() -> str | None:
@@ -86,15 +54,10 @@ def _gpu() -> str | None:
     return f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
-def _unless(fault: str | None, found: str | None) -> str | None:
-    if fault:
+def _engine() -> str | None:
+    if fault := here().engine_fault:
         raise RuntimeError(fault)
-    return found
-
-
-def _one_queue() -> str | None:
-    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    return None if value == "1" else value or "unset"
+    return here().engine
 
 
 _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
@@ -109,14 +72,14 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     ),
     (
         "Transformer Engine",
-        lambda: _unless(here().engine_fault, here().engine),
+        _engine,
         "Megatron's local layers are used (--transformer-impl local), without fp8 and without fused layer norm; "
         "unless --core-attention sdpa is given, their attention writes all scores to memory and does not support "
         "context parallelism",
     ),
     (
         "Apex: norms, optimizer",
-        lambda: _unless(here().apex_fault, "installed" if here().apex else None),
+        lambda: "installed" if here().apex else None,
         "local layers use PyTorch's norms; without Transformer Engine, Megatron also uses PyTorch's optimizer",
     ),
     (
@@ -138,20 +101,8 @@ _PARTS: tuple[tuple[str, Callable[[], str | None], str], ...] = (
     (
         "C compiler",
         _c_compiler,
-        "Triton compiles a small library when it first runs on a machine: unless Python's headers and a C compiler "
-        "(gcc, clang or the one that CC names) are installed, passes S and T fail with an error",
-    ),
-    (
-        "Triton's cache",
-        triton_cache,
-        "when training starts, all ranks of all nodes read and write compiled kernels over the network: set "
-        "TRITON_CACHE_DIR to a folder on each node's own disk, such as /tmp/triton-$USER",
-    ),
-    (
-        "hardware queues",
-        _one_queue,
-        "with CUDA_DEVICE_MAX_CONNECTIONS=1, a vocabulary collective that waits for its peers blocks the passes issued "
-        "after it; only tensor and context parallelism need this setting",
+        "Triton compiles a small library when it first runs on a machine: unless a C compiler (gcc, clang or the one "
+        "that CC names) and Python's headers are installed, passes S and T fail with an error",
     ),
     ("psutil", lambda: importlib.metadata.version("psutil"), "torch_dist checkpoints cannot be written"),
     (

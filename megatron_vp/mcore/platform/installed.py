@@ -1,8 +1,8 @@
 """Finds the installed packages and compiled extensions that decide which code Megatron runs.
 
 We try to import `transformer_engine.pytorch`, as Megatron does, and look for individual extension modules of NVIDIA's
-Apex. The name and version of a package are not enough: PyPI's `transformer-engine` without an extra raises an error on
-import, PyPI's `apex` is an unrelated project, and Apex built without its extensions contains only Python code.
+Apex. The name of a package is not enough: PyPI's `transformer-engine` without an extra raises an error on import, and
+Apex built without its extensions contains only Python code.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from megatron_vp import __version__
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.patches import present_version
 
 INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.17.1"'
 """Command that builds Transformer Engine for the installed PyTorch. This version was tested with Megatron 0.19."""
 
-_ENGINE, _APEX = "transformer_engine", "apex"
+_ENGINE = "transformer_engine"
+_APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 _ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _IN_NODES = {
@@ -28,7 +33,6 @@ _IN_NODES = {
     "apex": ("yes|no", "apex=yes or apex=no"),
 }
 """The entries of `--nodes`: the values that they may have, and examples."""
-_NORM, _OPTIMIZER = "fused_layer_norm_cuda", "amp_C"
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,6 @@ class Installed:
     """Whether Apex's masked softmax, for Megatron's local attention, is installed."""
     apex: bool = False
     """Whether Apex is installed with its norms and its optimizer."""
-    apex_fault: str | None = None
-    """The reason why Megatron must not use the installed package `apex`."""
     capability: tuple[int, int] | None = None
     """The compute capability that --nodes gives for the GPUs; None if it gives none."""
 
@@ -70,35 +72,40 @@ def lacks(module: str) -> bool:
 def here() -> Installed:
     """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway."""
     engine, engine_fault = _engine()
-    apex_fault = _hidden.get(_APEX) or _apex_fault()
     return Installed(
         engine=engine,
         engine_fault=engine_fault,
         apex_accumulation=_is_there(_ACCUMULATION),
         apex_softmax=all(map(_is_there, _SOFTMAX)),
-        apex=_is_there(_APEX) and apex_fault is None,
-        apex_fault=apex_fault,
+        apex=all(map(_is_there, _APEX_MODULES)),
     )
 
 
-def hide_what_is_broken() -> list[str]:
-    """Hide a broken Transformer Engine or Apex from imports. Returns a line for each package that is newly hidden.
+def versions() -> dict[str, str | None]:
+    """The versions of the packages that determine a run's results; None for a package that is not installed."""
+    return {
+        "megatron_vp": __version__,
+        "megatron-core": present_version(),
+        "torch": torch.__version__,
+        "Transformer Engine": here().engine,
+    }
 
-    Call this function before Megatron is imported: Megatron handles an ImportError but no other error, and mistakes any
-    package named `apex` for NVIDIA's.
+
+def hide_what_is_broken() -> str | None:
+    """Hide a broken Transformer Engine from imports. Returns a line if it is newly hidden.
+
+    Call this function before Megatron is imported: Megatron handles an ImportError but no other error.
     """
-    found = here()
-    lines = []
-    for package, fault in ((_ENGINE, found.engine_fault), (_APEX, found.apex_fault)):
-        if fault is not None and package not in _hidden:
-            _hide(package, fault)
-            lines.append(f"{_TITLES[package]} is installed but not used: {fault}")
-    return lines
+    fault = here().engine_fault
+    if fault is None or _ENGINE in _hidden:
+        return None
+    _hide(_ENGINE, fault)
+    return f"Transformer Engine is installed but not used: {fault}"
 
 
 def hide_what_needs_a_gpu() -> None:
     """Hide Transformer Engine and Apex, whose norms and optimizers Megatron would otherwise use even on a CPU."""
-    for package in filter(_is_there, (_ENGINE, _APEX, _OPTIMIZER)):
+    for package in filter(_is_there, (_ENGINE, *_APEX_MODULES)):
         _hide(package, "the package's kernels need a GPU")
 
 
@@ -124,13 +131,9 @@ def from_text(text: str) -> Installed:
         changed |= {"engine": None if given["te"] == "no" else given["te"], "engine_fault": None}
     if "apex" in given:
         changed |= dict.fromkeys(("apex", "apex_accumulation", "apex_softmax"), given["apex"] == "yes")
-        changed["apex_fault"] = None
     if "cc" in given:
         changed["capability"] = tuple(map(int, given["cc"].split(".")))
     return replace(here(), **changed)
-
-
-_TITLES = {_ENGINE: "Transformer Engine", _APEX: "a package `apex`"}
 
 
 def _engine() -> tuple[str | None, str | None]:
@@ -147,18 +150,6 @@ def _engine() -> tuple[str | None, str | None]:
     except Exception as error:  # Transformer Engine's loader may raise any exception.
         words = " ".join(str(error).split()) or type(error).__name__
         return None, words.partition(". ")[0].rstrip(".!")
-
-
-def _apex_fault() -> str | None:
-    if not _is_there(_APEX):
-        return None
-    missing = [name for name in (_OPTIMIZER, _NORM) if not _is_there(name)]
-    if not missing:
-        return None
-    return (
-        f"{' and '.join(missing)} cannot be found, so the installed Apex is not NVIDIA's, or was built without "
-        "APEX_CPP_EXT and APEX_CUDA_EXT"
-    )
 
 
 def _is_there(module: str) -> bool:

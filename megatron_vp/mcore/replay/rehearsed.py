@@ -33,7 +33,7 @@ from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.mcore.replay import one_rank, shapes_only
-from megatron_vp.mcore.settled import SettledJob, current, settle
+from megatron_vp.mcore.settled import SettledJob, current, note
 from megatron_vp.mcore.start.launch import as_one_line, is_raised_on_purpose, line_of
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 
@@ -73,7 +73,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
     """
     from megatron.training import arguments
 
-    patch_table.apply(patch_table.Stage.AFTER_VALIDATION, job.arguments)
+    patch_table.apply(job.arguments, early=False)
     patches.apply((*shapes_only.PATCHES, *one_rank.PATCHES))
     if uses_cpu([]):
         switch_off_what_needs_a_gpu(job.args)
@@ -89,7 +89,7 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
                 each = args.micro_batch_size * args.data_parallel_size
                 most = one_rank.ROUNDS * args.pipeline_model_parallel_size
                 args.global_batch_size = min(args.global_batch_size, each * most)
-            settle(job.of(args))
+            note(job=job.of(args))
             with as_one_line(), _alone(args, rehearsal):
                 arguments.set_global_variables(args)
                 if script is not None:

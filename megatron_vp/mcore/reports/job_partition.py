@@ -1,4 +1,4 @@
-"""Describes how a job splits its model, for reports from which a later job chooses its vocabulary shards."""
+"""What reports need to know of a job: how it splits its model, and which iterations --pipeline-trace records."""
 
 from __future__ import annotations
 
@@ -28,3 +28,17 @@ def layers_given(args: Arguments) -> tuple[int, ...] | None:
     with suppress(UserError):
         return virtual_stages.layers_given(vars(args))
     return None
+
+
+def iterations_in(text: str) -> range:
+    """Parse a range of iterations, such as `3-5`, or `4` for a single iteration. Raises UserError."""
+    first, _, last = text.partition("-")
+    try:
+        iterations = range(int(first), int(last or first) + 1)
+    except ValueError:
+        iterations = range(0)
+    if not iterations or iterations[0] < 1:
+        raise UserError(
+            f"--pipeline-trace-iterations {text} is not a range of iterations: give A-B with 1 <= A <= B, such as 3-5"
+        )
+    return iterations

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_vp.mcore.reports.job_partition import partition_of
+from megatron_vp.mcore.reports.job_partition import iterations_in, partition_of
 from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
 from megatron_vp.mcore.reports.rank_report import RankReport, described, in_first_pipeline
-from megatron_vp.mcore.reports.trace_option import iterations_in
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.groups import pipeline_device
@@ -59,9 +58,9 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
         if args.pipeline_trace is not None:
             place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
             iterations = iterations_in(args.pipeline_trace_iterations)
-            _reports.append(
-                PipelineTrace(Path(args.pipeline_trace), iterations, pipeline(), *place, partition_of(args))
-            )
+            folder = Path(args.pipeline_trace)
+            folder.mkdir(parents=True, exist_ok=True)
+            _reports.append(PipelineTrace(folder, iterations, pipeline(), *place, partition_of(args)))
         if args.rank_report is not None:
             _reports.append(RankReport(args, described(job)))
     due = [report for report in _reports if report.begin()]

@@ -21,7 +21,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patch_table, patches, settled
-from megatron_vp.mcore.patch_table import Stage
 from megatron_vp.mcore.settled import OwnLoop, SettledJob, Words, run_settings
 from megatron_vp.mcore.start.launch import patch_megatron, refuse
 
@@ -38,8 +37,8 @@ class Handle:
         trained.
         """
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
-        settled.clear()
-        settled.note_own_loop(None)
+        settled.begin()
+        settled.note(own_loop=None)
         sys.excepthook = self._hook
 
 
@@ -55,7 +54,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         # The script's own command line is not read here, because it can contain arguments that Megatron does not know.
         patch_megatron([""])
         args, words = _parsed(settings)
-        settled.note_own_loop(OwnLoop(words, partial(_settle, settings, words)))
+        settled.note(own_loop=OwnLoop(words, partial(_settle, settings, words)))
         if run_settings(args).replaces_schedule:
             _require_no_model()
         patch_table.require_fit(args)
@@ -127,17 +126,15 @@ _GROUPS = (
 
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
     from megatron_vp.mcore.options.settle import settled_job
-    from megatron_vp.mcore.reports.trace_option import make_trace_folder
     from megatron_vp.mcore.start.banner import print_banner
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
     given = _described(_parsed(settings)[0], settings, model)
-    settled.note_words(Words(words, (), {name: option_of(name) for name in settings}))
+    settled.note(words=Words(words, (), {name: option_of(name) for name in settings}))
     job = settled_job(given)
     require_same_job(job)
     job = settle_with_one_order(job)
-    make_trace_folder(job.arguments)
-    patch_table.apply(Stage.AFTER_VALIDATION, job.arguments)
+    patch_table.apply(job.arguments, early=False)
     if job.arguments.rank == 0:
         print_banner(job, knows_batch={"global_batch_size", "micro_batch_size"} <= settings.keys())
     return job

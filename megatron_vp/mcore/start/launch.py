@@ -131,19 +131,8 @@ def refuse(said: str, status: int) -> NoReturn:
 def _end_interrupted() -> NoReturn:
     """Exit after Ctrl-C, which interrupts every rank. Only rank 0 prints a line, and no rank waits for its peers."""
     if os.environ.get("RANK", "0") == "0":
-        at_last(lambda: say(f"stopped by Ctrl-C (SIGINT), which saves nothing{_last_saved()}"))
+        at_last(lambda: say("stopped by Ctrl-C (SIGINT), which saves nothing"))
     _exit(128 + signal.SIGINT)
-
-
-def _last_saved() -> str:
-    """What is on disk of a training job, as the end of a sentence; empty for other jobs."""
-    from megatron_vp.mcore import settled
-    from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
-
-    if not settled.is_settled() or (folder := settled.current().arguments.save) is None:
-        return ""
-    reached = last_checkpoint(folder)
-    return f"; {folder} has {f'a checkpoint of iteration {reached}' if reached else 'no checkpoint'}"
 
 
 def _end_quietly_when_interrupted() -> None:
@@ -216,8 +205,12 @@ def _known_line(error: BaseException) -> str | None:
 def _failure(reason: BaseException) -> str:
     if not isinstance(reason, KeyError):
         return str(reason).strip().partition("\n")[0]
-    frozen = "; the run that saved it had frozen this parameter: add --no-load-optim to start with a fresh optimizer"
-    return f"the checkpoint has no {reason.args[0]}{frozen * str(reason.args[0]).startswith('optimizer.state.')}"
+    other = (
+        "; the run that saved it had another optimizer, distributed it differently, or had frozen this parameter: add "
+        "--no-load-optim to start with a fresh optimizer"
+    )
+    name = str(reason.args[0]).partition(" ")[0]
+    return f"the checkpoint has no {name}{other * name.startswith('optimizer.')}"
 
 
 def _place(error: BaseException) -> str:
@@ -308,11 +301,10 @@ def patch_megatron(argv: list[str]) -> None:
     quiet_fallback_warnings()
     if cpu:
         installed.hide_what_needs_a_gpu()
-    for line in installed.hide_what_is_broken():
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_vp: {line}", flush=True)
+    if (line := installed.hide_what_is_broken()) and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
     early = early_arguments(argv[1:])
     settled.begin(early.pipeline_schedule)
     patch_table.require_fit(early)
-    patch_table.apply(patch_table.Stage.BEFORE_PARSING, early)
+    patch_table.apply(early, early=True)

@@ -54,7 +54,7 @@ def check_job(
         from megatron.training import arguments as megatron
         from megatron.training.argument_utils import core_transformer_config_from_args
 
-        from megatron_vp.mcore.options.script_options import refuse_script_options
+        from megatron_vp.mcore.options.refusals import refuse_script_options
         from megatron_vp.mcore.options.settle import refused_by_megatron, settled_from_flags
 
         if args.use_checkpoint_args:
@@ -120,18 +120,13 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
-    """Raise UserError unless this node has enough GPUs and the network that the environment names."""
+    """Raise UserError unless this node has enough GPUs and can resolve MASTER_ADDR."""
     node = socket.gethostname()
     devices = torch.cuda.device_count() if args.distributed_backend == "nccl" else ranks_per_node
     if devices < ranks_per_node:
         raise UserError(
             f"{node}: {ranks_per_node} ranks are to run on this node, but the number of visible GPUs is {devices}: "
             "request one GPU per rank (sbatch --gpus-per-node), and do not bind GPUs to tasks"
-        )
-    interfaces = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if not _names_an_interface(interfaces, [name for _, name in socket.if_nameindex()]):
-        raise UserError(
-            f"{node}: NCCL_SOCKET_IFNAME={interfaces} names no interface of this node: choose one that `ip link` lists"
         )
     address = os.environ.get("MASTER_ADDR", "localhost")
     try:
@@ -209,16 +204,4 @@ def _parsed(arguments: list[str], ranks: int, own_script: bool = False) -> Itera
             yield megatron.parse_args(with_own)
         finally:
             patches.undo([patch for patch in patches.in_force() if patch not in before])
-            settled.clear()
-
-
-def _names_an_interface(variable: str, interfaces: list[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME permits one of `interfaces`. The variable lists prefixes (exact names after `=`,
-    exclusions after `^`); an empty value permits all interfaces.
-    """
-    excluded, exact = variable.startswith("^"), variable.lstrip("^").startswith("=")
-    names = [name for name in variable.lstrip("^=").split(",") if name]
-    if not names:
-        return True
-    named = [i for i in interfaces if any(i == name if exact else i.startswith(name) for name in names)]
-    return len(named) < len(interfaces) if excluded else bool(named)
+            settled.begin()

@@ -25,13 +25,11 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.resolved import plain
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
-from megatron_vp.mcore.patches import Patch, installed_version
-from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.mcore.settled import SettledJob, current, settle
+from megatron_vp.mcore.patches import Patch
+from megatron_vp.mcore.platform.installed import versions
+from megatron_vp.mcore.settled import SettledJob, current, note
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 from megatron_vp.runtime.launcher_store import Notes, counted, named
-
-_LEAVE_WITHIN_SECONDS = 10.0
 
 OF_A_RANK = {"rank", "local_rank", "node_rank", "config"}
 """Arguments that are not compared between ranks; the options in configuration files are compared instead."""
@@ -67,16 +65,10 @@ def facts(
     }
     if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
         alike["vocab_shards"] = "measured:DIR"  # Instead of the folders, the `vocab_rows` read from them are compared.
-    packages = {
-        "megatron_vp": megatron_vp.__version__,
-        "megatron-core": installed_version(),
-        "torch": torch.__version__,
-        "Transformer Engine": installed().engine,
-    }
     parts = {f"the implementation of the {part}": who for part, who in (parts or {}).items()}
-    versions = {f"the version of {package}": str(found) for package, found in packages.items()}
+    software = {f"the version of {package}": str(found) for package, found in versions().items()}
     ours = {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
-    return {"alike": alike | parts | versions | ours, "given": dict(given or {})}
+    return {"alike": alike | parts | software | ours, "given": dict(given or {})}
 
 
 def _place(value: Any) -> str:
@@ -133,7 +125,7 @@ def settle_with_one_order(job: SettledJob) -> SettledJob:
     order = [job.order]
     torch.distributed.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
-    settle(job)
+    note(job=job)
     return job
 
 
@@ -169,7 +161,7 @@ def compare(own: dict[str, dict[str, str]], seconds: float) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         return
-    first, others, verdict, heard = (Notes(f"start/{topic}") for topic in ("first", "others", "verdict", "heard"))
+    first, others, verdict = (Notes(f"start/{topic}") for topic in ("first", "others", "verdict"))
     text = json.dumps(own)
     if rank == 0:
         first.leave(0, text)
@@ -180,8 +172,6 @@ def compare(own: dict[str, dict[str, str]], seconds: float) -> None:
         everyone = [json.loads(found[each] or known) for each in range(ranks)] if any(found.values()) else []
         verdict.leave(0, difference(everyone))
     if apart := _all_of(verdict, range(1), seconds)[0]:
-        heard.leave(rank)
-        heard.read(range(ranks) if rank == 0 else (), _LEAVE_WITHIN_SECONDS)  # Rank 0 may serve the store.
         way = "start every rank with the same configuration files, flags and package versions"
         raise UserError(f"the ranks did not get the same job: {apart}; {way}")
 
