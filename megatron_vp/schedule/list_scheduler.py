@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, compress
 from operator import add, sub
 
 from megatron_vp.schedule.graph import Graph
@@ -111,11 +111,10 @@ class _Rank:
         self.left = list(range(len(order)))
         # Ready passes that allocate from the same pools share a queue, because if the first does not fit, none fits.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
-        named = {each: tuple(pool for pool, taken in enumerate(each) if taken) for each in set(takes)}
-        queues: dict[tuple[int, ...], Ready] = {each: [] for each in sorted(set(named.values()) - {()})}
-        self.takers = [([pools[each] for each in taken], ready) for taken, ready in queues.items()]
-        self.queues = [queues.get(named[each]) for each in takes]
-        self.others: Ready = []
+        self.takes = [tuple(compress(range(len(each)), each)) for each in takes]
+        self.queues: dict[tuple[int, ...], tuple[list[_MemoryPool], Ready]] = {
+            each: ([pools[place] for place in each], []) for each in sorted(set(self.takes))
+        }
         self.fillers: Ready = []
         self.result: list[int] = []
         # Passes that become ready after the next computing pass, each with the queue that it joins.
@@ -125,34 +124,38 @@ class _Rank:
         self.half: int | None = None
         self.other_half_ends = 0.0
 
+    def queue(self, place: int, is_awaited: bool) -> Ready:
+        """The queue that a pass joins when it is ready."""
+        pools, ready = self.queues[self.takes[place]]
+        return ready if pools or is_awaited else self.fillers
+
     def take(self) -> int | None:
         """Choose the pass to run now and return its number; None if no ready pass fits."""
         left, fillers = self.left, self.fillers
-        best, chosen = (self.others[0], self.others) if self.others else (1, fillers)
-        for pools, ready in self.takers:
+        best, chosen = 1, fillers
+        for pools, ready in self.queues.values():
             if ready and ready[0] < best:
-                if left[-1] == -ready[0] or self._fits(pools, bisect_left(left, -ready[0])):
+                place = -ready[0]
+                if not pools or left[-1] == place or self._fits(pools, bisect_left(left, place)):
                     best, chosen = ready[0], ready
                 elif fillers and fillers[0] < ready[0]:
                     # `ready[0]` does not fit in memory. Fillers free memory, so first run a filler that is due earlier.
                     best, chosen = fillers[0], fillers
-        return self._run(-heappop(chosen)) if chosen else None
+        return self.run(-heappop(chosen)) if chosen else None
 
     def _fits(self, pools: Sequence[_MemoryPool], index: int) -> bool:
         return all(pool.fits(index) for pool in pools)
 
-    def take_next(self) -> int:
-        return self._run(self.left[-1])
-
     def admit_delayed(self) -> bool:
         """Make the delayed passes ready; return whether there were any."""
-        for ready, entry in self.delayed:
-            heappush(ready, entry)
         admitted = bool(self.delayed)
+        for joins in self.delayed:
+            heappush(*joins)
         self.delayed.clear()
         return admitted
 
-    def _run(self, place: int) -> int:
+    def run(self, place: int) -> int:
+        """Run a pass, and return its number."""
         left = self.left
         if left[-1] == place:
             left.pop()
@@ -187,31 +190,30 @@ class ListScheduler:
         backwards: bool,
     ) -> None:
         # A pair is one pass: the forward's number stands for both, and uses the memory of both.
-        second = set(backward_of.values())
+        second, pairs = set(backward_of.values()), backward_of.items()
         if second:
             orders = [[number for number in order if number not in second] for order in orders]
-        pairs, self.backwards = backward_of.items(), backwards
-        memory = {
-            held: (take | {one for one, two in pairs if two in take}, give | {one for one, two in pairs if two in give})
-            for held, (take, give) in memory.items()
-        }
+            memory = {
+                held: (
+                    take | {one for one, two in pairs if two in take},
+                    give | {one for one, two in pairs if two in give},
+                )
+                for held, (take, give) in memory.items()
+            }
         before, after = graph.predecessors, graph.successors
         if backwards:
             before, after = after, before
         else:
             orders = [order[::-1] for order in orders]
-        self.durations, self.lanes, self.after = durations, graph.lanes, after
+        self.backwards, self.durations, self.lanes, self.after = backwards, durations, graph.lanes, after
         self.ranks = []
-        # The queue that a pass joins when it is ready, and its key in the queue.
-        self.ready: list[Ready | None] = [None] * len(durations)
-        self.entry = [0] * len(durations)
+        # The queue that a pass joins when it is ready, and its key in the queue; None for other nodes.
+        self.joins: list[tuple[Ready, int] | None] = [None] * len(durations)
         for index, order in enumerate(orders):
             rank = _Rank(order, _pools(order, memory, limits.of(index), backwards))
             self.ranks.append(rank)
-            for place, (number, queue) in enumerate(zip(order, rank.queues, strict=True)):
-                self.entry[number] = -place
-                others = rank.others if after[number] else rank.fillers
-                self.ready[number] = others if queue is None else queue
+            for place, number in enumerate(order):
+                self.joins[number] = rank.queue(place, bool(after[number])), -place
         self.waits = list(map(len, before))
         # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
         # reversed time, an O) waits until the rank has computed another pass, if any other pass can run.
@@ -222,13 +224,8 @@ class ListScheduler:
         self.moves, self.second_moves = leaving | returning, leaving if backwards else returning
         # `halves` maps a pair's number to its two passes in order of time; `pair` maps each of these passes to the
         # pair's number.
-        self.halves: dict[int, tuple[int, int]] = {}
-        self.pair: dict[int, int] = {}
-        for forward, backward in backward_of.items():
-            self.halves[forward] = (backward, forward) if backwards else (forward, backward)
-            self.pair[forward] = self.pair[backward] = forward
-        # Without pairs and without O and R passes, a pass joins its queue as soon as it is ready.
-        self.simple = not self.pair and not self.moves
+        self.halves = {one: (two, one) if backwards else (one, two) for one, two in pairs}
+        self.pair = {half: pair for pair, halves in self.halves.items() for half in halves}
         self.losses: deque[int] = deque()
         # `ending` groups nodes by their end time, because many end together. `times` is a heap of these times.
         self.times: list[float] = []
@@ -282,10 +279,6 @@ class ListScheduler:
             if number is None:
                 self._begin_pair(rank, now)
                 continue
-            if self.simple:
-                rank.free_at = now + self.durations[number]
-                self._end(number, rank.free_at)
-                continue
             rank.free_at = now
             for each in self.halves.get(number, (number,)):
                 rank.free_at += self.durations[each]
@@ -296,19 +289,10 @@ class ListScheduler:
     def _begin_pair(self, rank: _Rank, now: float) -> None:
         """If only the first pass of the next pair is ready, run it alone, because the rank has nothing else to run."""
         following = rank.order[rank.left[-1]] if rank.left else None
-        if following not in self.halves or self.waits[self.halves[following][0]]:
-            return
-        rank.take_next()
-        first, rank.half = self.halves[following]
-        rank.other_half_ends, rank.free_at = now + self.durations[first], math.inf
-        self._end(first, rank.other_half_ends)
-
-    def _end_pair(self, rank: _Rank, now: float) -> None:
-        """Run the second pass of a pair, which became ready only after the first pass had started."""
-        assert rank.half is not None
-        rank.free_at = max(now, rank.other_half_ends) + self.durations[rank.half]
-        self._end(rank.half, rank.free_at)
-        rank.half = None
+        if following in self.halves and not self.waits[self.halves[following][0]]:
+            first, rank.half = self.halves[rank.run(rank.left[-1])]
+            rank.other_half_ends, rank.free_at = now + self.durations[first], math.inf
+            self._end(first, rank.other_half_ends)
 
     def _end(self, number: int, time: float) -> None:
         if time in self.ending:
@@ -320,39 +304,34 @@ class ListScheduler:
     def _finish(self, number: int, now: float) -> None:
         waits = self.waits
         for waiting in self.after[number]:
-            left = waits[waiting] = waits[waiting] - 1
-            if not left:
-                heap, lane = self.ready[waiting], self.lanes[waiting]
-                if heap is not None and self.simple:
-                    heappush(heap, self.entry[waiting])
-                    self.stirred.add(lane)
-                elif lane >= len(self.ranks) and not self.durations[waiting]:
-                    self._finish(waiting, now)
-                else:
-                    self._arrive(waiting, now)
+            waits[waiting] -= 1
+            if not waits[waiting]:
+                self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
         """Process node `number`, which no longer waits for other nodes."""
+        lane = self.lanes[number]
         if number in self.pair:
-            rank = self.ranks[self.lanes[number]]
+            rank = self.ranks[lane]
             if rank.half == number:
-                self._end_pair(rank, now)
+                # The first pass of the pair has started alone.
+                rank.free_at, rank.half = max(now, rank.other_half_ends) + self.durations[number], None
+                self._end(number, rank.free_at)
                 return
-            self.stirred.add(self.lanes[number])
+            self.stirred.add(lane)
             number = self.pair[number]
             if any(self.waits[half] for half in self.halves[number]):
                 return
-        ready = self.ready[number]
-        if ready is not None and number in self.second_moves:
-            self.ranks[self.lanes[number]].delayed.append((ready, self.entry[number]))
-        elif ready is not None:
-            heappush(ready, self.entry[number])
-            self.stirred.add(self.lanes[number])
-        elif self.lanes[number] < len(self.ranks):
+        joins = self.joins[number]
+        if joins is not None and number in self.second_moves:
+            self.ranks[lane].delayed.append(joins)
+        elif joins is not None:
+            heappush(*joins)
+            self.stirred.add(lane)
+        elif lane < len(self.ranks):
             self.losses.append(number)
-            self.stirred.add(self.lanes[number])
+            self.stirred.add(lane)
         elif self.durations[number]:
-            lane = self.lanes[number]
             self.lane_free_at[lane] = max(now, self.lane_free_at[lane]) + self.durations[number]
             self._end(number, self.lane_free_at[lane])
         else:
