@@ -1,8 +1,16 @@
-"""Writes schedules and programs as JSON, and reads schedules from JSON or CSV."""
+"""Writes schedules and programs as JSON, writes schedules as CSV, and reads schedules from both.
+
+The CSV format is that of `torch.distributed.pipelining`: one line per rank, one cell per pass. A pass consists of a
+virtual stage, a kind and a microbatch: `2F0` is a forward. If the file has passes `2I0` (input gradient) and `2W0`
+(weight gradient), `2B0` is a whole backward. PyTorch also writes `(2F3;5B1)OVERLAP_F_B` for two overlapped passes, and
+empty cells for bubbles. Our further kinds of pass are written alike, with the rank's first stage where a pass belongs
+to no stage: `2S0`. Such a file needs its vocabulary method only if it is vocab-1: the line `# vocab=vocab-1`.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -13,9 +21,12 @@ from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Pro
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
-from megatron_vp.schedule.torch_csv import check_microbatches, from_csv
 
 LONGEST_NAME = 200
+
+CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
+TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+METHOD = "# vocab="
 
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
@@ -88,6 +99,11 @@ def _instruction(instruction: Instruction, vocab_members: Sequence[int]) -> dict
     }
 
 
+def from_text(text: str) -> Schedule:
+    """Read a schedule from JSON or CSV. Raises UserError."""
+    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
+
+
 def from_json(text: str) -> Schedule:
     """Read what `to_json` wrote, with or without times and metrics.
 
@@ -102,28 +118,22 @@ def from_json(text: str) -> Schedule:
             tuple(_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order))
             for rank, order in enumerate(document["ranks"])
         )
-        for what, words in (("name", name), ("shape", shape)):
+        for words in (name, shape):
             if not isinstance(words, str) or not words.isprintable() or len(words) > LONGEST_NAME:
                 raise ValueError(
-                    f"the schedule's {what} must be one printable line of at most {LONGEST_NAME} characters"
+                    f"the schedule's name and shape must be printable lines of at most {LONGEST_NAME} characters"
                 )
-        schedule = Schedule(name, VocabMethod(document["vocab"]), placement, microbatches, orders, shape)
-        check_microbatches(schedule)
-    except KeyError as error:
-        raise UserError(
-            f"the schedule file lacks the key {error}, which megatron_vp's JSON format requires: add the key"
-        ) from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"the schedule file is not in megatron_vp's JSON format: {error}") from None
-    for key, actual in (("pipeline_size", schedule.pipeline_size), ("chunks", schedule.chunks)):
-        if document.get(key, actual) != actual:
-            raise UserError(f"the schedule file sets '{key}' to {document[key]}, but its 'placement' requires {actual}")
-    pairs = [list(pair) for pair in schedule.offloaded]
-    if document.get("offloaded", pairs) != pairs:
-        raise UserError(
-            f"the schedule file lists {document['offloaded']} under 'offloaded', but its O and R passes are for the "
-            f"(rank, chunk) pairs {pairs}"
-        )
+        schedule = _checked(Schedule(name, VocabMethod(document["vocab"]), placement, microbatches, orders, shape))
+        own = {"offloaded": ()} | _head(schedule)
+        for key in ("pipeline_size", "chunks", "offloaded"):
+            expected = json.loads(json.dumps(own[key]))
+            if document.get(key, expected) != expected:
+                raise ValueError(
+                    f"the file sets '{key}' to {document[key]}, but its placement and passes require {expected}"
+                )
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        missing = "it lacks the key " if isinstance(error, KeyError) else ""
+        raise UserError(f"the schedule file is not in megatron_vp's JSON format: {missing}{error}") from None
     if PassKind.BW not in schedule.kinds or schedule.split_backward:
         return schedule
     # Whole backwards are called B in a schedule without W.
@@ -145,6 +155,65 @@ def _whole(value: object) -> int:
     return value
 
 
-def from_text(text: str) -> Schedule:
-    """Read a schedule from JSON or CSV. Raises UserError."""
-    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
+def _checked(schedule: Schedule) -> Schedule:
+    """Raise ValueError if the number of microbatches cannot be right; a huge number would exhaust memory later."""
+    longest = max(map(len, schedule.ranks), default=0)
+    if not 1 <= schedule.microbatches <= longest:
+        raise ValueError(
+            f"the schedule has {schedule.microbatches} microbatches, but no rank lists more than {longest} passes: "
+            "give at least 1 microbatch, and number them from 0 without gaps"
+        )
+    return schedule
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as CSV, without its name."""
+    split = {PassKind.B: "I", PassKind.BW: "B"} if schedule.split_backward else {}
+    lines = [
+        ",".join(f"{stages[step.chunk]}{split.get(step.kind, step.kind)}{step.microbatch}" for step in order)
+        for stages, order in zip(schedule.placement.stage_of, schedule.ranks, strict=True)
+    ]
+    if schedule.vocab is VocabMethod.VOCAB_1:
+        lines.append(f"{METHOD}{schedule.vocab}")
+    return "\n".join([*lines, ""])
+
+
+def from_csv(text: str) -> Schedule:
+    """Read what `to_csv` or PyTorch wrote, and number each rank's chunks by ascending stage. Raises UserError."""
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+    try:
+        methods = [VocabMethod(line.removeprefix(METHOD).strip()) for line in lines.values() if line.startswith(METHOD)]
+        rows = [_cells(line, number) for number, line in lines.items() if not line.startswith(METHOD)]
+        used = {kind for row in rows for _, kind, _ in row}
+        # If backwards are split, PyTorch's I is our B, and its B is our BW.
+        kinds = {name: PassKind(name) for name in used - {"I"}} | {"I": PassKind.B}
+        if used & {"I", "W"}:
+            kinds["B"] = PassKind.BW
+        sharded = VocabMethod.VOCAB_2 if used & {*VocabMethod.VOCAB_2.passes} else VocabMethod.NONE
+        vocab = methods[0] if methods else VocabMethod.INTERLACED if "V" in used else sharded
+        stages = [sorted({stage for stage, kind, _ in row if kind == "F"}) for row in rows]
+        placement = Placement(tuple(map(tuple, stages)))
+        orders = []
+        for rank, row in enumerate(rows):
+            if foreign := {stage for stage, _, _ in row} - {*stages[rank]}:
+                raise ValueError(f"rank {rank} has passes of stage {min(foreign)}, but no forward of this stage")
+            steps = [(kinds[kind], number, stages[rank].index(stage)) for stage, kind, number in row]
+            orders.append(tuple(Pass(kind, number, chunk if kind.per_chunk else 0) for kind, number, chunk in steps))
+        microbatches = 1 + max(step.microbatch for order in orders for step in order)
+        return _checked(Schedule("pytorch", vocab, placement, microbatches, tuple(orders)))
+    except ValueError as error:
+        raise UserError(f"the schedule file is not in PyTorch's CSV format: {error}") from None
+
+
+def _cells(line: str, number: int) -> list[tuple[int, str, int]]:
+    """Stage, kind and microbatch of every pass of a rank."""
+    found = []
+    for cell in filter(None, map(str.strip, re.split("[,;]", TOGETHER.sub(r"\1", line)))):
+        match = CELL.fullmatch(cell)
+        if match is None or match[2] not in (*PassKind, "I"):
+            raise ValueError(
+                f"line {number}: {cell[:40]!r} is not a pass such as 2F0 or 0S3: write the schedule as JSON, or with "
+                "PyTorch's _dump_csv and format='compute_only'"
+            )
+        found.append((int(match[1]), match[2], int(match[3])))
+    return found

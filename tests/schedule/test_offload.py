@@ -314,7 +314,7 @@ def test_the_file_says_what_is_offloaded_and_reads_back(some):
     document["offloaded"] = [[0, 1]]
     with pytest.raises(
         UserError,
-        match=r"\[\[0, 1\]\] under 'offloaded', but its O and R passes are for the \(rank, chunk\) pairs \[\[0, 0\], ",
+        match=r"sets 'offloaded' to \[\[0, 1\]\], but its placement and passes require \[\[0, 0\], ",
     ):
         from_json(json.dumps(document))
 

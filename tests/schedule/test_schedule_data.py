@@ -135,9 +135,9 @@ def test_json_has_the_agreed_layout():
         (lambda d: d.update(ranks=3), "JSON format"),
         (lambda d: d.update(microbatches=0), "has 0 microbatches, .* give at least 1"),
         (lambda d: d.update(microbatches=10**12), "no rank lists more than 2 passes"),
-        (lambda d: d.update(schedule="a\nb"), "name must be one printable line"),
-        (lambda d: d.update(schedule="x" * 201), "name must be one printable line of at most 200 characters"),
-        (lambda d: d.update(schedule=["1f1b"]), "name must be one printable line"),
+        (lambda d: d.update(schedule="a\nb"), "name and shape must be printable lines"),
+        (lambda d: d.update(schedule="x" * 201), "must be printable lines of at most 200 characters"),
+        (lambda d: d.update(schedule=["1f1b"]), "name and shape must be printable lines"),
     ],
 )
 def test_a_file_that_is_not_a_schedule_is_refused(change, words):
@@ -165,14 +165,14 @@ OLD = "# schedule=1f1b vocab=none microbatches=1\nrank,pass,chunk,microbatch,sta
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda text: OLD, "^line 1: .* is not a pass such as 2F0 or 0S3: write the schedule as JSON"),
-        (lambda text: text.replace("0F0", "0Sx0"), "^line 1: '0Sx0' is not a pass"),
-        (lambda text: text.replace("1F1", "1F"), "^line 2: '1F' is not a pass"),
-        (lambda text: text.replace("1F1", "1SEND_F1"), "^line 2: '1SEND_F1' is not a pass .* format='compute_only'"),
-        (lambda text: text + "# vocab=3\n", "^line 3: vocab method '3' is unknown"),
+        (lambda text: OLD, "line 1: .* is not a pass such as 2F0 or 0S3: write the schedule as JSON"),
+        (lambda text: text.replace("0F0", "0Sx0"), "line 1: '0Sx0' is not a pass"),
+        (lambda text: text.replace("1F1", "1F"), "line 2: '1F' is not a pass"),
+        (lambda text: text.replace("1F1", "1SEND_F1"), "line 2: '1SEND_F1' is not a pass .* format='compute_only'"),
+        (lambda text: text + "# vocab=3\n", "CSV format: vocab method '3' is unknown"),
         (lambda text: text.replace("0F", "1F"), "placement must have each virtual stage"),
         (lambda text: text.replace("1F", "1B"), "ranks with \\[0, 1\\] chunks"),
-        (lambda text: text.replace("0B0", "1B0"), "rank 0 has a pass of stage 1, but no forward of this stage"),
+        (lambda text: text.replace("0B0", "1B0"), "rank 0 has passes of stage 1, but no forward of this stage"),
         (lambda text: text.replace("0B1", "0B900"), "the schedule has 901 microbatches, but no rank lists more than 4"),
         (lambda text: "", "chunks; every rank needs the same number"),
     ],
