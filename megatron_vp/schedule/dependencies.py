@@ -49,9 +49,8 @@ def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once, and otherwise only optional passes.
 
     With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
-    counts as a B and its W. If a rank lists O or R of a chunk, it must list both for every microbatch, with a
-    computation between them. Passes of further kinds are optional. A rank may list each of them
-    once.
+    counts as a B and its W. If a rank lists O or R of a chunk, it must list both for every microbatch. Passes of
+    further kinds are optional. A rank may list each of them once.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -90,11 +89,6 @@ def check_passes(schedule: Schedule) -> None:
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
-    for rank, back in returning_at_once(schedule):
-        raise ScheduleError(
-            f"rank {rank} has no pass between {back._replace(kind=PassKind.O)} and {back} ({schedule.name}, "
-            f"{schedule.vocab}): do not offload this chunk on this rank"
-        )
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:

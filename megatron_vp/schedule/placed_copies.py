@@ -18,7 +18,7 @@ from statistics import fmean
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
-from megatron_vp.schedule.dependencies import OFFLOAD_KINDS, returning_at_once
+from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.transfers import Copy
@@ -73,34 +73,6 @@ def check_offloaded(schedule: Schedule) -> None:
             "has a backward that starts before its activations could go to the host and come back; use more pipeline "
             "ranks or another schedule, or leave --offload-chunks out"
         )
-
-
-def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
-    """The passes of the first `microbatches` microbatches, in the order of `schedule`.
-
-    If no computation is left between an O and its R, the R is put after the next computing pass. If the next pass is
-    the chunk's backward, the O is instead put before the previous computing pass. If the previous pass is also the
-    chunk's forward, the rank does not offload the chunk.
-    """
-    cut = schedule.first_microbatches(microbatches)
-    returning, orders = returning_at_once(cut), [list(order) for order in cut.ranks]
-    staying: set[tuple[int, int]] = set()
-    for rank, back in returning:
-        order, left = orders[rank], back._replace(kind=PassKind.O)
-        computing = [place for place, step in enumerate(order) if step.kind not in OFFLOAD_KINDS]
-        following = bisect_left(computing, order.index(back))
-        before, after = computing[following - 1], computing[following]
-        if (order[after].chunk, order[after].microbatch) != (back.chunk, back.microbatch):
-            order.insert(after, order.pop(order.index(back)))
-        elif (order[before].chunk, order[before].microbatch) != (back.chunk, back.microbatch):
-            order.insert(before, order.pop(order.index(left)))
-        else:
-            staying.add((rank, back.chunk))
-    kept = (
-        tuple(step for step in order if step.kind not in OFFLOAD_KINDS or (rank, step.chunk) not in staying)
-        for rank, order in enumerate(orders)
-    )
-    return replace(cut, ranks=tuple(kept))
 
 
 def computed_between(

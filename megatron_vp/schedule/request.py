@@ -16,7 +16,7 @@ from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
-from megatron_vp.schedule.placed_copies import computed_between, first_microbatches, offload
+from megatron_vp.schedule.placed_copies import computed_between, offload
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
 from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
@@ -106,7 +106,7 @@ class ScheduleRequest:
             return evaluation(forward, self.costs)
         if fixed is None:
             return replace(self._complete(), shape=self.family.shape) if self.family.shape else self._complete()
-        return fixed if fixed.microbatches == self.microbatches else first_microbatches(fixed, self.microbatches)
+        return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
 
     def _complete(self) -> Schedule:
         if self.family.order is not None and not self.offload_chunks:

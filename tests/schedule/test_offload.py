@@ -278,21 +278,12 @@ def test_a_file_with_incomplete_copies_is_refused(some, kind):
         validate(edited(some, lambda order: order.pop(find(order, kind, 1))))
 
 
-def test_activations_that_leave_for_nothing_are_refused(some):
-    def adjacent(order):
-        back = order.pop(find(order, "R", 2))
-        order.insert(find(order, "O", 2) + 1, back)
-
-    with pytest.raises(ScheduleError, match="rank 0 has no pass between O2 and R2"):
-        validate(edited(some, adjacent))
-
-
 @pytest.mark.parametrize(
     ("name", "method", "count", "copy"),
     [("zb-v", "vocab-2", 1, 0.25), ("zb-v", "none", 2, 0.25), ("po", "vocab-2", 2, 0.75), ("1f1b", "none", 1, 0.25)],
 )
 def test_the_first_microbatches_of_a_file_run(name, method, count, copy):
-    """A rehearsal and a replay cut a file's order; what ran between an O and its R may be gone."""
+    """A rehearsal and a replay cut a file's order; the passes between an O and its R may be gone."""
     whole = generate(name, 4, 16, vocab=method, costs=PassCosts(other={"copy": copy}), offload_chunks=count)
     family = family_of_text("some.json", to_json(whole))
     peaks, adjacent = simulate(whole).peak_activation, 0
@@ -300,8 +291,7 @@ def test_the_first_microbatches_of_a_file_run(name, method, count, copy):
         adjacent += len(returning_at_once(whole.first_microbatches(microbatches)))
         timeline = validate(ScheduleRequest.of(family, 4, microbatches, method=whole.vocab).schedule())
         assert timeline.schedule.microbatches == microbatches
-        assert set(timeline.schedule.offloaded) <= set(whole.offloaded)
-        assert microbatches < 4 or timeline.schedule.offloaded == whole.offloaded
+        assert timeline.schedule.offloaded == whole.offloaded
         assert all(own <= peak for own, peak in zip(timeline.peak_activation, peaks, strict=True))
     assert adjacent
 
