@@ -138,8 +138,13 @@ def assert_sound(name, p, m, chunks, method, count, costs):
             backward = next(place[Pass(kind, microbatch, chunk)] for kind in ("B", "BW") if kind in kinds)
             assert [*steps, backward] == sorted([*steps, backward])
             assert len(steps) == (3 if (rank, chunk) in schedule.offloaded else 1)
-    assert len(schedule.offloaded) <= p * count
+    assert len(schedule.offloaded) <= p * count and not returning_at_once(schedule)
     return timeline
+
+
+def test_activations_never_leave_for_nothing():
+    """Without its check, the first order found for this job has an R next to its O."""
+    assert_sound("v-half", 2, 3, 2, "none", 2, PassCosts())
 
 
 jobs = st.tuples(
