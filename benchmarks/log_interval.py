@@ -52,7 +52,7 @@ def run(name: str, options: argparse.Namespace, groups: PipelineGroups) -> dict 
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
             recorder = Recorder(SHAPES.device) if recorded else None
-            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
+            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder.span)
             if recorder:
                 recorder.finish()
                 PipelineScalars(argparse.Namespace(curr_iteration=iteration - 1)).add(recorder)

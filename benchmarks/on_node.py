@@ -38,7 +38,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: (\S+)")
-REHEARSED = re.compile(r"> rehearsed the pipeline .*")
 OURS = {
     "1f1b vocab-2": ["--vocab-parallel"],
     "v-half vocab-1": ["--vocab-parallel", "--pipeline-schedule", "v-half", "--vocab-parallel-algorithm", "vocab-1"],
@@ -88,7 +87,6 @@ class Run:
     seconds: float
     to_first_iteration: float | None
     losses: dict[int, float]
-    rehearsed: str | None
     memory: list[dict[str, int]] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
 
@@ -152,7 +150,6 @@ class Node:
         said = log.read_text(errors="replace")
         found = [json.loads(path.read_text()) for path in sorted(reports.glob("rank_*.json"))]
         first = min((path.stat().st_mtime for path in reports.glob("rank_*.json")), default=None)
-        rehearsed = REHEARSED.search(said)
         times = found[0]["iteration_milliseconds"] if found else []
         return Run(
             name,
@@ -160,7 +157,6 @@ class Node:
             round(seconds, 1),
             round(first - begun - sum(times) / 1e3, 1) if first else None,
             {int(number): float(loss) for number, loss in LOSS.findall(said)},
-            rehearsed.group(0) if rehearsed else None,
             [report["memory_bytes"] for report in found],
             times,
         )
@@ -278,8 +274,6 @@ class Node:
                 runs.append(run)
                 if self.ended(run):
                     self.say("figure", f"{run.name}: {run.to_first_iteration} s to the first iteration")
-                    if run.rehearsed:
-                        self.say("figure", f"{run.name}: {run.rehearsed}")
         return runs
 
     def _memory(self) -> dict[str, list[float]]:

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,10 @@ import torch.multiprocessing as multiprocessing
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES, SleepingDevice
 
-from megatron_vp.runtime.executor import Unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import ThreadStream
 from megatron_vp.schedule import (
     Channel,
@@ -58,7 +59,7 @@ from megatron_vp.schedule import (
     simulate,
 )
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.transfers import Copy, Edge, Operation
+from megatron_vp.schedule.transfers import Copy, Edge
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}
 METHODS = {"1f1b": "vocab-2", "v-half": "vocab-2", "interlaced": "interlaced", "po": "vocab-2"}
@@ -111,11 +112,13 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
     }
 
     def message() -> None:
-        links, forward = Links(groups), Message(Channel.ACTIVATION, 0, 0, 1, 0, 1)
+        store, forward = Store(), Message(Channel.ACTIVATION, 0, 0, 1, 0, 1)
+        links = Links(SimpleNamespace(groups=groups, store=store, shapes=SHAPES))
         if rank == 0:
-            links.send(forward, SHAPES.activation())
+            store.put(Slot.ACTIVATION, 0, SHAPES.activation(), at=1)
+        if rank < 2:
+            links.post(forward)
         if rank == 1:
-            links.receive(forward, SHAPES.activation())
             links.wait(forward)
         links.finish()
 
@@ -146,14 +149,14 @@ def made_schedule(name: str, options: argparse.Namespace, communication: float) 
     return expand_interlaced(generate(name, options.ranks, options.microbatches, **asked)), costs
 
 
-class SleepingCopies(Unobserved):
+class SleepingCopies:
     """Makes copies take time in the thread that runs them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     @contextmanager
-    def communicating(self, operation: Operation) -> Iterator[None]:
+    def __call__(self, operation: object) -> Iterator[None]:
         """Sleep during a copy."""
         if isinstance(operation, Copy):
             time.sleep(self._seconds)

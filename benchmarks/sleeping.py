@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from sleeping_device import SleepingDevice
 
+from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.model import Shapes
 from megatron_vp.schedule import Costs, Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.output import OutputLayer, PendingOutput

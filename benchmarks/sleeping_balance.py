@@ -129,7 +129,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
             recorder = Recorder(torch.device("cpu")) if traced else None
             dist.barrier()
             start = time.perf_counter()
-            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder)
+            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder.span)
             device.synchronise()
             dist.barrier()
             times.append(time.perf_counter() - start)

@@ -8,30 +8,30 @@ import torch
 
 from megatron_vp.runtime.iteration import Handler, Iteration
 from megatron_vp.runtime.offload import Offload
-from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
 from megatron_vp.runtime.store import Slot
-from megatron_vp.runtime.whole_vocab_layers import WholeVocabLayers
 from megatron_vp.schedule.passes import PassKind
 
 
 class ChunkPasses:
-    """Runs the passes F, B and W of a rank's chunks.
+    """Runs the passes F, B and W of a rank's chunks, with unsharded vocabulary layers inside the chunks of the first
+    and the last stage. `ShardedVocabPasses` extends this class.
 
-    vocab_layers: provide stage 0's input and consume the last stage's output.
+    Rank p-1 reads the labels and runs the loss function. If rank p-1 does not hold the last stage, messages carry
+    labels, losses and gradients between rank p-1 and the rank of the last stage.
+
     offload: moves activations to host memory; None if all activations stay on the device.
     """
 
-    def __init__(
-        self,
-        iteration: Iteration,
-        vocab_layers: WholeVocabLayers | ShardedVocabLayers,
-        offload: Offload | None = None,
-    ) -> None:
+    def __init__(self, iteration: Iteration, offload: Offload | None = None) -> None:
+        placement, rank = iteration.placement, iteration.rank
         self._store = iteration.store
         self._model = iteration.model
-        self._vocab_layers = vocab_layers
-        self._stages = iteration.placement.stage_of[iteration.rank]
-        self._last = iteration.placement.stages - 1
+        self._shapes = iteration.shapes
+        self._stages = placement.stage_of[rank]
+        self._last = placement.stages - 1
+        self._reads_tokens = rank == 0
+        self._reads_labels = rank == placement.ranks - 1
+        self._labels_travel = iteration.layer_shards is None and placement.last_rank != placement.ranks - 1
         self._gradients = iteration.gradients
         # Whether B computes only the input gradient and leaves the weight gradients to the pass W.
         self._split_backward = iteration.schedule.split_backward
@@ -51,10 +51,30 @@ class ChunkPasses:
             PassKind.BW: self._whole_backward,
         }
 
+    def load(self, microbatch: int) -> None:
+        """Read token ids on rank 0 and labels on rank p-1. Store the labels if another rank holds the last stage."""
+        if self._reads_tokens:
+            self._model.load(0, microbatch)
+        if self._reads_labels:
+            self._model.load(len(self._stages) - 1, microbatch)
+            if self._labels_travel:
+                self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch), at=self._last)
+
+    def loss(self, microbatch: int) -> None:
+        """Run the user's loss function."""
+        token_loss_bs = self._store.take(Slot.TOKEN_LOSS, microbatch, at=self._last)
+        gradient_bs = self._model.loss(microbatch, token_loss_bs, None)
+        if gradient_bs is not None:
+            self._store.put(Slot.TOKEN_GRADIENT, microbatch, gradient_bs.contiguous(), at=self._last)
+
     def _forward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
+        travelled = stage == self._last and self._labels_travel
+        labels = self._store.take(Slot.LABELS, microbatch, at=stage) if travelled else None
         with self._offload.saving(microbatch, chunk) if self._offload else nullcontext() as saved:
-            leaf, output = self._graph(microbatch, chunk, stage)
+            leaf, chunk_input = self._input(microbatch, stage)
+            output = self._model.forward(chunk, microbatch, chunk_input, labels)
+            del chunk_input  # Tensors to which anything else refers are not moved to the host.
         result = output.detach()
         if self._gradients:
             self._model.release_output(output)
@@ -62,34 +82,40 @@ class ChunkPasses:
         if saved is not None:
             saved.close(leaf)
         if stage == self._last:
-            self._vocab_layers.last_output(microbatch, result)
+            self._give_last_output(microbatch, result)
         else:
             self._store.put(Slot.ACTIVATION, microbatch, result, at=stage + 1)
 
-    def _graph(self, microbatch: int, chunk: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run a chunk's forward; return its autograd leaf (None if the chunk contains the embedding) and its output."""
+    def _input(self, microbatch: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return a chunk's autograd leaf and its input; None if the chunk itself embeds its tokens."""
         if stage == 0:
-            leaf, chunk_input = self._vocab_layers.first_input(microbatch)
-        else:
-            leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).detach().requires_grad_(self._gradients)
-            chunk_input = leaf
-        labels = self._vocab_layers.prepare(microbatch, stage)
-        return leaf, self._model.forward(chunk, microbatch, chunk_input, labels)
+            return None, None
+        leaf = self._store.take(Slot.ACTIVATION, microbatch, at=stage).detach().requires_grad_(self._gradients)
+        return leaf, leaf
+
+    def _give_last_output(self, microbatch: int, output: torch.Tensor) -> None:
+        """Store the token losses, fp32 [b, s]."""
+        self._store.put(Slot.TOKEN_LOSS, microbatch, output, at=self._last)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
         stage = self._stages[chunk]
         if stage == self._last:
-            gradient = self._vocab_layers.last_gradient(microbatch)
+            gradient = self._last_gradient(microbatch)
         else:
             gradient = self._store.take(Slot.GRADIENT, microbatch, at=stage)
         leaf, output = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._model.backward(chunk, microbatch, output, gradient)
-        self._vocab_layers.finish(microbatch, stage)
         if self._split_backward:
             self._store.put(Slot.LEFT_FOR_W, microbatch, None, at=chunk)
-        if stage == 0:
-            self._vocab_layers.first_gradient(microbatch, leaf)
-        else:
+        self._give_gradient(microbatch, stage, leaf)
+
+    def _last_gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of the last stage's output: g, with respect to the token losses, fp32 [b, s]."""
+        return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
+
+    def _give_gradient(self, microbatch: int, stage: int, leaf: torch.Tensor) -> None:
+        """Store the gradient of a chunk's input. The backward of an embedding has already accumulated its gradient."""
+        if stage:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)
 
     def _whole_backward(self, microbatch: int, chunk: int) -> None:

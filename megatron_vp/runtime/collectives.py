@@ -10,13 +10,12 @@ the statistics of an empty shard, and zero gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.iteration import Iteration, LayerShards
 from megatron_vp.runtime.store import Slot
 from megatron_vp.runtime.streams import Event, Stream
@@ -39,11 +38,10 @@ class VocabularyCollectives:
         schedule, placement = iteration.schedule, iteration.placement
         first_rank = placement.first_rank
         mtp_rank = None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage)
-        self._groups = groups
-        self._members = groups.vocab_members
+        self._groups, self._shapes, self._store = groups, shapes, iteration.store
+        self._observer, self._progress = iteration.observer, iteration.progress
+        self._communicator: Any = groups.vocabulary  # None on ranks that take part in no collective.
         self._stream = stream
-        self._store = iteration.store
-        self._shapes = shapes
         self._layer_shards = layer_shards
         self._holds_rows = layer_shards.holds_rows
         self._gradients = gradients
@@ -54,6 +52,7 @@ class VocabularyCollectives:
         self._holds_mtp = groups.rank == mtp_rank
         self._word_ranks = [first_rank] if mtp_rank is None else sorted({first_rank, mtp_rank})
         self._has_words = groups.rank in self._word_ranks
+        self._no_rows = [0] * len(groups.members)
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._counts = count_buffer(schedule.microbatches, len(groups.members), shapes.device)
         # The collectives whose results this rank uses.
@@ -62,15 +61,8 @@ class VocabularyCollectives:
             for instruction in iteration.program.instructions
             if isinstance(instruction, Wait) and isinstance(instruction.operation, Collective)
         )
-        self._observer = iteration.observer
-        self._progress = iteration.progress
         self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
-
-    @property
-    def _communicator(self) -> Communicator:
-        assert self._groups.vocabulary is not None
-        return self._groups.vocabulary
 
     def post(self, collective: Collective) -> None:
         """Start a collective on the second stream."""
@@ -78,7 +70,7 @@ class VocabularyCollectives:
 
         def observed() -> None:
             self._progress.collective = collective
-            with self._observer.communicating(collective):
+            with self._observer(collective):
                 communicate()
             self._progress.collective = None
 
@@ -122,8 +114,8 @@ class VocabularyCollectives:
         labels_n = labels_be.new_empty(shapes.outputs)
 
         def communicate() -> None:
-            self._communicator.broadcast(tokens_be, self._place(0))
-            self._communicator.broadcast(labels_be, self._place(last))
+            self._communicator.broadcast(tokens_be, 0)
+            self._communicator.broadcast(labels_be, last)
             if self._holds_rows or self._has_words:
                 exchange.plan()
             if not self._holds_rows:
@@ -156,7 +148,7 @@ class VocabularyCollectives:
         words_nh = self._shapes.rows(0 if words is None else len(words.tokens_n))
 
         def communicate() -> None:
-            incoming = self._nothing() if words is None else self._by_member(words.counts)
+            incoming = self._no_rows if words is None else words.counts
             self._communicator.exchange(received_kh, sent_kh, incoming, outgoing)
             if words is not None:
                 words.assemble(received_kh, words_nh)
@@ -182,7 +174,7 @@ class VocabularyCollectives:
         x_nh = shapes.rows(shapes.outputs) if gathers else own_nh
 
         def communicate() -> None:
-            self._communicator.broadcast(own_nh, self._place(root))
+            self._communicator.broadcast(own_nh, root)
             if gathers:
                 dist.all_gather_into_tensor(x_nh, own_nh, self._groups.tensor)
 
@@ -198,7 +190,7 @@ class VocabularyCollectives:
         operations = operations_for(statistics_3n)
         # All tensor ranks of a stage without rows have the same statistics, which therefore need not be combined.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
-        gathered_r3n = statistics_3n.new_empty((len(self._members), *statistics_3n.shape))
+        gathered_r3n = statistics_3n.new_empty((len(self._groups.vocab_members), *statistics_3n.shape))
         total_3n = torch.empty_like(statistics_3n)
         total = GlobalStatistics(*total_3n.unbind())
         if tensor is not None:
@@ -243,7 +235,7 @@ class VocabularyCollectives:
             token_loss_grad_n = self._shapes.token_loss_grads()
         uses = self._holds_rows + self._holds_last
         return (
-            lambda: self._communicator.broadcast(token_loss_grad_n, self._place(root)),
+            lambda: self._communicator.broadcast(token_loss_grad_n, root),
             lambda: self._store.put(Slot.LOSS_GRAD, microbatch, token_loss_grad_n, uses=uses),
         )
 
@@ -264,7 +256,7 @@ class VocabularyCollectives:
         received_kh = self._shapes.rows(len(self._word_ranks) * own)
 
         def communicate() -> None:
-            outgoing = self._nothing() if words is None else self._by_member(words.counts)
+            outgoing = self._no_rows if words is None else words.counts
             incoming = self._to_word_ranks(own)
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
@@ -286,7 +278,7 @@ class VocabularyCollectives:
         def communicate() -> None:
             if scatters:
                 dist.reduce_scatter_tensor(sum_nh, part_nh, group=tensor)
-            self._communicator.reduce(sum_nh, self._place(root))
+            self._communicator.reduce(sum_nh, root)
             if whole and tensor is not None and self._holds_last:
                 dist.all_reduce(sum_nh, group=tensor)
 
@@ -309,17 +301,8 @@ class VocabularyCollectives:
         """Zeros [outputs / sp_size, h]: the part of dX / g that a rank without rows contributes."""
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
-    def _place(self, rank: int) -> int:
-        return self._members.index(rank)
-
-    def _by_member(self, counts: Sequence[int]) -> list[int]:
-        return [counts[rank] for rank in self._members]
-
-    def _nothing(self) -> list[int]:
-        return [0] * len(self._members)
-
     def _to_word_ranks(self, count: int) -> list[int]:
-        return [count if rank in self._word_ranks else 0 for rank in self._members]
+        return [count if rank in self._word_ranks else 0 for rank in range(len(self._no_rows))]
 
     # This table contains functions, not bound methods, for the reason given in `ChunkPasses.handlers`.
     _PREPARE: ClassVar = {

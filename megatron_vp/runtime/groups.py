@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.communicator import Communicator, communicator
 from megatron_vp.schedule.transfers import CHANNELS, Edge
 
 CTAS = CHANNELS
@@ -32,6 +31,54 @@ EDGE_CTAS = CTAS
 """Maximum number of thread blocks for a message between two ranks. A rank in the middle of the pipeline nearly always
 waits for some message, so a smaller number might leave more multiprocessors for the passes.
 """
+
+
+class Communicator:
+    """Moves contiguous tensors between some or all ranks of a pipeline, over NCCL or gloo.
+
+    Every member of `group` calls the same operations in the same order. An operation blocks until this rank's part is
+    done: on CUDA it blocks the current stream, on CPU the calling thread. The methods take pipeline ranks.
+
+    members: the global ranks of the pipeline, in pipeline order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self._group, self._members = group, members
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the root's `tensor` into `tensor` on every rank."""
+        dist.broadcast(tensor, self._members[root], self._group)
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `gathered` [group ranks, ...] with every rank's `own` [...]."""
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), own, self._group)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Set the root's `tensor` to the sum over all ranks; on other ranks, its contents become undefined."""
+        dist.reduce(tensor, self._members[root], group=self._group)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
+        """Send `outgoing[r]` rows of `sent` to each rank r; fill `received` with `incoming[r]` rows from each rank r.
+
+        The rows of both tensors are in rank order. A rank sends one batch of messages, only to ranks that need its
+        rows. An all-to-all would also send empty messages and thus connect all pairs of ranks. For each pair and
+        direction, this would take 9 MiB of buffers per NCCL channel.
+        """
+        own = dist.get_rank()
+        sends = dict(zip(self._members, sent.split(outgoing), strict=True))
+        receives = dict(zip(self._members, received.split(incoming), strict=True))
+        receives[own].copy_(sends[own])
+        batch = [
+            dist.P2POp(start, rows, peer, self._group)
+            for start, by_peer in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, rows in by_peer.items()
+            if len(rows) and peer != own
+        ]
+        # PyTorch rejects an empty batch.
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -52,20 +99,12 @@ class PipelineGroups:
     tensor: dist.ProcessGroup | None
     edges: dict[Edge, dist.ProcessGroup]
     vocab_members: tuple[int, ...]
-    pipeline: Communicator
-
-    @property
-    def communicators(self) -> int:
-        """Number of communicators that this rank uses in a schedule; each has buffers on the device. NCCL creates no
-        communicator for an unused group.
-        """
-        takes_part = self.vocabulary is not None
-        return takes_part + len(self.edges) + (takes_part and self.tensor is not None)
+    pipeline: dist.ProcessGroup
 
     @property
     def alone(self) -> bool:
         """Whether this rank has no peers, as in a replay (`megatron_vp.mcore.replay`)."""
-        return type(self.pipeline) is Communicator
+        return dist.is_initialized() and dist.get_backend() == "fake"
 
     @classmethod
     def create(
@@ -114,9 +153,8 @@ class PipelineGroups:
                 if dist.get_rank() in members:
                     rank = members.index(dist.get_rank())
                     own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
-                    whole = communicator(pipeline)
-                    part = whole if vocabulary is pipeline else communicator(vocabulary) if rank in joined else None
-                    mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, whole)
+                    part = Communicator(vocabulary, members) if rank in joined else None
+                    mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, pipeline)
         assert mine is not None, f"rank {dist.get_rank()} belongs to none of the model replicas"
         return mine
 

@@ -8,7 +8,6 @@ two.
 from __future__ import annotations
 
 import mmap
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,10 +66,6 @@ class HostMemory:
         self._free: dict[int, list[HostSlot]] = defaultdict(list)
         self.bytes = 0
         """Total size of all slots in bytes."""
-        self.replaced = 0
-        """Number of slots that were replaced by larger ones, because a later forward of their chunk saved more."""
-        self.seconds = 0.0
-        """Time spent on allocating slots, in seconds."""
 
     def expect(self, slots: Mapping[int, int]) -> None:
         """Set the number of slots that the next iteration needs for each chunk; see `slots_by_chunk`."""
@@ -87,7 +82,6 @@ class HostMemory:
         if slot is not None:
             free.remove(slot)
             return slot
-        start = time.perf_counter()
         if self._made[chunk] < self._needed[chunk]:
             self._made[chunk] += 1
         else:
@@ -95,14 +89,12 @@ class HostMemory:
             smallest = min(free, key=lambda each: each.size)
             free.remove(smallest)
             self.bytes -= smallest.size
-            self.replaced += 1
             if self._pins:
                 _unpin(smallest.memory)
             del smallest  # Before the larger slot is allocated.
             room += room // SPARE
         slot = HostSlot(_pinned(room) if self._pins else _unpinned(room), chunk)
         self.bytes += room
-        self.seconds += time.perf_counter() - start
         return slot
 
     def give(self, slot: HostSlot) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.model import Model, Shapes
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.store import Store
 from megatron_vp.schedule.instructions import Program
@@ -49,6 +50,8 @@ class Iteration:
 
     schedule, program: the schedule, and this rank's program, which was lowered from it.
     shapes: sizes of a microbatch, equal on all ranks.
+    model: the chunks of one rank with the user's data and loss function; `megatron_vp.mcore.training.megatron_model`
+        describes the methods that a model has.
     layer_shards: vocabulary shards of this rank; None for a schedule without vocabulary passes.
     gradients: False for evaluation, whose schedule contains only forward passes.
     """
@@ -58,7 +61,7 @@ class Iteration:
     program: Program
     store: Store
     shapes: Shapes
-    model: Model
+    model: Any
     layer_shards: LayerShards | None
     gradients: bool
     observer: Observer

@@ -1,46 +1,63 @@
-"""Point-to-point links between ranks, with a separate communicator for each directed edge and kind of message."""
+"""Messages between pairs of ranks, with a separate communicator for each directed edge and kind of message."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.schedule.transfers import Message
+from megatron_vp.runtime.buffers import Shapes
+from megatron_vp.runtime.iteration import Iteration
+from megatron_vp.runtime.store import Slot
+from megatron_vp.schedule.transfers import Channel, Message
+
+CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes, int], torch.Tensor]]] = {
+    Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes, stage: shapes.activation(stage)),
+    Channel.GRADIENT: (Slot.GRADIENT, lambda shapes, stage: shapes.activation(stage + 1)),
+    Channel.LABELS: (Slot.LABELS, lambda shapes, _: shapes.token_ids()),
+    Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes, _: shapes.token_values()),
+    Channel.TOKEN_GRADIENT: (Slot.TOKEN_GRADIENT, lambda shapes, _: shapes.token_values()),
+}
+"""For each channel: the store's slot for a message's tensor, and the function that allocates the receive buffer of a
+stage.
+"""
 
 
 class Links:
-    """The messages of one iteration, as seen from one rank.
+    """Sends tensors from the store, and puts received tensors into it, during one iteration of one rank.
 
     A sent tensor is kept alive until its send is known to be complete, because the backend can delay reading the tensor
     until the receiver is ready. The schedule itself never blocks on a send. With gloo, sends are known to be complete
     only at the end of the iteration.
     """
 
-    def __init__(self, groups: PipelineGroups) -> None:
-        self._groups = groups
+    def __init__(self, iteration: Iteration) -> None:
+        self._groups, self._store, self._shapes = iteration.groups, iteration.store, iteration.shapes
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._receiving: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
 
-    def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Start sending a contiguous tensor."""
+    def post(self, message: Message) -> None:
+        """Start sending a contiguous tensor, or receiving into a new buffer."""
+        slot, buffer = CONTENT[message.channel]
+        members = self._groups.members
+        group = self._groups.edges[(message.source, message.target, message.channel)]
+        if message.source != self._groups.rank:
+            tensor = buffer(self._shapes, message.target_stage)
+            self._receiving[message] = (dist.irecv(tensor, members[message.source], group=group), tensor)
+            return
+        tensor = self._store.take(slot, message.microbatch, at=message.target_stage)
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        work = dist.isend(tensor, self._groups.members[message.target], group=self._group(message))
-        assert work is not None  # `work` is None only on ranks outside the group.
+        work = dist.isend(tensor, members[message.target], group=group)
         if not self._groups.alone:  # A send without a receiver would never complete.
             self._sending.append((work, tensor))
 
-    def receive(self, message: Message, buffer: torch.Tensor) -> None:
-        """Start receiving into `buffer`."""
-        work = dist.irecv(buffer, self._groups.members[message.source], group=self._group(message))
-        assert work is not None
-        self._receiving[message] = (work, buffer)
-
-    def wait(self, message: Message) -> torch.Tensor:
-        """Return the received tensor. Any computation that is issued later waits until the data has arrived."""
+    def wait(self, message: Message) -> None:
+        """Store the received tensor. Any computation that is issued later waits until the data has arrived."""
         work, buffer = self._receiving.pop(message)
         work.wait()
-        return buffer
+        slot, _ = CONTENT[message.channel]
+        self._store.put(slot, message.microbatch, buffer, at=message.target_stage)
 
     def finish(self) -> None:
         """Wait until all sends of the iteration are complete."""
@@ -50,6 +67,3 @@ class Links:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
-
-    def _group(self, message: Message) -> dist.ProcessGroup:
-        return self._groups.edges[(message.source, message.target, message.channel)]

@@ -17,9 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.host_memory import HostMemory, HostSlot
-from megatron_vp.runtime.store import Slot, Store
+from megatron_vp.runtime.iteration import Iteration
+from megatron_vp.runtime.store import Slot
 from megatron_vp.runtime.streams import Event, Stream
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
@@ -135,21 +135,12 @@ class Offload:
         chunks: the rank's chunks whose activations leave the device.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        stream: Stream,
-        memory: HostMemory,
-        device: torch.device,
-        chunks: Collection[int],
-        observer: Observer,
-    ) -> None:
-        self._store = store
+    def __init__(self, iteration: Iteration, stream: Stream, memory: HostMemory, chunks: Collection[int]) -> None:
+        self._store, self._observer = iteration.store, iteration.observer
+        self._device = iteration.shapes.device
         self._stream = stream
         self._memory = memory
-        self._device = device
         self.chunks = chunks
-        self._observer = observer
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._events: dict[Copy, Event] = {}
 
@@ -195,7 +186,7 @@ class Offload:
         targets, sources = (host, device) if copy.to_host else (device, host)
 
         def run() -> None:
-            with self._observer.communicating(copy):
+            with self._observer(copy):
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
 

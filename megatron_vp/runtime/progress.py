@@ -66,7 +66,7 @@ class Progress:
         self.members = members
         self.rank = rank
         self.iteration = 0
-        """Number of schedules started, not counting rehearsals."""
+        """Number of schedules started."""
         self.instruction: Instruction | _Finishing | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
@@ -78,14 +78,14 @@ class Progress:
         self._marks: deque[tuple[Wait, Any]] = deque()
         self._finished = finished
         self._counted = 0
-        """Number of iterations that the host has issued to the device, including rehearsals."""
+        """Number of iterations that the host has issued to the device."""
 
     @contextmanager
-    def schedule(self, rehearsal: bool = False) -> Iterator[None]:
+    def schedule(self) -> Iterator[None]:
         """Wrap one iteration. A lost connection raises PeerLost. Other errors, except UserError, get a note that says
         what this rank was doing.
         """
-        self.iteration += not rehearsal
+        self.iteration += 1
         try:
             yield
             if self._finished is not None:
@@ -111,7 +111,7 @@ class Progress:
             self.behind = self._marks[0][0] if self._marks else None
 
     def mark(self, wait: Wait, mark: Any) -> None:
-        """Add the mark (`streams.CudaMark`) that was recorded after the instruction `wait`. The host may be several
+        """Add the mark (`streams.CudaEvent`) that was recorded after the instruction `wait`. The host may be several
         microbatches ahead of the device.
         """
         self._marks.append((wait, mark))

@@ -36,87 +36,60 @@ class Span:
     issued: float
 
 
-class HostClock:
-    """Takes marks immediately and reads them later. Compute time is a thread's CPU time, so it excludes waits for a
-    core.
+class Recorder:
+    """Times one iteration, from construction to `finish`. Its `span` is an `Observer` of the runtime.
 
-    error: largest possible difference in nanoseconds between readings and the host's clock. The difference is the same
-        for all readings.
+    On a GPU, the host waits for a first event, before the iteration, to relate the times of events to its own clock.
+    Without a GPU, compute time is a thread's CPU time, so it excludes waits for a core.
+
+    spans: everything recorded; spans of one stream or thread are in the order in which they ended.
+    milliseconds: after `finish`, how long the iteration took.
+    clock_error: largest possible difference in nanoseconds between the times of spans and the host's clock. The
+        difference is the same for all spans.
     """
 
-    error = 0
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[Work, Any, Any, float]] = []
+        self.spans: list[Span] = []
+        self.milliseconds, self.clock_error = 0.0, 0
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            before = time.perf_counter_ns()
+            self._anchor = self._mark()
+            self._anchor.synchronize()
+            after = time.perf_counter_ns()
+            self._anchor_ns = (before + after) // 2
+            self.clock_error = (after - before) // 2
+        self._started = time.perf_counter_ns()
 
-    def mark(self) -> Any:
+    def _mark(self) -> Any:
         """Mark the current moment on the current stream or thread."""
-        return time.perf_counter_ns(), time.thread_time_ns()
-
-    def drain(self) -> None:
-        """Block until all marks can be read."""
-
-    def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
-        """Return the span between two marks of one stream or thread."""
-        return Span(work, start[0], end[0], (end[1] - start[1]) / 1e6, issued)
-
-
-class DeviceClock(HostClock):
-    """Marks moments with CUDA events. The host waits for the first event, before the iteration, to relate the times of
-    events to its own clock.
-    """
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        before = time.perf_counter_ns()
-        self._anchor = self.mark()
-        self._anchor.synchronize()
-        after = time.perf_counter_ns()
-        self._anchor_ns = (before + after) // 2
-        self.error = (after - before) // 2
-
-    def mark(self) -> Any:
-        """Record an event on the current stream."""
+        if not self._on_gpu:
+            return time.perf_counter_ns(), time.thread_time_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def drain(self) -> None:
-        """Block until the device has passed every event."""
-        torch.cuda.synchronize()
-
-    def span(self, work: Work, start: Any, end: Any, issued: float) -> Span:
-        """Return the device time between two events."""
-        first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(event)) for event in (start, end))
-        return Span(work, first, last, start.elapsed_time(end), issued)
-
-
-class Recorder:
-    """Times one iteration, from construction to `finish`. Implements the runtime's `Observer`.
-
-    spans: everything recorded; spans of one stream or thread are in the order in which they ended.
-    milliseconds: after `finish`, how long the iteration took.
-    clock_error: see `HostClock.error`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = DeviceClock() if device.type == "cuda" else HostClock()
-        self.clock_error = self._clock.error
-        self._marks: list[tuple[Work, Any, Any, float]] = []
-        self._started = time.perf_counter_ns()
-        self.spans: list[Span] = []
-        self.milliseconds = 0.0
-
     @contextmanager
     def span(self, work: Work) -> Iterator[None]:
         """Time the work in this context; two threads may use the recorder at once."""
-        began, start = time.perf_counter_ns(), self._clock.mark()
+        began, start = time.perf_counter_ns(), self._mark()
         yield
-        end = self._clock.mark()
+        end = self._mark()
         self._marks.append((work, start, end, (time.perf_counter_ns() - began) / 1e6))
-
-    watch = communicating = span
 
     def finish(self) -> None:
         """At the end of the iteration, wait until all marks can be read, and read them."""
-        self._clock.drain()
+        if self._on_gpu:
+            torch.cuda.synchronize()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
-        self.spans += [self._clock.span(*marks) for marks in self._marks]
+        for work, start, end, issued in self._marks:
+            if self._on_gpu:
+                first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(each)) for each in (start, end))
+                computed = start.elapsed_time(end)
+            else:
+                (first, begun), (last, ended) = start, end
+                computed = (ended - begun) / 1e6
+            self.spans.append(Span(work, first, last, computed, issued))
         self._marks.clear()

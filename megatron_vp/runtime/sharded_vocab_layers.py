@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_vp.runtime.chunk_passes import ChunkPasses
 from megatron_vp.runtime.iteration import Handler, Iteration, LayerShards
+from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.vocab.embedding import EmbeddingLayer
@@ -12,35 +14,31 @@ from megatron_vp.vocab.loss import CROSS_ENTROPY
 from megatron_vp.vocab.output import OutputLayer
 
 
-class ShardedVocabLayers:
-    """Runs the passes of a rank's vocabulary shards, with the method vocab-1 or vocab-2. Rank 0 reads token ids, and
-    rank p-1 reads labels.
+class ShardedVocabPasses(ChunkPasses):
+    """Runs the passes of a rank's chunks and vocabulary shards, with the method vocab-1 or vocab-2. Rank 0 reads token
+    ids, and rank p-1 reads labels.
     """
 
-    def __init__(self, iteration: Iteration, layer_shards: LayerShards) -> None:
-        schedule, gradients, rank = iteration.schedule, iteration.gradients, iteration.rank
-        self._store = iteration.store
-        self._shapes = iteration.shapes
+    def __init__(self, iteration: Iteration, layer_shards: LayerShards, offload: Offload | None = None) -> None:
+        super().__init__(iteration, offload)
         self._layer_shards = layer_shards
-        self._model = iteration.model
-        self._method = schedule.vocab
-        self._gradients = gradients
-        self._reads_tokens = rank == 0
-        self._reads_labels = rank == schedule.placement.ranks - 1
+        self._method = iteration.schedule.vocab
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
-        self._token_loss = layer_shards.loss if gradients else CROSS_ENTROPY
+        self._token_loss = layer_shards.loss if self._gradients else CROSS_ENTROPY
         # The last contribution to a weight's gradient completes the gradient.
         self._contributions: dict[torch.nn.Parameter, int] = {}
         for layer in (layer_shards.embedding, layer_shards.output):
             if layer is not None and layer.weight.requires_grad:
-                self._contributions[layer.weight] = self._contributions.get(layer.weight, 0) + schedule.microbatches
+                earlier = self._contributions.get(layer.weight, 0)
+                self._contributions[layer.weight] = earlier + iteration.schedule.microbatches
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
-        """The handlers of IF, S, T and IB; a rank without rows has none."""
+        """The handlers of all passes; a rank without rows has none of IF, S, T and IB."""
+        chunks = super().handlers
         if not self._layer_shards.holds_rows:
-            return {}
-        return {
+            return chunks
+        return chunks | {
             PassKind.IF: self._embed,
             PassKind.S: self._output_s,
             PassKind.T: self._output_t,
@@ -54,8 +52,19 @@ class ShardedVocabLayers:
         if self._reads_labels:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
-    def first_input(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedding rows from all ranks, as an autograd leaf, and stage 0's input [s / sp_size, b, h]."""
+    def _predicts_further(self, stage: int) -> bool:
+        return bool(self._shapes.mtp_depth) and stage == self._shapes.mtp_stage
+
+    def _input(self, microbatch: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return a chunk's autograd leaf and its input. The leaf of stage 0 holds the embedding rows from all ranks,
+        from which the input [s / sp_size, b, h] is computed. Multi-token prediction gets embedding rows of its own.
+        """
+        if self._predicts_further(stage):
+            ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
+            self._store.put(Slot.MTP_LEAF, microbatch, ahead)
+            self._model.receive_words(ahead)
+        if stage:
+            return super()._input(microbatch, stage)
         # The leaf is a separate tensor, so that freeing its data leaves the rows intact for multi-token prediction.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
         words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
@@ -63,36 +72,28 @@ class ShardedVocabLayers:
             words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
 
-    def first_gradient(self, microbatch: int, leaf: torch.Tensor | None) -> None:
-        """Store the gradients of the embedding rows, [b e, h], for the rows' owners, unless the embedding is frozen."""
-        assert leaf is not None
-        if self._layer_shards.trains_embedding:
+    def _give_gradient(self, microbatch: int, stage: int, leaf: torch.Tensor) -> None:
+        """Store the gradient of a chunk's input. Gradients of embedding rows, [b e, h], are for the rows' owners,
+        unless the embedding is frozen.
+        """
+        super()._give_gradient(microbatch, stage, leaf)
+        if self._predicts_further(stage):
+            ahead = self._store.take(Slot.MTP_LEAF, microbatch)
+            if self._layer_shards.trains_embedding:
+                self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
+        if stage == 0 and self._layer_shards.trains_embedding:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
-    def prepare(self, microbatch: int, stage: int) -> None:
-        """Give the model the embedding rows for multi-token prediction. Return no labels: the forward needs none."""
-        if self._shapes.mtp_depth and stage == self._shapes.mtp_stage:
-            ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
-            self._store.put(Slot.MTP_LEAF, microbatch, ahead)
-            self._model.receive_words(ahead)
-
-    def last_output(self, microbatch: int, output: torch.Tensor) -> None:
+    def _give_last_output(self, microbatch: int, output: torch.Tensor) -> None:
         """Store X [outputs, h] for pass S of all ranks; with sequence parallelism, store only this rank's rows of X."""
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
-    def last_gradient(self, microbatch: int) -> torch.Tensor:
+    def _last_gradient(self, microbatch: int) -> torch.Tensor:
         """Multiply dX / g, which has been summed over all ranks, by g. Return dX [s / sp_size, b, h]."""
         unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
         token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
         weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
-
-    def finish(self, microbatch: int, stage: int) -> None:
-        """Store the gradients of the embedding rows that multi-token prediction used."""
-        if self._shapes.mtp_depth and stage == self._shapes.mtp_stage:
-            ahead = self._store.take(Slot.MTP_LEAF, microbatch)
-            if self._layer_shards.trains_embedding:
-                self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
 
     def loss(self, microbatch: int) -> None:
         """Run the user's loss function on token losses computed from the global statistics."""

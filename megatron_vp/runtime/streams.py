@@ -15,42 +15,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
 
-class Event(Protocol):
-    """Completion of one submitted function."""
-
-    def wait(self) -> None:
-        """Make later work on the compute stream wait for the function. Raises the function's exception, if any."""
-
-    def host_wait(self) -> None:
-        """Block the host until the function has finished."""
-
-    def done(self) -> bool:
-        """Whether the function has finished. This method does not block."""
-
-
-class Stream(Protocol):
-    """An ordered queue of functions that run concurrently with the compute stream."""
-
-    def submit(self, function: Callable[[], None]) -> Event:
-        """Queue `function`."""
-
-    def synchronise(self) -> None:
-        """Make all later compute work wait for everything submitted. Raises the first exception of a submitted
-        function, if any.
-        """
-
-
 class CudaEvent:
-    """A device event that keeps the submitted function, and so its buffers, alive until `wait` is called."""
+    """The end of the device work that has been issued so far on the current stream; `wait` and `done` may be called on
+    other streams. The event keeps `function`, and so the function's buffers, alive until `wait` is called.
+    """
 
-    def __init__(self, event: torch.cuda.Event, function: Callable[[], None]) -> None:
-        self._event = event
-        self._function: Callable[[], None] | None = function
+    def __init__(self, function: Callable[[], None] | None = None) -> None:
+        self._function = function
+        # A host thread that waits for a blocking event sleeps instead of spinning.
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
 
     def wait(self) -> None:
         """Make the current stream wait for the event; the host continues."""
@@ -63,18 +41,6 @@ class CudaEvent:
 
     def done(self) -> bool:
         """Whether the device has passed the event."""
-        return self._event.query()
-
-
-class CudaMark:
-    """Marks the end of the compute work that the host has issued so far."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def done(self) -> bool:
-        """Whether the device has passed the mark."""
         return self._event.query()
 
 
@@ -114,10 +80,7 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             function()
-            # A host thread that waits for a blocking event sleeps instead of spinning.
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-        return CudaEvent(event, function)
+            return CudaEvent(function)
 
     def synchronise(self) -> None:
         """Make the current stream wait for the second stream."""
@@ -144,9 +107,7 @@ class ThreadEvent:
             if self._error is not None:
                 raise self._error
 
-    def host_wait(self) -> None:
-        """Block until the function has returned."""
-        self.wait()
+    host_wait = wait
 
     def done(self) -> bool:
         """Whether the function has returned."""
@@ -190,30 +151,25 @@ class ThreadStream:
             del function, event
 
 
-class FinishedEvent:
-    """Completion of a function that has already returned."""
-
-    def wait(self) -> None:
-        """Do nothing: the function has returned."""
-
-    host_wait = wait
-
-    def done(self) -> bool:
-        """Always True."""
-        return True
-
-
 class InlineStream:
     """Runs each function immediately; used on CPU by a rank without peers, whose functions wait for no other rank."""
 
-    def submit(self, function: Callable[[], None]) -> FinishedEvent:
+    def submit(self, function: Callable[[], None]) -> ThreadEvent:
         """Run `function`."""
         with torch.no_grad():
             function()
-        return FinishedEvent()
+        event = ThreadEvent()
+        event.settle(None)
+        return event
 
     def synchronise(self) -> None:
         """Do nothing: everything submitted has already run."""
+
+
+Event = CudaEvent | ThreadEvent
+"""Completion of one submitted function."""
+Stream = CudaStream | ThreadStream | InlineStream
+"""An ordered queue of functions that run concurrently with the compute stream."""
 
 
 def second_stream(device: torch.device, alone: bool = False) -> Stream:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_vp.files import write_report
-from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
@@ -47,21 +47,21 @@ class Alignment(NamedTuple):
     wall: int
 
 
-def align(pipeline: Communicator, rank: int, ranks: int) -> Alignment:
+def align(pipeline: dist.ProcessGroup, rank: int, ranks: int) -> Alignment:
     """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running."""
     token = torch.zeros(1, device=pipeline_device())
-    tokens = token.new_zeros(ranks, 1)
+    tokens = token.new_zeros(ranks)
     enter, leave = [], []
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
-        pipeline.all_gather(tokens, token)
+        dist.all_gather_into_tensor(tokens, token, pipeline)
         tokens.tolist()  # On a GPU, `tolist` makes the host wait for the all-gather.
         leave.append(time.perf_counter_ns())
     host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else rank
     own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=token.device)
-    gathered = own.new_zeros(ranks, len(own))
-    pipeline.all_gather(gathered, own)
-    *first, first_host, wall = gathered[0].tolist()
+    gathered = own.new_zeros(ranks * len(own))
+    dist.all_gather_into_tensor(gathered, own, pipeline)
+    *first, first_host, wall = gathered[: len(own)].tolist()
     enter_0, leave_0 = first[:_ROUNDS], first[_ROUNDS:]
     lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))
     highest = min(a - b for a, b in zip(leave_0, enter, strict=True))
@@ -84,7 +84,7 @@ class PipelineTrace:
         self,
         folder: Path,
         iterations: range,
-        pipeline: Communicator,
+        pipeline: dist.ProcessGroup,
         rank: int,
         ranks: int,
         partition: Partition = UNKNOWN,

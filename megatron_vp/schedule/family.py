@@ -140,7 +140,3 @@ class Family:
         sizes = schedule.chunks, schedule.microbatches, schedule.vocab
         ranks = range(schedule.pipeline_size)
         return [self.promised_peak(len(ranks), rank, *sizes) / schedule.chunks for rank in ranks]
-
-    def at_most(self, microbatches: int) -> int:
-        """The smaller of `microbatches` and, for a schedule from a file, the number of microbatches in the file."""
-        return microbatches if self.fixed is None else min(microbatches, self.fixed.microbatches)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime import groups, links, pipeline
-from megatron_vp.runtime.communicator import NativeCommunicator
+from megatron_vp.runtime.groups import Communicator
 
 
 class HostFlag:
@@ -195,8 +195,8 @@ class StagedWork:
 class StagedCommunicator:
     """A `Communicator` for tensors of any device over gloo."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._over_gloo = NativeCommunicator(group)
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self._over_gloo = Communicator(group, members)
         self._lane = Lane()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -235,7 +235,7 @@ def ranks_share(device: torch.device) -> Iterator[None]:
         return lane.issue(lambda copy: dist.recv(copy, source, group=group), [], [buffer])
 
     with (
-        mock.patch.object(groups, "communicator", StagedCommunicator),
+        mock.patch.object(groups, "Communicator", StagedCommunicator),
         mock.patch.object(groups, "pipeline_device", lambda: device),  # for what is imported from here on
         mock.patch.object(pipeline, "pipeline_device", lambda: device),
         mock.patch.object(links, "dist", SimpleNamespace(isend=isend, irecv=irecv)),

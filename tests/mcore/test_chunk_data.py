@@ -1,17 +1,14 @@
-"""Test the data of several chunks per rank: what a skipped iteration consumes, and how validation sets are counted."""
+"""Test the data of several chunks per rank: what a skipped iteration consumes."""
 
 from __future__ import annotations
 
-import argparse
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.training import chunk_data
 
-SKIP, COUNT, EVALUATE = (patch.make for patch in chunk_data.PATCHES)
+(SKIP,) = (patch.make for patch in chunk_data.PATCHES)
 
 
 class Rerun:
@@ -42,48 +39,3 @@ def test_a_skipped_iteration_of_a_rank_with_one_chunk(data):
     ):
         SKIP(lambda data: None)(data)
     assert data is None or next(data) == 4
-
-
-def _counted(lengths, names=None, eval_iters=7):
-    """What the arguments say after each chunk's data is built: the iterations of each set, or None without data."""
-    args = argparse.Namespace(eval_iters=eval_iters, validation_set_names=names)
-    given = []
-
-    def build(_provider):
-        given.append(args.eval_iters)
-        args.eval_iters = found.pop(0)
-
-    found = list(lengths)
-    with mock.patch.object(chunk_data, "current", lambda: SimpleNamespace(args=args)):
-        patched = COUNT(build)
-        for _ in lengths:
-            patched(None)
-    assert given == [eval_iters] * len(lengths)
-    return args.eval_iters
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([[3, 2], [None, None]], [3, 2]),
-        ([[None, None], [3, 2]], [3, 2]),
-        ([[None, None], [None, None]], [0, 0]),
-        ([[None, None]], [0, 0]),
-        ([7, 7], 7),
-    ],
-)
-def test_a_chunk_without_data_does_not_forget_how_long_validation_sets_are(lengths, expected):
-    assert _counted(lengths) == expected
-
-
-def test_names_for_other_validation_sets_are_an_error_before_training():
-    with pytest.raises(UserError, match="gives 1 names for 2 validation sets"):
-        _counted([[3, 2]], names=["one"])
-
-
-@pytest.mark.parametrize(("several", "expected"), [(True, [["a", "c"], ["b", "d"]]), (False, [["a", "b"], ["c", "d"]])])
-def test_the_data_of_chunks_is_handed_out_by_validation_set(several, expected):
-    args = argparse.Namespace(multiple_validation_sets=several)
-    with mock.patch.object(chunk_data, "current", lambda: SimpleNamespace(args=args)):
-        evaluate = EVALUATE(lambda prefix, forward_step, data_iterator, model: data_iterator)
-        assert evaluate("", None, [["a", "b"], ["c", "d"]], ["chunk", "chunk"]) == expected

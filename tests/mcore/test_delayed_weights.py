@@ -20,7 +20,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
 from megatron_vp.mcore.training import megatron_model
 from megatron_vp.mcore.training.capture import Capture
-from megatron_vp.mcore.training.forward_backward import late_weights
 from megatron_vp.schedule.passes import Pass
 
 
@@ -171,7 +170,7 @@ def test_w_is_late_where_another_pass_runs_between():
     order = [*("F0", "F1", "B0", "W0", "B1", "S1", "T1", "W1"), *("F2", "B2", "F3", "W2", "B3", "W3")]
     passes = tuple(map(Pass.parse, order))
     schedule = SimpleNamespace(ranks=((), passes))
-    assert late_weights(schedule, 1) == {(0, 2)}
+    assert megatron_model.late_weights(schedule, 1) == {(0, 2)}
 
 
 class _Freed:
@@ -242,7 +241,8 @@ def test_the_first_microbatch_is_told_as_megatron_tells_it(monkeypatch, gradient
     chunk = _Counting()
     shapes = SimpleNamespace(device="cpu", heads=1)
     group = SimpleNamespace(size=lambda: 1)
-    given = [chunk], None, [None], 2, shapes, gradients, True, group, False
+    schedule = SimpleNamespace(microbatches=2, split_backward=False, ranks=((),))
+    given = [chunk], None, [None], schedule, 0, shapes, gradients, group
     model = megatron_model.MegatronModel(*given, first_val_step=first_val_step)
     for microbatch in range(2):
         model.forward(0, microbatch, None, None)

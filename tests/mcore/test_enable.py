@@ -299,7 +299,7 @@ def with_megatrons_own(rank, ranks, settings):
 @pytest.mark.parametrize("settings", [{"pipeline_schedule": "zb-h1"}, {"vocab_parallel": True}])
 def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
     with pytest.raises(
-        RankError, match=r"outside of the schedule that megatron_vp\.enable selected: call get_forward_backward_func"
+        RankError, match=r"our schedule: remove that call, call get_forward_backward_func after megatron_vp\.enable"
     ):
         run_ranks(2, with_megatrons_own, settings)
 

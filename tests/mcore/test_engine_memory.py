@@ -47,7 +47,7 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
 
         from megatron_vp.mcore.model import split_backward
         from megatron_vp.mcore.replay import one_rank
-        from megatron_vp.mcore.training import forward_backward, megatron_model
+        from megatron_vp.mcore.training import megatron_model
 
         # A replay without numbers would replace Transformer Engine's layers by local ones.
         changed.enter_context(mock.patch.object(one_rank, "layer_kind", lambda _: LayerKind.LOCAL))
@@ -55,7 +55,7 @@ def peak(_rank: int, _world_size: int, model: dict[str, Any], fused: bool, as_be
         no_norm = mock.patch.object(training, "reduce_max_stat_across_model_parallel_group", lambda *_, **__: 0.0)
         changed.enter_context(no_norm)
         if as_before:
-            changed.enter_context(mock.patch.object(forward_backward, "late_weights", lambda *_: frozenset()))
+            changed.enter_context(mock.patch.object(megatron_model, "late_weights", lambda *_: frozenset()))
             held: list[Any] = []
             make = split_backward.backward_without_weights
             in_w = megatron_model.MegatronModel.weight_gradient

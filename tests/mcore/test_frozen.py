@@ -123,7 +123,7 @@ def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], 
     """Elements of gradient buffers and optimizer state of a rank, and launches in its passes T and IB."""
     from megatron.training import training
 
-    from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabLayers
+    from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabPasses
 
     found = {"launches of T": 0, "launches of IB": 0}
 
@@ -143,11 +143,11 @@ def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], 
         return built
 
     build, kept = training.setup_model_and_optimizer, []
-    t_pass, ib_pass = ShardedVocabLayers._output_t, ShardedVocabLayers._embed_backward
+    t_pass, ib_pass = ShardedVocabPasses._output_t, ShardedVocabPasses._embed_backward
     with (
         mock.patch.object(training, "setup_model_and_optimizer", setup),
-        mock.patch.object(ShardedVocabLayers, "_output_t", launching("launches of T", t_pass)),
-        mock.patch.object(ShardedVocabLayers, "_embed_backward", launching("launches of IB", ib_pass)),
+        mock.patch.object(ShardedVocabPasses, "_output_t", launching("launches of T", t_pass)),
+        mock.patch.object(ShardedVocabPasses, "_embed_backward", launching("launches of IB", ib_pass)),
     ):
         train_case(rank, ranks, arguments, same_weights=False, hook=hook)
     states = (state for each in kept[0].chained_optimizers for state in each.optimizer.state.values())

@@ -346,7 +346,7 @@ def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_paral
         ({"pipeline_schedule": "zb-h1", "no_labels": True}, "needs labels of shape"),
         (
             {"vocab_parallel": True, "own_evaluation": True, "eval_iters": 1},
-            "calls its GPTModel outside of forward_step",
+            "runs its GPTModel outside of forward_step",
         ),
     ],
     ids=str,

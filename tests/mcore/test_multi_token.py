@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.buffers import Shapes
 from tests.harness import run_ranks
 from tests.harness.ranks import process_group
 from tests.harness.training import _merge, comparable_model, train_case

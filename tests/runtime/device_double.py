@@ -355,17 +355,17 @@ class Messages:
 class Collectives:
     """A `Communicator`, and the collectives over tensor ranks: kernels on the current stream."""
 
-    def __init__(self, device: Device, rank: int, ranks: int) -> None:
-        self._launch = partial(device.kernel, meeting=("vocabulary", ranks))
+    def __init__(self, device: Device, rank: int, members: tuple[int, ...]) -> None:
+        self._launch = partial(device.kernel, meeting=("vocabulary", len(members)))
         self._launch_over_tensor_ranks = device.kernel
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._members = rank, members
         self.operations: list[tuple[object, ...]] = []
         """What this rank took part in: all members must say the same. Rows of exchanges are in `rows`."""
         self.rows: list[tuple[list[int], list[int]]] = []
-        """Of every exchange, what came from and what went to each member."""
+        """Of every exchange, what came from and what went to each rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        assert root in range(self._ranks)
+        assert root in self._members
         self.operations.append(("broadcast", root, _buffer(tensor)))
         own = self._rank == root
         self._launch("broadcast", [tensor] if own else [], [] if own else [tensor])
@@ -375,7 +375,7 @@ class Collectives:
         self._launch("all_gather", [own], [gathered])
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        assert root in range(self._ranks)
+        assert root in self._members
         self.operations.append(("reduce", root, _buffer(tensor)))
         self._launch("reduce", [tensor], [tensor])
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vp.runtime.communicator import NativeCommunicator
+from megatron_vp.runtime.groups import Communicator
 from tests.harness.ranks import process_group, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -27,7 +27,7 @@ def operations(process, processes, dtype):
         results = {}
         group = dist.new_group(list(range(1, processes)))
         if process:
-            communicator = NativeCommunicator(group)
+            communicator = Communicator(group, range(1, processes))
             for root in range(world):
                 broadcast, reduced = own.clone(), own.clone()
                 gathered = own.new_zeros((world, *own.shape))
@@ -75,13 +75,13 @@ def exchanges(rank, world, seeds):
     made = []
 
     def message(start, *arguments, **named):
-        made.append((start.__name__, named["group_peer"]))
+        made.append((start.__name__, arguments[1]))
         return whole(start, *arguments, **named)
 
     whole, results = dist.P2POp, []
     with process_group(rank, world):
         group = dist.new_group(list(range(world)))
-        communicator = NativeCommunicator(group)
+        communicator = Communicator(group, range(world))
         for seed in seeds:
             counts = random_counts(seed, world)
             incoming, outgoing = [row[rank] for row in counts], counts[rank]

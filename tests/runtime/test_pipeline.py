@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.collectives import VocabularyCollectives
-from megatron_vp.runtime.model import Shapes
-from megatron_vp.runtime.pipeline import _CONTENT
+from megatron_vp.runtime.links import CONTENT
 from megatron_vp.schedule.transfers import Channel
 from megatron_vp.vocab.operations import operations_for
 from tests.harness.ranks import run_ranks
@@ -69,7 +69,7 @@ ASSIGNED_CASES = [
 @pytest.mark.parametrize(("name", "world", "rows", "method", "tied"), ASSIGNED_CASES)
 def test_shards_of_any_size_and_ranks_without_rows(name, world, rows, method, tied):
     steps = [(world + 1, True), (2, False), (3, True)]
-    results = run_ranks(world, run_pipeline, name, method, steps, tied, rehearses=True, stage_rows=rows, timeout=120)
+    results = run_ranks(world, run_pipeline, name, method, steps, tied, stage_rows=rows, timeout=120)
     for iteration, (microbatches, gradients) in enumerate(steps):
         found = {name: gradient for ranks in results for name, gradient in ranks[iteration][1].items()}
         stages = sum(each.startswith("layer") for each in found)
@@ -98,7 +98,7 @@ FROZEN_CASES = [
 def test_frozen_layers_have_no_gradients_and_all_others_those_of_one_process(rows, method, tied):
     steps = [(4, True), (2, False), (3, True)]
     for frozen in [("embedding", "output")] if tied else [("embedding",), ("output",), ("embedding", "output")]:
-        options = {"rehearses": True, "stage_rows": rows, "frozen": frozen}
+        options = {"stage_rows": rows, "frozen": frozen}
         results = run_ranks(3, run_pipeline, "1f1b", method, steps, tied, **options, timeout=120)
         for iteration, (microbatches, gradients) in enumerate(steps):
             losses, expected = reference(3, microbatches, iteration, tied)
@@ -130,7 +130,7 @@ def test_a_member_without_rows_adds_nothing_to_the_statistics():
 
 def test_the_gradient_of_a_stages_output_has_the_shape_of_the_next_stages_input():
     shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"), mtp_depth=1, mtp_stage=1)
-    sizes = [_CONTENT[channel][1](shapes, 1).shape[0] for channel in (Channel.ACTIVATION, Channel.GRADIENT)]
+    sizes = [CONTENT[channel][1](shapes, 1).shape[0] for channel in (Channel.ACTIVATION, Channel.GRADIENT)]
     assert sizes == [5, 10]
 
 

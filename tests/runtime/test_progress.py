@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vp.runtime import watchdog
-from megatron_vp.runtime.executor import Unobserved, execute
+from megatron_vp.runtime.executor import execute, unobserved
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -67,7 +67,7 @@ def run(progress: Progress, device: Device, waits: int, seen: list | None = None
             seen.append((instruction, progress.place()[1], progress.behind, progress.sentence()))
 
     with progress.schedule():
-        execute(SimpleNamespace(instructions=steps), {Wait: note, Loss: note}, Unobserved(), progress)
+        execute(SimpleNamespace(instructions=steps), {Wait: note, Loss: note}, unobserved, progress)
         progress.at(FINISHING)
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
-from megatron_vp.runtime.executor import Observer, Unobserved
+from megatron_vp.runtime.buffers import Shapes
+from megatron_vp.runtime.executor import Observer, unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.runtime.rehearsal import MICROBATCHES
-from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaMark, CudaStream
+from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.instructions import Instruction
 from megatron_vp.schedule.transfers import Operation
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
@@ -110,17 +110,6 @@ class Model:
         pass
 
 
-def zero_gradients(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As `Tensor.backward` where gradients are zero; autograd's engine wants a device that is there."""
-    assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
-    nodes = [output.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        nodes += [following for following, _ in node.next_functions if following is not None]
-        if hasattr(node, "variable"):
-            node.variable.grad = torch.zeros_like(node.variable)
-
-
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """In the runtime, in the place of communication and kernels, those of the thread's `Rank`."""
@@ -139,7 +128,6 @@ def stand_ins() -> Iterator[None]:
             (embedding, "operations_for", lambda tensor: _THREAD.rank.kernels),
             (embedding, "_owner_spans", lambda *arguments: _THREAD.rank.spans(*arguments)),
             (collectives, "count_buffer", each_by_itself),
-            (torch.Tensor, "backward", zero_gradients),
             (RowExchange, "counts", property(lambda exchange: _THREAD.rank.counts(exchange))),
         ):
             stack.enter_context(mock.patch.object(target, attribute, stand_in))
@@ -165,7 +153,7 @@ class Rank:
 
     def __init__(self, device: Device, rank: int, ranks: int, members: tuple[int, ...], tensor_size: int) -> None:
         self.rank, self.members = rank, members
-        self.transfers = Collectives(device, members.index(rank) if rank in members else -1, len(members))
+        self.transfers = Collectives(device, rank, members)
         self.over_tensor_ranks = self.transfers.over_tensor_ranks()
         self.messages, self.kernels = Messages(device), Kernels(device)
 
@@ -207,7 +195,7 @@ def assert_they_agree(ranks: list[Rank]) -> None:
             ours, theirs = one.transfers, other.transfers
             assert ours.operations == theirs.operations
             for (_, outgoing), (incoming, _) in zip(ours.rows, theirs.rows, strict=True):
-                assert outgoing[one.members.index(other.rank)] == incoming[one.members.index(one.rank)]
+                assert outgoing[other.rank] == incoming[one.rank]
 
 
 def rank_iterations(
@@ -221,12 +209,11 @@ def rank_iterations(
     sp_size: int = 1,
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
     stage_rows: tuple[int, ...] | None = None,
-    rehearses: bool = False,
-    observer: Observer | None = None,
+    observer: Observer = unobserved,
 ) -> Rank:
     """Two iterations of training and one of evaluation; `written` may change their programs.
 
-    `stage_rows`: vocabulary rows by rank, of all its tensor ranks. `rehearses`: rehearsals of both kinds instead.
+    `stage_rows`: vocabulary rows by rank, of all its tensor ranks.
     """
     edges = {
         (source, target, channel): (source, target, channel)
@@ -237,8 +224,7 @@ def rank_iterations(
     tensor = "the ranks of a stage" if tensor_size > 1 else None
     shards = VocabShards(VOCAB, ranks * tensor_size, tensor_size if stage_rows else 1, stage_rows)
     holders = shards.holders if stage_rows else None
-    microbatches = MICROBATCHES if rehearses else ranks + 1
-    whole = expand_interlaced(generate(name, ranks, microbatches, vocab=method, vocab_ranks=holders))
+    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method, vocab_ranks=holders))
     members = whole.placement.vocab_members(whole.vocab_ranks)
     here = _THREAD.rank = Rank(device, rank, ranks, members, tensor_size)
     vocabulary = here.transfers if rank in members else None
@@ -253,7 +239,7 @@ def rank_iterations(
     if method != "none":
         held = EmbeddingLayer(weights[0], shards, index), OutputLayer(weights[1], shards, index)
         layers = LayerShards(shards, *(held if rank in whole.vocab_ranks else (None, None)))
-    for gradients in (True, False) if rehearses else (True, False, True):
+    for gradients in (True, False, True):
         schedule = whole if gradients else whole.forward_only()
         depth = mtp_depth if gradients else 0
         mtp = {"mtp_depth": depth, "mtp_stage": whole.placement.stages - 1} if depth else {}
@@ -262,10 +248,6 @@ def rank_iterations(
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
         program = written(lower(schedule, mtp_stage=shapes.mtp_stage))[rank]
-        if rehearses:
-            with device.outside_the_loop():  # its tokens come from the host
-                runner.rehearse(schedule, program, layers, shapes, gradients=gradients)
-            continue
         model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
         device.behind.clear()
         runner.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
@@ -321,20 +303,7 @@ def test_with_ranks_without_rows(name, method, rows, sizes):
     iterations_of_all(name, method, len(rows), stage_rows=rows, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "ranks", "sizes"),
-    [
-        ("1f1b", "vocab-2", 3, {"stage_rows": (10, 0, 6), "mtp_depth": 1}),
-        ("v-half", "vocab-1", 2, {"tensor_size": 2, "sp_size": 2}),
-        ("v-half", "none", 3, {}),
-        ("1f1b", "none", 2, {"sp_size": 2}),
-    ],
-)
-def test_in_rehearsals_ranks_send_what_their_peers_have_room_for(name, method, ranks, sizes):
-    iterations_of_all(name, method, ranks, rehearses=True, **sizes)
-
-
-class Launches(Unobserved):
+class Launches:
     """Notes what each collective launches."""
 
     def __init__(self, device: Device) -> None:
@@ -342,11 +311,11 @@ class Launches(Unobserved):
         self.by_kind: defaultdict[CollectiveKind, set[tuple[str, ...]]] = defaultdict(set)
 
     @contextmanager
-    def communicating(self, operation: Operation) -> Iterator[None]:
+    def __call__(self, work: Instruction | Operation) -> Iterator[None]:
         before = len(self._device.launches)
         yield
-        assert isinstance(operation, Collective)
-        self.by_kind[operation.kind].add(tuple(self._device.launches[before:]))
+        if isinstance(work, Collective):
+            self.by_kind[work.kind].add(tuple(self._device.launches[before:]))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +364,7 @@ def test_the_watchdog_looks_at_host_memory_alone(monkeypatch):
         wait = Wait(Message(Channel.ACTIVATION, 0, 0, 1, 0, 1))
         with progress.schedule():
             progress.at(wait)
-            progress.mark(wait, CudaMark())
+            progress.mark(wait, CudaEvent())
         watchdog.Watchdog(progress, 0.1, 0.1).start()
         ended.wait(10)  # the host has left the schedule
     assert said and said[0].startswith("error: rank 1 waited for F of microbatch 0 from rank 0")
@@ -404,18 +373,23 @@ def test_the_watchdog_looks_at_host_memory_alone(monkeypatch):
 def not_behind_the_passes(stream: CudaStream, function: Callable[[], None]) -> CudaEvent:
     with torch.cuda.stream(stream._stream), torch.no_grad():
         function()
-        event = torch.cuda.Event()
-        event.record(stream._stream)
-    return CudaEvent(event, function)
+        return CudaEvent(function)
 
 
-def without_its_buffers(event: CudaEvent, device_event: object, function: Callable[[], None]) -> None:
-    event._event, event._function = device_event, None
+def without_its_buffers(
+    event: CudaEvent, function: Callable[[], None] | None = None, made: Callable = CudaEvent.__init__
+) -> None:
+    made(event)
 
 
-def not_kept(self: links.Links, message: Message, tensor: torch.Tensor, send: Callable = links.Links.send) -> None:
-    send(self, message, tensor)
+def not_kept(self: links.Links, message: Message, post: Callable = links.Links.post) -> None:
+    post(self, message)
     self._sending.clear()
+
+
+def not_awaited(self: links.Links, message: Message) -> None:
+    slot, _ = links.CONTENT[message.channel]
+    self._store.put(slot, message.microbatch, self._receiving.pop(message)[-1], at=message.target_stage)
 
 
 def not_pinned(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
@@ -436,8 +410,8 @@ def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = Gl
         (CudaEvent, "__init__", without_its_buffers, "is released while another stream uses it"),
         (CudaStream, "submit", not_behind_the_passes, "may come before the write of"),
         (CudaStream, "synchronise", lambda self: None, "is released while another stream uses it"),
-        (links.Links, "send", not_kept, "is released while another stream uses it"),
-        (links.Links, "wait", lambda self, message: self._receiving.pop(message)[-1], "may come before the write of"),
+        (links.Links, "post", not_kept, "is released while another stream uses it"),
+        (links.Links, "wait", not_awaited, "may come before the write of"),
         (GlobalStatistics, "token_loss", looked_at, "the host waits for the device"),
         (embedding, "count_buffer", not_pinned, "the host waits for the device in copy_"),
     ],

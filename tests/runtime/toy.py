@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.runtime import offload
+from megatron_vp.runtime.buffers import Shapes
+from megatron_vp.runtime.executor import unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule.families import generate
 from megatron_vp.schedule.lowering import lower
@@ -131,16 +131,15 @@ def run_pipeline(
     trace_folder: Path | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
-    rehearses: bool = False,
     stage_rows: tuple[int, ...] | None = None,
     offload_chunks: int = 0,
     frozen: tuple[str, ...] = (),
 ) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
     """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
 
-    With `trace_folder` every iteration but the first is traced. `rehearses`: training and evaluation are rehearsed
-    before their first iteration. `stage_rows`: vocabulary rows by rank. `offload_chunks`: chunks of each rank of which
-    all that a forward saves leaves the device. `frozen`: of `embedding` and `output`, those without gradients.
+    With `trace_folder` every iteration but the first is traced. `stage_rows`: vocabulary rows by rank.
+    `offload_chunks`: chunks of each rank of which all that a forward saves leaves the device. `frozen`: of `embedding`
+    and `output`, those without gradients.
     """
     offload.SMALLEST = 0
     with process_group(rank, world):
@@ -190,11 +189,9 @@ def run_pipeline(
                 weight.grad = None
             model = ToyModel(chunks, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
-            if rehearses and not pipeline.has_rehearsed(shapes, gradients):
-                rehearsed = schedule_of(MICROBATCHES, gradients=gradients)
-                pipeline.rehearse(rehearsed, lower(rehearsed)[rank], layers, shapes, gradients=gradients)
+            observer = recorder.span if recorder else unobserved
             program = lower(schedule)[rank]
-            report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=recorder)
+            report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
             if recorder:
                 recorder.finish()
                 trace.add(recorder, schedule)

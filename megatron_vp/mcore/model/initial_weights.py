@@ -198,13 +198,13 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
 def moves_layers(job: SettledJob) -> bool:
     """Whether some layers are on different ranks than in plain Megatron."""
     layout, pattern = job.arguments.pipeline_model_parallel_layout, job.arguments.hybrid_layer_pattern
-    places_chunks = job.settings.places_chunks
-    if pattern is not None and "|" in pattern and not places_chunks:
+    if job.settings.places_chunks:
+        return True
+    if pattern is not None:
         return pattern != PlainLayout.of(job).pattern
-    if places_chunks or layout is None or layout == job.given.pipeline_model_parallel_layout:
-        return places_chunks
-    segments = map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))
-    return tuple(segments) != PlainLayout.of(job).layout
+    if layout is None:
+        return False
+    return tuple(map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))) != PlainLayout.of(job).layout
 
 
 @contextmanager

@@ -107,19 +107,6 @@ def softcap_of(config: Any) -> float:
     return getattr(config, _SOFTCAP, None) or 0.0
 
 
-def refuse_outside_of_passes(chunk: nn.Module, _inputs: tuple) -> None:
-    """Pre-forward hook that raises UserError if a script itself calls a chunk whose vocabulary layers are split.
-
-    Such a chunk would return hidden states instead of losses. A call comes from the script if the decoder's input is
-    not set, because our schedules set this input during pass F.
-    """
-    if chunk.decoder.input_tensor is None:
-        raise UserError(
-            f"this script calls its {type(chunk).__name__} outside of forward_step, which is not supported while the "
-            "vocabulary layers are split over all ranks: remove that call, or leave --vocab-parallel out"
-        )
-
-
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
     weight = getattr(layer, "weight", None)
     value_head = weight is not None and len(weight) == 1

@@ -36,6 +36,8 @@ from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.pipeline import Pipeline
+from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.vocab.loss import TokenLoss
 
 _ATTRIBUTE = "vocabulary_parallel_model"
@@ -74,7 +76,23 @@ class RankModel:
             self._start.fill(chunk, index, self.job.placement)
         self.chunks.append(chunk)
         object.__setattr__(chunk, _ATTRIBUTE, self)
+        if self.job.settings.vocab_parallel or _constructor_places():
+            chunk.register_forward_pre_hook(self._refuse_outside_of_passes, prepend=True)
         return chunk
+
+    def _refuse_outside_of_passes(self, chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        """Raise UserError if a script itself runs a chunk, which without its vocabulary layers would return hidden
+        states instead of losses.
+
+        A script that called get_forward_backward_func before `enable` would use Megatron's own schedule, which assumes
+        Megatron's placement of chunks and never runs pass W.
+        """
+        at = None if self.pipeline is None else self.pipeline.progress.instruction
+        if not isinstance(at, Run) or at.action.kind is not PassKind.F:
+            raise UserError(
+                f"this script runs its {type(chunk).__name__} outside of forward_step or of our schedule: remove that "
+                "call, call get_forward_backward_func after megatron_vp.enable, or leave --vocab-parallel out"
+            )
 
     def prepare(self, chunk: nn.Module) -> None:
         """Prepare all chunks up to `chunk` that are not prepared yet. After the last one, connect the ranks."""
@@ -336,21 +354,7 @@ def _construct(
 
     with delaying(config) if job.settings.splits_backward else nullcontext():
         model.build(build)
-    chunk.register_forward_pre_hook(functools.partial(_refuse_outside_of_schedule, model), prepend=True)
     return model
-
-
-def _refuse_outside_of_schedule(model: RankModel, _chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """Pre-forward hook that raises UserError if a chunk runs outside our schedules.
-
-    A script that called get_forward_backward_func before `enable` would use Megatron's own schedule, which assumes
-    Megatron's placement of chunks and never runs pass W.
-    """
-    if model.pipeline is None or model.pipeline.progress.instruction is None:
-        raise UserError(
-            "this script runs its model outside of the schedule that megatron_vp.enable selected: call "
-            "get_forward_backward_func after enable, and run the model only in forward_step"
-        )
 
 
 def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None]:

@@ -22,9 +22,9 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import nn
 
-from megatron_vp.mcore.model.model_check import refuse_outside_of_passes, softcap_of
+from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
-from megatron_vp.mcore.model.whole_vocabulary import keep_whole_layers
+from megatron_vp.mcore.model.whole_vocabulary import keep_whole_layers, moved_rows
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -120,8 +120,8 @@ def split_vocabulary(
     tied = chunk.share_embeddings_and_output_weights
     found: dict[str, Any] = {}
     if index == placement.chunk_of(0):
-        full = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-        weight = _shard(job, full, shards, placement.first_rank, groups, chunk)
+        part = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
+        weight = _shard(job, part, shards, groups, chunk)
         # A rank with virtual stage 0 but no rows passes on the embeddings that other ranks have looked up.
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else nn.Identity()
         if chunk.pre_process:
@@ -136,8 +136,8 @@ def split_vocabulary(
         if tied:
             weight = first.embedding.word_embeddings.weight if holds_rows else None
         else:
-            full = chunk.output_layer.weight if chunk.post_process else None
-            weight = _shard(job, full, shards, placement.last_rank, groups, chunk)
+            part = chunk.output_layer.weight if chunk.post_process else None
+            weight = _shard(job, part, shards, groups, chunk)
         if holds_rows:
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
@@ -153,7 +153,6 @@ def split_vocabulary(
     # If sharing stayed on, Megatron would all-reduce the tied weight's gradient between the first and the last rank,
     # although these ranks now hold different rows.
     chunk.share_embeddings_and_output_weights = False
-    chunk.register_forward_pre_hook(refuse_outside_of_passes)
     return found
 
 
@@ -203,37 +202,25 @@ def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
 @torch.no_grad()
 def _shard(
     job: SettledJob,
-    full_vh: nn.Parameter | None,
+    part_vh: nn.Parameter | None,
     shards: VocabShards,
-    owner: int,
     groups: ProcessGroupCollection,
     chunk: nn.Module,
 ) -> nn.Parameter:
-    """Distribute the rows of a weight [V, h] from the tensor ranks of pipeline rank `owner` to all ranks.
+    """Distribute the rows of a weight [V, h] from the tensor ranks of a stage, which pass their parts, to all ranks.
 
     Returns this rank's shard, on the device of the chunk's parameters, with the attributes that Megatron sets on
     parameters. The shard is frozen if the whole weight is frozen.
     """
     config, device, rank = chunk.config, pipeline_device(), dist.get_rank(groups.mp)
-    root = dist.get_process_group_ranks(groups.mp)[owner * groups.tp.size()]
-    trained, dtype = _kind(job, full_vh, config.params_dtype, root, groups.mp)
-    size = {"dtype": dtype, "device": device}
-    own_vh = torch.empty(shards.rows(rank), config.hidden_size, **size)
-    if job.arguments.fake_process_group:
-        config.init_method(own_vh)  # A replayed rank has no peers to receive rows from.
-    if full_vh is not None:
-        full_vh = _gathered(full_vh.detach().to(device), groups.tp, root)
-    # Broadcast shard by shard over the model-parallel group, because the gradient norm needs this group's connections
-    # anyway. A scatter would open connections from its root to every rank, and they would stay open as long as the job
-    # runs.
-    for index in filter(shards.rows, range(shards.count)):
-        if dist.get_rank() == root:
-            piece_vh = full_vh[shards.start(index) : shards.start(index + 1)]
-        else:
-            piece_vh = own_vh if index == rank else torch.empty(shards.rows(index), config.hidden_size, **size)
-        dist.broadcast(piece_vh, src=root, group=groups.mp)
-        if index == rank:
-            own_vh.copy_(piece_vh)
+    if job.arguments.fake_process_group:  # A replayed rank has no peers to receive rows from.
+        trained = part_vh is None or part_vh.requires_grad
+        dtype = config.params_dtype if part_vh is None else part_vh.dtype
+        own_vh = torch.empty(shards.rows(rank), config.hidden_size, dtype=dtype, device=device)
+        config.init_method(own_vh)
+    else:
+        start = 0 if part_vh is None else groups.tp.rank() * len(part_vh)
+        own_vh, trained = moved_rows(part_vh, start, range(shards.start(rank), shards.start(rank + 1)), groups.mp)
     home = next((each.device for each in chunk.parameters()), device)
     weight = nn.Parameter(own_vh.to(home), requires_grad=trained)
     # No other rank holds these rows, so every rank counts its own rows in the gradient norm and in the number of zeros.
@@ -242,33 +229,6 @@ def _shard(
     if config.use_mup:
         weight.is_embedding_parameter = True
     return weight
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _kind(
-    job: SettledJob, full_vh: nn.Parameter | None, dtype: torch.dtype, root: int, group: dist.ProcessGroup
-) -> tuple[bool, torch.dtype]:
-    """Whether the weight that rank `root` holds requires gradients, and its dtype. Scripts may have frozen or converted
-    the weight since the configuration, which says `dtype`, was made.
-    """
-    kind = (True, dtype) if full_vh is None else (full_vh.requires_grad, full_vh.dtype)
-    if job.arguments.fake_process_group:  # A replayed rank has no peers, and a fake tensor could not hold the answer.
-        return kind
-    said = torch.tensor([kind[0], _DTYPES.index(kind[1])], dtype=torch.uint8, device=pipeline_device())
-    dist.broadcast(said, src=root, group=group)
-    trained, number = said.tolist()
-    return bool(trained), _DTYPES[number]
-
-
-def _gathered(part_vh: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
-    """Join the tensor ranks' parts of a weight on `root`; other ranks get back their own part."""
-    if group.size() == 1:
-        return part_vh
-    parts = [torch.empty_like(part_vh) for _ in range(group.size())] if dist.get_rank() == root else None
-    dist.gather(part_vh, parts, dst=root, group=group)
-    return part_vh if parts is None else torch.cat(parts)
 
 
 def _sharded_weight(

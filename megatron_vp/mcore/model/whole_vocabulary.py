@@ -27,7 +27,7 @@ from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
-"""The size in bytes of the buffer through which rows are gathered into the unsharded layer."""
+"""The size in bytes of the blocks in which rows move between ranks."""
 
 _ATTRIBUTE = "vocabulary_parallel_whole_layers"
 """Attribute in which a chunk with split layers keeps its `WholeLayers`."""
@@ -100,16 +100,17 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     if not cut or cut[0].shown:  # The layers are not split, or an enclosing call has already made them whole.
         yield
         return
-    embedding, output = _own_rows(cut, "embedding"), _own_rows(cut, "output")
+    # The shards are found before the view hides them.
+    shards = {name: _own_shard(cut, name) for name in ("embedding", "output")}
     with ExitStack() as stack:
         for layers in cut:
             stack.enter_context(layers.in_place())
         embeddings, outputs = [each.embedding for each in cut], [each.output_layer for each in cut]
         if cut[0].tied:
-            _fill([*embeddings, *outputs], embedding, cut[0])
+            _fill([*embeddings, *outputs], shards["embedding"], cut[0])
         else:
-            _fill(embeddings, embedding, cut[0])
-            _fill(outputs, output, cut[0])
+            _fill(embeddings, shards["embedding"], cut[0])
+            _fill(outputs, shards["output"], cut[0])
         yield
 
 
@@ -119,43 +120,57 @@ def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
     return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
 
 
-def _own_rows(cut: Sequence[WholeLayers], name: str) -> torch.Tensor | None:
+def _own_shard(cut: Sequence[WholeLayers], name: str) -> torch.Tensor | None:
     """This rank's shard of a layer's weight; None if the rank holds no shard."""
     shard = next((each.shards_of[name] for each in cut if name in each.shards_of), None)
-    return None if shard is None else shard.weight.detach()
+    return None if shard is None else shard.weight
 
 
-def _fill(layers: Sequence[nn.Module | None], own_vh: torch.Tensor | None, cut: WholeLayers) -> None:
-    """Fill this rank's `layers`, which may contain None, with the rows that plain Megatron gives to this tensor rank.
-
-    The rows are broadcast over the model-parallel group, whose connections training needs anyway. Point-to-point
-    messages would open further connections, which would stay open as long as the job runs.
-    """
-    shards, group = cut.shards, cut.group
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    said: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(said, None if own_vh is None else (own_vh.dtype, own_vh.shape[1]), group=group)
-    dtype, width = next(filter(None, said))
-    size = {"dtype": dtype, "device": pipeline_device()}
-    rows = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+def _fill(layers: Sequence[nn.Module | None], shard_vh: torch.Tensor | None, cut: WholeLayers) -> None:
+    """Fill this rank's `layers`, some None, with the rows that plain Megatron gives to this tensor rank."""
+    filled, shards, rank = list(filter(None, layers)), cut.shards, dist.get_rank(cut.group)
     part = shards.vocab_size // shards.tensor
     first = rank % shards.tensor * part
-    filled = [layer.weight for layer in layers if layer is not None]
-    whole_vh = torch.empty(part, width, **size) if filled else None
-    buffer_kh = torch.empty(min(rows, shards.vocab_size), width, **size)
-    for index, root in enumerate(ranks):
-        begin, end = shards.start(index), shards.start(index + 1)
-        for start in range(begin, end, rows):
-            stop = min(start + rows, end)
-            block_kh = buffer_kh[: stop - start]
-            if index == rank:
-                block_kh = own_vh[start - begin : stop - begin].to(size["device"])
-            dist.broadcast(block_kh, src=root, group=group)
-            low, high = max(start, first), min(stop, first + part)
-            if whole_vh is not None and low < high:
-                whole_vh[low - first : high - first].copy_(block_kh[low - start : high - start])
-    for weight in filled:
-        weight.data = whole_vh
+    wanted = range(first, first + part) if filled else range(0)
+    whole_vh, _ = moved_rows(shard_vh, shards.start(rank), wanted, cut.group)
+    for layer in filled:
+        layer.weight.data = whole_vh
+
+
+def moved_rows(
+    own_vh: torch.Tensor | None, start: int, wanted: range, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, bool]:
+    """Return the rows `wanted` of a weight [V, h] of which each rank of `group` holds a part, and whether the weight is
+    trained. The call is collective over `group`.
+
+    The rows are broadcast block by block over the model-parallel group, whose connections training needs anyway. A
+    scatter or point-to-point messages would open further connections, which would stay open as long as the job runs.
+
+    Args:
+        own_vh: this rank's part, which may be on another device than the pipeline's; None if it has none.
+        start: the number of rows in front of this part.
+    """
+    ranks, rank, device = dist.get_process_group_ranks(group), dist.get_rank(group), pipeline_device()
+    parts: list[Any] = [None] * len(ranks)
+    # Scripts may have frozen or converted the weight since its configuration was made, so its holders say what it is.
+    own = None if own_vh is None else (start, *own_vh.shape, own_vh.dtype, own_vh.requires_grad)
+    dist.all_gather_object(parts, own, group=group)
+    _, _, width, dtype, trained = next(filter(None, parts))
+    rows = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+    wanted_vh = torch.empty(len(wanted), width, dtype=dtype, device=device)
+    for root, part in enumerate(parts):
+        begin, count, *_ = part or (0, 0)
+        for first in range(begin, begin + count, rows):
+            last = min(first + rows, begin + count)
+            if root == rank:
+                block_kh = own_vh.detach()[first - begin : last - begin].to(device)
+            else:
+                block_kh = torch.empty(last - first, width, dtype=dtype, device=device)
+            dist.broadcast(block_kh, src=ranks[root], group=group)
+            low, high = max(first, wanted.start), min(last, wanted.stop)
+            if low < high:
+                wanted_vh[low - wanted.start : high - wanted.start] = block_kh[low - first : high - first]
+    return wanted_vh, trained
 
 
 def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:

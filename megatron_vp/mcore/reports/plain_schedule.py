@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import current
-from megatron_vp.runtime.communicator import communicator
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.store import Occupancy
 from megatron_vp.schedule import Placement, Schedule, VocabMethod, megatrons_own
@@ -61,7 +60,7 @@ def _watched_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**arguments: Any) -> Any:
         global _steps
         group = parallel_state.get_pipeline_model_parallel_group()
-        watched = None if arguments["forward_only"] else watch(current(), lambda: communicator(group))
+        watched = None if arguments["forward_only"] else watch(current(), group)
         if watched is None:
             return original(**arguments)
         _steps = steps = _Steps(watched.recorder)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_vp.mcore.reports.job_partition import iterations_in, partition_of
 from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
 from megatron_vp.mcore.reports.rank_report import RankReport, described, in_first_pipeline
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.runtime.communicator import Communicator
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
@@ -42,11 +41,10 @@ class Watch:
             report.add(self.recorder, schedule, model, in_flight, logits)
 
 
-def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None:
+def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:
     """Return the watch for the next training iteration; None if nothing is recorded. Call before each iteration.
 
-    All ranks of a pipeline must call this function together. `pipeline`, which connects these ranks, is called only
-    with --pipeline-trace.
+    All ranks of `pipeline` must call this function together.
     """
     global _reports
     args = job.arguments
@@ -60,7 +58,7 @@ def watch(job: SettledJob, pipeline: Callable[[], Communicator]) -> Watch | None
             iterations = iterations_in(args.pipeline_trace_iterations)
             folder = Path(args.pipeline_trace)
             folder.mkdir(parents=True, exist_ok=True)
-            _reports.append(PipelineTrace(folder, iterations, pipeline(), *place, partition_of(args)))
+            _reports.append(PipelineTrace(folder, iterations, pipeline, *place, partition_of(args)))
         if args.rank_report is not None:
             _reports.append(RankReport(args, described(job)))
     due = [report for report in _reports if report.begin()]

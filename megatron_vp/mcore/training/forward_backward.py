@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import cuda_graphs
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.utils import print_rank_0
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import stages_behind_mtp
@@ -24,16 +25,15 @@ from megatron_vp.mcore.model.model_check import check_methods
 from megatron_vp.mcore.model.preparation import prepare
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import SettledJob, current, own_loop
-from megatron_vp.mcore.training.first_iteration import rehearse, saying_host_memory
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
+from megatron_vp.runtime.buffers import Shapes
+from megatron_vp.runtime.executor import unobserved
 from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.host_memory import GIB
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.model import Shapes
 from megatron_vp.runtime.pipeline import Pipeline
-from megatron_vp.runtime.random_buffers import RandomBuffers
-from megatron_vp.runtime.rehearsal import MICROBATCHES
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
@@ -68,38 +68,41 @@ def forward_backward(
     Raises:
         UserError: if our schedules do not support an argument.
     """
-    _refuse(collect_non_loss_data, adjust_tensor_shapes_fn)
+    if collect_non_loss_data:
+        raise UserError(f"collect_non_loss_data is not supported by our schedules: {_LEAVE_OUT}")
+    if adjust_tensor_shapes_fn is not None:
+        raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
     gradients = not forward_only
     job = _job(model, pg_collection, gradients)
     _check_communicator(job.pipeline, p2p_communicator)
     if gradients:
         _require_gradient_buffers(job.chunks)
     shapes = _shapes(job, seq_length, micro_batch_size, gradients)
-    make_programs = partial(_programs, job)
-    rehearsed = job.settled.settings.family.at_most(MICROBATCHES)
-    rehearse(job.pipeline, make_programs, rehearsed, job.layer_shards, shapes, gradients)
-
     timers, rank = job.config.timers, job.pipeline.groups.rank
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=job.config.barrier_with_L1_time)
-    schedule, lowered = make_programs(num_microbatches, gradients, shapes)
+    schedule, lowered = _programs(job, num_microbatches, gradients, shapes)
     megatron = MegatronModel(
         job.chunks,
         forward_step_func,
         data_iterator if isinstance(data_iterator, list) else [data_iterator],
-        num_microbatches,
+        schedule,
+        rank,
         shapes,
         gradients,
-        rank == 0,
         job.groups.cp,
-        schedule.split_backward,
-        late_weights(schedule, rank),
         first_val_step,
     )
     _run(job, schedule, lowered[rank], megatron, shapes, gradients)
     megatron.finish()
-    if gradients:
-        _finalize_gradients(job, megatron, force_all_reduce)
+    if gradients and job.config.finalize_model_grads_func is not None:
+        # Megatron finalizes the gradients with its own reductions, as at the end of its schedules.
+        job.config.finalize_model_grads_func(
+            job.chunks,
+            megatron.tokens_seen if job.config.calculate_per_token_loss else None,
+            pg_collection=job.groups,
+            force_all_reduce=force_all_reduce,
+        )
     if job.config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         cuda_graphs.create_cudagraphs()
@@ -110,13 +113,6 @@ def forward_backward(
 
 
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
-
-
-def _refuse(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
-    if collect_non_loss_data:
-        raise UserError(f"collect_non_loss_data is not supported by our schedules: {_LEAVE_OUT}")
-    if adjust_tensor_shapes_fn is not None:
-        raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
 
 
 def _check_communicator(pipeline: Pipeline, given: Any) -> None:
@@ -199,33 +195,27 @@ def _job(
 
 
 def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    """Return the `Shapes` of a microbatch, or `RandomBuffers` in a replay of one rank, where no peer sends data."""
     args, config, context = job.settled.arguments, job.config, job.groups.cp.size()
     own = job.pipeline.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     heads = args.mtp_num_layers or 0
+    behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
     split = {
         # Our passes handle multi-token prediction only in training with --vocab-parallel.
         "mtp_depth": heads if gradients and args.vocab_parallel else 0,
-        "mtp_stage": _mtp_stage(job.settled) if heads else None,
+        "mtp_stage": job.settled.placement.stages - 1 - behind if heads else None,
         "unsharded_mtp_depth": 0 if args.vocab_parallel else heads,
         # With context parallelism, each rank has two pieces of the sequence, one from each half.
         "cp_chunks": 2 if context > 1 else 1,
         "sp_size": sp_size,
         "sp_rank": sp_rank,
+        "random_vocab": args.padded_vocab_size if args.fake_process_group else 0,
     }
     sequence, batch = seq_length // context, micro_batch_size
     if packs_sequences(args):
         sequence, batch = sequence * batch, 1
     sizes = (sequence, batch, config.hidden_size, config.params_dtype, pipeline_device())
-    return (
-        RandomBuffers(*sizes, args.padded_vocab_size, **split) if args.fake_process_group else Shapes(*sizes, **split)
-    )
-
-
-def _mtp_stage(settled: SettledJob) -> int:
-    """The virtual stage that holds the MTP layers: the last one, unless a layout places them."""
-    return settled.placement.stages - 1 - stages_behind_mtp(settled.arguments.pipeline_model_parallel_layout or "")
+    return Shapes(*sizes, **split)
 
 
 def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
@@ -250,31 +240,19 @@ def _run(
     job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
 ) -> None:
     """Run the program. In training, also time passes and communication if options such as --rank-report need this."""
-    watched = watch(job.settled, lambda: job.pipeline.groups.pipeline) if gradients else None
-    with saying_host_memory(job.pipeline.host_memory):
-        counted = job.pipeline.run(
-            schedule,
-            program,
-            megatron,
-            job.layer_shards,
-            shapes,
-            gradients=gradients,
-            observer=watched.recorder if watched else None,
+    watched = watch(job.settled, job.pipeline.groups.pipeline) if gradients else None
+    memory = job.pipeline.host_memory
+    before, observer = memory.bytes, watched.recorder.span if watched else unobserved
+    counted = job.pipeline.run(
+        schedule, program, megatron, job.layer_shards, shapes, gradients=gradients, observer=observer
+    )
+    if memory.bytes > before:
+        print_rank_0(
+            f"> allocated {(memory.bytes - before) / GIB:.2f} GiB of host memory for this rank's activations, "
+            f"{memory.bytes / GIB:.2f} GiB in all"
         )
     if watched:
         watched.finish(job.chunks, schedule, counted.peak_in_flight, counted.peak_logits_in_flight)
-
-
-def _finalize_gradients(job: _Job, megatron: MegatronModel, force_all_reduce: bool | None) -> None:
-    """Let Megatron finalize the gradients with its own reductions, as at the end of its schedules."""
-    config = job.config
-    if config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func(
-            job.chunks,
-            megatron.tokens_seen if config.calculate_per_token_loss else None,
-            pg_collection=job.groups,
-            force_all_reduce=force_all_reduce,
-        )
 
 
 @lru_cache(maxsize=8)
@@ -286,21 +264,6 @@ def programs(request: ScheduleRequest, mtp_stage: int | None) -> tuple[Schedule,
     """
     schedule = expand_interlaced(request.schedule())
     return schedule, lower(schedule, request.costs, mtp_stage)
-
-
-def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """Return the (chunk, microbatch) pairs for which the rank runs another F or B between B and W."""
-    started: dict[tuple[int, int], int] = {}
-    late, passes = set(), 0
-    for step in schedule.ranks[rank]:
-        which = (step.chunk, step.microbatch)
-        if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
-            passes += 1
-        if step.kind is PassKind.B:
-            started[which] = passes
-        if step.kind is PassKind.W and passes > started[which]:
-            late.add(which)
-    return frozenset(late)
 
 
 def graph_order(schedule: Schedule, rank: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,22 +19,22 @@ from megatron_vp.mcore.model.split_backward import PendingGradient, backward_wit
 from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.training.packed_sequences import check_packed
-from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.buffers import Shapes
+from megatron_vp.schedule.passes import PassKind, Schedule
 
 
 class MegatronModel:
-    """Implements `megatron_vp.runtime.model.Model` for one iteration.
+    """One rank's transformer layers, and the user's data and loss function, in one iteration. The runtime knows a model
+    only by the public methods of this class.
 
     Args:
         chunks: the rank's model chunks, as Megatron wrapped them (DDP, Float16Module).
         forward_step, data_iterators: the user's function and data, as Megatron passes them to a schedule; one iterator
             per chunk.
         gradients: whether gradients are computed; False in evaluation.
-        is_first_rank: whether this is pipeline rank 0, which may start gradient synchronisation during the last
-            backward even with Megatron's `align_grad_reduce`.
+        rank: the pipeline rank. Rank 0 may start gradient synchronisation during the last backward even with Megatron's
+            `align_grad_reduce`.
         context_group: the context-parallel group, whose ranks share each sequence.
-        split_backward: whether weight gradients are computed in separate W passes instead of in B.
-        late_weights: the (chunk, microbatch) pairs for which other passes run between B and W.
         first_val_step: as Megatron passes it; False in evaluation if cached quantised weights are still valid.
     """
 
@@ -43,33 +43,31 @@ class MegatronModel:
         chunks: Sequence[torch.nn.Module],
         forward_step: Callable[..., Any],
         data_iterators: Sequence[Any],
-        microbatches: int,
+        schedule: Schedule,
+        rank: int,
         shapes: Shapes,
         gradients: bool,
-        is_first_rank: bool,
         context_group: dist.ProcessGroup,
-        split_backward: bool,
-        late_weights: Container[tuple[int, int]] = (),
         first_val_step: bool | None = None,
     ) -> None:
         self._config = get_model_config(chunks[0])
         # If Megatron aligns gradient synchronisation between ranks, only the first rank starts the synchronisation
         # inside the schedule, as in Megatron's 1F1B.
-        inside = self._config.grad_sync_func is None or (is_first_rank and len(chunks) == 1)
+        inside = self._config.grad_sync_func is None or (rank == 0 and len(chunks) == 1)
         held = _listed(self._config.no_sync_func if gradients else None, len(chunks))
         self._chunks = [
-            _Chunk(chunk, iterator, microbatches, inside, (no_sync or nullcontext)())
+            _Chunk(chunk, iterator, schedule.microbatches, inside, (no_sync or nullcontext)())
             for chunk, iterator, no_sync in zip(chunks, data_iterators, held, strict=True)
         ]
         self._forward_step = forward_step
-        self._microbatches = microbatches
+        self._microbatches = schedule.microbatches
         self._shapes = shapes
         self._gradients = gradients
         self._context_group = context_group
-        self._split_backward = split_backward
+        self._split_backward = schedule.split_backward
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
-        self._late_weights = late_weights
+        self._late_weights = late_weights(schedule, rank)
         self._weights_changed = gradients or first_val_step is not False
         # When Megatron repeats an iteration after an unexpected loss, look for the pass that produced NaN or infinity.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
@@ -81,24 +79,26 @@ class MegatronModel:
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
 
     def load(self, chunk: int, microbatch: int) -> None:
-        """Read the data of a microbatch by calling the user's `forward_step`."""
+        """Read the data that a chunk with an unsharded vocabulary layer uses, by calling the user's `forward_step`.
+        Only ranks 0 and p-1 call this method.
+        """
         self._capture(self._chunks[chunk], microbatch)
 
     def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids, int64 [b, e], laid out as in `Shapes.token_ids`."""
+        """Token ids, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank 0."""
         return self._append_next_tokens(self._token_ids("input_ids", self._chunks[0], microbatch))
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels, int64 [b, e], laid out as in `Shapes.token_ids`."""
+        """Labels, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank p-1."""
         return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Run Megatron's embedding layer on rows that were already looked up: from [b, s, h] to [s, b, h]."""
+        """Run Megatron's embedding layer on rows that were already looked up: from [b, s, h] to [s / sp_size, b, h]."""
         position_ids = self._capture(self._chunks[0], microbatch).argument("position_ids")
         return self._chunks[0].core.embedding(input_ids=words_bsh, position_ids=position_ids)
 
     def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Store the embedded tokens that multi-token prediction uses in the next forward of its chunk."""
+        """Store the embedding rows [b e, h] that multi-token prediction uses in the next forward of its chunk."""
         words_beh = words_rh.view(self._shapes.batch, -1, self._shapes.hidden)
         core = next(chunk.core for chunk in self._chunks if hasattr(chunk.core, "received_embedding"))
         rows = core.received_embedding.word_embeddings
@@ -108,8 +108,10 @@ class MegatronModel:
     def forward(
         self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the chunk on its input [s, b, h]. Return the output [s, b, h] or, if the chunk has an unsharded output
-        layer, token losses [b, s] in fp32.
+        """Run the chunk on its input [s / sp_size, b, h], or on None if the chunk has an unsharded embedding.
+
+        Return the output, of the same shape, or token losses, fp32 [b, s], if the chunk has an unsharded output layer.
+        Its labels are `labels_bs`, or the labels that this rank has loaded itself if `labels_bs` is None.
         """
         self._start_timer("forward-compute")
         part = self._chunks[chunk]
@@ -147,7 +149,11 @@ class MegatronModel:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Run the backward of the chunk. The last backward of the iteration lets Megatron synchronise gradients."""
+        """Run the backward of the chunk, which adds gradients to the leaves' `grad` and the parameters' `main_grad`.
+
+        In a schedule with W passes, weight gradients are left to `weight_gradient`. The last backward of the iteration
+        lets Megatron synchronise gradients.
+        """
         part = self._chunks[chunk]
         part.before_backward()
         if self._split_backward:
@@ -176,8 +182,12 @@ class MegatronModel:
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the user's loss function, with averaging and scaling as in Megatron's schedules. Return g, the gradient
-        with respect to the token losses, [b, s] in fp32.
+        """Run the user's loss function on token losses, fp32 [b, s], with averaging and scaling as in Megatron's
+        schedules. Return g, the gradient with respect to the token losses, fp32 [b, s]; None in evaluation.
+
+        `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
+        unsharded. With multi-token prediction, these tensors have the shape [predictions * b, s]. Called only on the
+        last pipeline rank, in microbatch order.
         """
         self._start_timer("forward-compute")
         token_loss_bs.requires_grad_(self._gradients)
@@ -269,6 +279,21 @@ class MegatronModel:
     def _start_timer(self, name: str) -> None:
         if self._config.timers is not None:
             self._config.timers(name, log_level=2).start()
+
+
+def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
+    """Return the (chunk, microbatch) pairs for which the rank runs another F or B between B and W."""
+    started: dict[tuple[int, int], int] = {}
+    late, passes = set(), 0
+    for step in schedule.ranks[rank]:
+        which = (step.chunk, step.microbatch)
+        if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
+            passes += 1
+        if step.kind is PassKind.B:
+            started[which] = passes
+        if step.kind is PassKind.W and passes > started[which]:
+            late.add(which)
+    return frozenset(late)
 
 
 class _KeptGradient(torch.autograd.Function):

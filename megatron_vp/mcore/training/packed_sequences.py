@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.training.capture import Capture
-from megatron_vp.runtime.model import Shapes
+from megatron_vp.runtime.buffers import Shapes
 
 
 def packs_sequences(args: Arguments) -> bool:

@@ -8,16 +8,6 @@ from tests.mcore.option_survey.job import FEWER_CHUNKS, HALF, MANY_WAYS, TWO_WAY
 BY_SAMPLES = {"train_iters": None, "train_samples": 40}
 DECAY = {"lr_decay_style": "WSD", "lr_decay_iters": 5, "lr_wsd_decay_iters": 3, "min_lr": 1e-5}
 GROWING = {"step_batch_size_schedule": "0:4 256:8", "global_batch_size": None, **BY_SAMPLES}
-VALIDATION = {
-    "mock_data": None,
-    "train_data_path": ["{data}/a"],
-    "valid_data_path": ["{data}/b", "{data}/c"],
-    "data_cache_path": "{folder}/cache",
-    "null_tokenizer_eod_id": 499,
-    "full_validation": True,
-    "eval_micro_batch_size": 1,
-    "multiple_validation_sets": True,
-}
 _WAITS = "garbage collection and profilers only change times"
 
 LOOP = (
@@ -50,15 +40,6 @@ LOOP = (
     Job(
         "skipped iterations and disabled reruns", {"iterations_to_skip": [2, 3], "rerun_mode": "disabled"}, by_name=True
     ),
-    Job("several validation sets", VALIDATION, MANY_WAYS),
-    Job(
-        "several validation sets, named, p = 3",
-        {**VALIDATION, "validation_set_names": ["first", "second"]},
-        ranks=3,
-        size=3,
-    ),
-    Job("several validation sets, 2 replicas, p = 2", VALIDATION, ranks=4),
-    Job("several validation sets, tensor parallelism", {**VALIDATION, **TENSOR}, ranks=4),
     Job("evaluation alone", {"skip_train": True, "eval_iters": 2}, by_name=True),
     Job("evaluation alone, p = 3", {"skip_train": True, "eval_iters": 2, **TIED}, by_name=True, ranks=3, size=3),
     Job(

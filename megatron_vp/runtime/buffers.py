@@ -1,9 +1,8 @@
-"""Interface that the runtime needs from a model; `megatron_vp.mcore` implements it with Megatron's modules."""
+"""Sizes of a microbatch, and buffers for the tensors that ranks exchange."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
 
 import torch
 
@@ -21,6 +20,9 @@ class Shapes:
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
         position among these ranks.
+    random_vocab: 0, or the vocabulary size in a replay of one rank. Buffers for data from peers are then filled with
+        finite numbers of ordinary magnitude, because a GPU's clock depends on the values, and NaN or denormal numbers
+        are slow on a CPU.
     """
 
     sequence: int
@@ -35,6 +37,7 @@ class Shapes:
     cp_chunks: int = 1
     sp_size: int = 1
     sp_rank: int = 0
+    random_vocab: int = 0
 
     @property
     def tokens(self) -> int:
@@ -92,18 +95,25 @@ class Shapes:
         behind = self.mtp_stage is not None and stage > self.mtp_stage
         return 1 + (self.mtp_depth + self.unsharded_mtp_depth) * behind
 
+    def _buffer(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        buffer = torch.empty(*size, dtype=dtype or self.dtype, device=self.device)
+        if self.random_vocab and dtype is None:
+            buffer.normal_()
+        elif self.random_vocab:
+            buffer.random_(self.random_vocab) if dtype is torch.int64 else buffer.fill_(1 / self.tokens)
+        return buffer
+
     def activation(self, stage: int) -> torch.Tensor:
         """Allocate the input of a stage, [states s / sp_size, b, h], in the model's dtype."""
-        sequence = self.states(stage) * self.sequence // self.sp_size
-        return torch.empty(sequence, self.batch, self.hidden, dtype=self.dtype, device=self.device)
+        return self._buffer(self.states(stage) * self.sequence // self.sp_size, self.batch, self.hidden)
 
     def rows(self, count: int) -> torch.Tensor:
         """Allocate `count` rows, [count, h], in the model's dtype."""
-        return torch.empty(count, self.hidden, dtype=self.dtype, device=self.device)
+        return self._buffer(count, self.hidden)
 
     def token_loss_grads(self) -> torch.Tensor:
         """Allocate a buffer for g, the gradient with respect to the token losses, fp32 [outputs]."""
-        return torch.empty(self.outputs, dtype=torch.float32, device=self.device)
+        return self._buffer(self.outputs, dtype=torch.float32)
 
     def token_ids(self) -> torch.Tensor:
         """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. The
@@ -111,65 +121,8 @@ class Shapes:
         that follow the chunk, so e is s + cp_chunks * mtp_depth. Positions beyond the end of the sequence hold token 0,
         as in Megatron.
         """
-        following = self.cp_chunks * self.mtp_depth
-        return torch.empty(self.batch, self.sequence + following, dtype=torch.int64, device=self.device)
+        return self._buffer(self.batch, self.sequence + self.cp_chunks * self.mtp_depth, dtype=torch.int64)
 
     def token_values(self) -> torch.Tensor:
         """Allocate an fp32 buffer [b, s] for per-token losses or gradients."""
-        return torch.empty(self.batch, self.sequence, dtype=torch.float32, device=self.device)
-
-
-class Model(Protocol):
-    """Interface of one rank's transformer layers, and of the user's data and loss function."""
-
-    def load(self, chunk: int, microbatch: int) -> None:
-        """Read the data that a chunk with an unsharded vocabulary layer uses. Only ranks 0 and p-1 call this method."""
-
-    def tokens(self, microbatch: int) -> torch.Tensor:
-        """Token ids of a microbatch, laid out like `Shapes.token_ids`, [b, e]. Only rank 0 calls this method."""
-
-    def labels(self, microbatch: int) -> torch.Tensor:
-        """Labels of a microbatch, laid out like `Shapes.token_ids`, [b, e]. Only rank p-1 calls this method."""
-
-    def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
-        """Turn word embeddings [b, s, h] into the first layer's input [s / sp_size, b, h]."""
-
-    def receive_words(self, words_rh: torch.Tensor) -> None:
-        """Receive the embedding rows [b e, h] that multi-token prediction uses in the next `forward` of its stage. The
-        rows are in the order of `Shapes.token_ids`.
-        """
-
-    def forward(
-        self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Run the forward of one chunk; `release_output` may free the output's data later.
-
-        A chunk with an unsharded embedding takes no input. A chunk with an unsharded output layer returns token losses,
-        fp32 [b, s]. Its labels are `labels_bs`, or the labels that this rank has loaded itself if `labels_bs` is None.
-        """
-
-    def release_output(self, output_sbh: torch.Tensor) -> None:
-        """Free the output's data, which the backward does not need."""
-
-    def backward(self, chunk: int, microbatch: int, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Run a chunk's backward, which adds gradients to the leaves' `grad` and the parameters' `main_grad`.
-
-        In a schedule with W passes, the weight gradients are left to `weight_gradient`.
-        """
-
-    def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Run pass W: compute the weight gradients that the backward of this chunk and microbatch did not compute."""
-
-    def loss(
-        self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Run the user's loss function on token losses, fp32 [b, s]; return its gradient g, fp32 [b, s], or None in
-        evaluation.
-
-        `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
-        unsharded. With multi-token prediction, the token losses, `target_is_argmax_bs` and g have the shape
-        [predictions * b, s]. Called only on the last pipeline rank, in microbatch order.
-        """
-
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Tell the model that a vocabulary weight has received its last gradient contribution of this iteration."""
+        return self._buffer(self.batch, self.sequence, dtype=torch.float32)
