@@ -7,7 +7,7 @@ import pytest
 from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layer_operations import operations
-from megatron_vp.cost.layers.shapes import AttentionKernels, Job, ModelShape
+from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.ranks.attention_times import BACKWARD, TILE, attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
 
@@ -35,13 +35,13 @@ def times(one, hardware=H100):
 
 @pytest.mark.parametrize("sequence", PUBLISHED)
 def test_rates_are_published_ones(sequence):
-    newest, old = job(sequence), job(sequence, attention=AttentionKernels.FLASH_2)
+    newest, old = job(sequence), job(sequence, flash_attention_2=1.0)
     flops = attention_flops(newest) / 2
     cudnn, third, second = PUBLISHED[sequence]
     assert flops / times(newest).forward / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
     assert flops / times(old).forward / 1e12 == pytest.approx(second, rel=0.04)
     assert times(old).backward > 1.5 * times(newest).backward
-    either = times(job(sequence, attention=AttentionKernels.EITHER))
+    either = times(job(sequence, flash_attention_2=0.5))
     for each, one, other in zip(either, times(old), times(newest), strict=True):
         assert each == pytest.approx((one + other) / 2)
 
@@ -65,7 +65,7 @@ def test_layers_with_windows_compute_those_alone():
 
 
 def test_hardware_without_rates_takes_the_fitted_ones():
-    a100, one = HARDWARE["a100"], job(4096, attention=AttentionKernels.FLASH_2)
+    a100, one = HARDWARE["a100"], job(4096, flash_attention_2=1.0)
     took, flops = times(one, a100), attention_flops(one) / 2
     assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
     assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import equal_layers
-from megatron_vp.cost.layers.shapes import CrossEntropy, Job, ModelShape, OptimizerStates
+from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.ranks.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
 from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.pass_times import PassTimes
@@ -99,14 +99,11 @@ def test_a_precision_aware_optimizer_keeps_less_and_its_step_widens_no_gradients
     first = memory(large).rank(0)
     parameters = memory(large).parameters(0)
     assert first.gradients == (2 + 4) * parameters and first.optimizer == 12 * parameters
-    aware = memory(replace(large, states=OptimizerStates(6, takes_gradients=True))).rank(0)
+    aware = memory(replace(large, kept_states=6, takes_gradients=True)).rank(0)
     assert aware.gradients == 2 * parameters and aware.optimizer == 6 * parameters
-    own = memory(replace(large, states=OptimizerStates(8, takes_gradients=False))).rank(0)
+    own = memory(replace(large, kept_states=8)).rank(0)
     assert own.gradients == (2 + 4) * parameters and own.optimizer == 8 * parameters
-    steps = [
-        PassTimes(replace(large, states=each), HARDWARE["h100"]).optimizer_step(1000)
-        for each in (None, OptimizerStates(6, takes_gradients=True))
-    ]
+    steps = [PassTimes(replace(large, kept_states=each), HARDWARE["h100"]).optimizer_step(1000) for each in (0, 6)]
     assert steps[1] / steps[0] == pytest.approx((46 - 2 * 6) / 46)
 
 
@@ -119,7 +116,7 @@ def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits
     assert first.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit) and first.vocabulary == 0
     assert last.activations == pytest.approx(WORKSPACES + kept + WORKING_SET * unit)
     assert last.vocabulary == SCORES * 32 * ROWS / ranks
-    fused = memory(replace(job, cross_entropy=CrossEntropy.TE)).rank(1)  # keeps 16 bits where others keep 32
+    fused = memory(replace(job, cross_entropy="te")).rank(1)  # keeps 16 bits where others keep 32
     assert fused.vocabulary == 4 * 32 * ROWS / ranks
     assert first.communication == last.communication == 2 * 2 * unit
 

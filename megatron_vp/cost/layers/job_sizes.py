@@ -9,18 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vp.cost.layers.shapes import (
-    AttentionKernels,
-    CrossEntropy,
-    Delta,
-    Dispatcher,
-    Fp8Recipe,
-    Job,
-    Latent,
-    ModelShape,
-    OptimizerStates,
-    Recompute,
-)
+from megatron_vp.cost.layers.shapes import Delta, Fp8Recipe, Job, Latent, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_RANKS, last_batch
@@ -73,7 +62,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
             "bf16 and fp16 are both on, but a model can use only one of them: leave one out, or set it to false"
         )
     fp8, bf16_at_start, bf16_at_end = _fp8(a, model.layers, pipeline)
-    kind = layer_kind(arguments)
+    kind, (kept_states, takes_gradients) = layer_kind(arguments), _states(a, fp8)
     replica = pipeline * tensor * context
     data = max(1, sizes["expert"] * (a.expert_tensor_parallel_size or tensor) // (tensor * context))
     if ranks is not None:
@@ -102,14 +91,16 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
         fp8=fp8,
         bf16_at_start=bf16_at_start,
         bf16_at_end=bf16_at_end,
-        cross_entropy=_cross_entropy(a),
+        cross_entropy=a.cross_entropy_fusion_impl if a.cross_entropy_loss_fusion else "eager",
         layers=kind,
-        dispatcher=_DISPATCHERS.get(a.moe_token_dispatcher_type, Dispatcher.UNSAID),
-        attention=_attention(a, fp8),
+        # Recipes with experts do not use Megatron's default, allgather.
+        dispatcher="" if a.moe_token_dispatcher_type == "allgather" else a.moe_token_dispatcher_type,
+        flash_attention_2=_flash_attention_2(a, fp8),
         glu_intermediates=_glu_intermediates(a, kind, model.experts > 0),
         attention_dropout=bool(a.attention_dropout),
         wide_softmax=bool(a.attention_softmax_in_fp32 or a.apply_query_key_layer_scaling),
-        states=_states(a, fp8),
+        kept_states=kept_states,
+        takes_gradients=takes_gradients,
         capacity=_capacity(a),
         reserved=_reserved(a),
         fp8_output=bool(a.fp8_output_proj and fp8),
@@ -193,23 +184,16 @@ def _model(a: _Given) -> ModelShape:
     )
 
 
-_DISPATCHERS = {"alltoall": Dispatcher.ALL_TO_ALL, "flex": Dispatcher.FLEXIBLE}
-"""Dispatchers by the value of `--moe-token-dispatcher-type`. Megatron's default, `allgather`, becomes
-`Dispatcher.UNSAID`, because recipes with experts do not use `allgather`.
-"""
-
-
-def _attention(a: _Given, fp8: Fp8Recipe | None) -> AttentionKernels:
-    """The attention kernels that a job uses, according to its backend and its fp8 recipe.
+def _flash_attention_2(a: _Given, fp8: Fp8Recipe | None) -> float:
+    """The weight of FlashAttention 2, according to a job's attention backend and its fp8 recipe.
 
     Some published recipes with delayed scaling used FlashAttention 2 on H100, and others used cuDNN 9. So if a job with
-    delayed scaling does not choose a backend, its kernels are unknown.
+    delayed scaling does not choose a backend, its kernels are unknown. Published runs imply a weight of 0.25 to 0.8.
     """
     backend = str(a.attention_backend).removeprefix("AttnBackend.")
-    if backend == "flash":
-        return AttentionKernels.FLASH_2
-    unsaid = backend == "auto" and fp8 is Fp8Recipe.DELAYED
-    return AttentionKernels.EITHER if unsaid else AttentionKernels.NEWEST
+    if backend == "auto" and fp8 is Fp8Recipe.DELAYED:
+        return 0.5
+    return float(backend == "flash")
 
 
 def _wide_gradients(a: _Given) -> bool:
@@ -228,22 +212,22 @@ def _bytes_of(a: _Given, name: str) -> int:
     return _BYTES[str(getattr(a, name))]
 
 
-def _states(a: _Given, fp8: Fp8Recipe | None) -> OptimizerStates | None:
-    """The states of the precision-aware optimizer; None if the job does not use it.
+def _states(a: _Given, fp8: Fp8Recipe | None) -> tuple[int, bool]:
+    """`Job.kept_states` and `Job.takes_gradients`.
 
     The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
     bf16 parameter's copy, because the parameter itself holds the other 16. With an fp8 recipe other than delayed
     scaling, Megatron keeps the full fp32 copy instead, and converts gradients to fp32.
     """
     if not a.use_precision_aware_optimizer:
-        return None
+        return 0, False
     parameters = _bytes_of(a, "main_params_dtype")
     takes = parameters < 4 or fp8 in (None, Fp8Recipe.DELAYED)
     if takes and a.bf16 and not a.fp8_param_gather:
         parameters = 2
     elif not (a.bf16 or a.fp16):
         parameters = 0
-    return OptimizerStates(_bytes_of(a, "exp_avg_dtype") + _bytes_of(a, "exp_avg_sq_dtype") + parameters, takes)
+    return _bytes_of(a, "exp_avg_dtype") + _bytes_of(a, "exp_avg_sq_dtype") + parameters, takes
 
 
 _LETTERS, _MOST_LAYERS = {ord("0"): "d", ord("1"): "t", ord(","): None}, 10_000
@@ -328,12 +312,6 @@ def _glu_intermediates(a: _Given, kind: LayerKind, experts: bool) -> int:
 
 def _biases(a: _Given) -> bool:
     return not a.disable_bias_linear and a.add_bias_linear is not False
-
-
-def _cross_entropy(a: _Given) -> CrossEntropy:
-    if not a.cross_entropy_loss_fusion:
-        return CrossEntropy.EAGER
-    return CrossEntropy(a.cross_entropy_fusion_impl)
 
 
 def _fp8(a: _Given, layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:

@@ -36,41 +36,8 @@ class Fp8Recipe(StrEnum):
     """4-bit elements (`--fp4-format`) with one scale per 16 elements."""
 
 
-class CrossEntropy(StrEnum):
-    """The implementation of the loss of an unsplit output layer (`--cross-entropy-fusion-impl`)."""
-
-    EAGER = "eager"
-    """Megatron's unfused implementation, which is its default."""
-    NATIVE = "native"
-    """Megatron's fused implementation."""
-    TE = "te"
-    """Transformer Engine's implementation, which keeps logits in 16 bits and overwrites them with their gradient."""
-
-
-class AttentionKernels(StrEnum):
-    """The generation of fused attention kernels, which determines their rate."""
-
-    NEWEST = "newest"
-    """cuDNN 9 and FlashAttention 3."""
-    FLASH_2 = "flash-2"
-    """FlashAttention 2, or other kernels of the same generation."""
-    EITHER = "either"
-    """The generation is unknown, so the predicted time is the average over both generations."""
-
-
 NODE = 8
 """GPUs of a node of the published recipes, which choose their dispatcher by it."""
-
-
-class Dispatcher(StrEnum):
-    """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
-
-    ALL_TO_ALL = "alltoall"
-    """A token is sent once for each of its experts."""
-    FLEXIBLE = "flex"
-    """As with DeepEP, a token is sent once to each rank that has some of its experts."""
-    UNSAID = "unsaid"
-    """No dispatcher is given. As in published recipes, flex is assumed if experts span nodes, otherwise alltoall."""
 
 
 @dataclass(frozen=True)
@@ -206,18 +173,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class OptimizerStates:
-    """Optimizer states with `--use-precision-aware-optimizer`.
-
-    kept: bytes that the optimizer keeps for each parameter that it updates.
-    takes_gradients: whether the step reads gradients in the dtype in which they were accumulated.
-    """
-
-    kept: int
-    takes_gradients: bool
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job: in each step, a replica processes `microbatches` microbatches, each with `micro_batch` sequences
     of `sequence` tokens.
@@ -226,6 +181,8 @@ class Job:
     wide_gradients: whether gradients are accumulated in fp32, as Megatron does for bf16, or in the model's dtype.
     element_bytes: bytes of an element of parameters and activations.
     fp8: recipe of the layers' matrix products, except in the first `bf16_at_start` and the last `bf16_at_end` layers.
+    cross_entropy: the loss of an unsplit output layer. `eager`: Megatron's unfused implementation. `native`: its fused
+        one. `te`: Transformer Engine's, which keeps logits in 16 bits and overwrites them with their gradient.
     exact_shards: whether the size of vocabulary shards is left unrounded, as in the paper's code.
     layers: the implementation of the transformer layers.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.
@@ -239,7 +196,13 @@ class Job:
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
     one_queue: whether the environment has CUDA_DEVICE_MAX_CONNECTIONS=1.
     kept_bytes: bytes that a `LayerKind.PAPER` layer keeps per hidden unit of a token; 0: computed from the sizes.
-    states: optimizer states with `--use-precision-aware-optimizer`; None: without this option, so all states are fp32.
+    flash_attention_2: the weight of FlashAttention 2's time in the time of fused attention. The rest is that of newer
+        kernels (cuDNN 9, FlashAttention 3). Between 0 and 1: the kernels are unknown.
+    dispatcher: how tokens reach their experts. With `alltoall`, a token is sent once for each of its experts. With
+        `flex`, as with DeepEP, it is sent once to each rank that has some of them. Empty: not given.
+    kept_states: bytes that `--use-precision-aware-optimizer` keeps for each parameter that it updates; 0: the job does
+        not have this option, so all states are fp32.
+    takes_gradients: whether its step reads gradients in the dtype in which they were accumulated.
     capacity: tokens that experts compute, relative to those that the router sends to them.
     reserved: tokens for which the kept tensors of experts have room, relative to those that they compute.
     paged: whether the kept tensors of experts are copied to pages (`--moe-paged-stash`).
@@ -268,7 +231,7 @@ class Job:
     fp8: Fp8Recipe | None = None
     bf16_at_start: int = 0
     bf16_at_end: int = 0
-    cross_entropy: CrossEntropy = CrossEntropy.EAGER
+    cross_entropy: str = "eager"
     exact_shards: bool = False
     layers: LayerKind = LayerKind.PAPER
     glu_intermediates: int = 0
@@ -283,9 +246,10 @@ class Job:
     recompute_modules: frozenset[str] = frozenset()
     one_queue: bool = False
     kept_bytes: float = 0.0
-    attention: AttentionKernels = AttentionKernels.NEWEST
-    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    states: OptimizerStates | None = None
+    flash_attention_2: float = 0.0
+    dispatcher: str = "alltoall"
+    kept_states: int = 0
+    takes_gradients: bool = False
     capacity: float = 1.0
     reserved: float = 1.0
     paged: bool = False
@@ -351,10 +315,10 @@ class Job:
 
     @property
     def is_flexible(self) -> bool:
-        """Whether the flexible dispatcher moves tokens to experts; see `Dispatcher.UNSAID`."""
-        if self.dispatcher is Dispatcher.UNSAID:
-            return self.expert * self.expert_tensor > NODE
-        return self.dispatcher is Dispatcher.FLEXIBLE
+        """Whether the flexible dispatcher moves tokens to experts. If no dispatcher is given, it does so for
+        experts that span nodes, as in published recipes.
+        """
+        return self.dispatcher == "flex" or (not self.dispatcher and self.expert * self.expert_tensor > NODE)
 
     @property
     def output_tokens(self) -> int:
@@ -364,14 +328,12 @@ class Job:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer states per parameter: moments and, for a 16-bit parameter, the optimizer's copy of it."""
-        if self.states is not None:
-            return self.states.kept
-        return 12 if self.element_bytes < 4 else 8
+        return self.kept_states or (12 if self.element_bytes < 4 else 8)
 
     @property
     def widens_gradients(self) -> bool:
         """Whether the optimizer step first converts gradients to fp32."""
-        return not self.wide_gradients and self.element_bytes < 4 and not (self.states and self.states.takes_gradients)
+        return not self.wide_gradients and self.element_bytes < 4 and not self.takes_gradients
 
     @property
     def gpus_per_stage(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.shapes import AttentionKernels, Dispatcher, Job
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 
@@ -11,12 +11,12 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
     """List the assumptions as text, with the option that would make it unnecessary, if there is one."""
     found = []
     older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
-    if job.attention is AttentionKernels.EITHER and older and job.layers is LayerKind.ENGINE:
+    if 0 < job.flash_attention_2 < 1 and older and job.layers is LayerKind.ENGINE:
         found.append(
             "attention time is the mean of the times of FlashAttention 2 and cuDNN 9, because published runs with "
             "delayed scaling used one or the other; choose one with --attention-backend flash or fused"
         )
-    if job.dispatcher is Dispatcher.UNSAID and job.expert > 1:
+    if not job.dispatcher and job.expert > 1:
         kind = "flex" if job.is_flexible else "alltoall"
         found.append(
             f"--moe-token-dispatcher-type is {kind}, as in published recipes; the prediction does not cover Megatron's "

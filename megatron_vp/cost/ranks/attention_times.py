@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.shapes import AttentionKernels, Job
+from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.jobs.layer_kind import LayerKind
 
 BACKWARD = 2.5
@@ -22,11 +22,6 @@ at 128. Published rates for heads of width 64 are 0.77 to 0.84 of the rates for 
 
 TILE = 128
 """Number of keys in a tile, which a kernel always computes as a whole."""
-
-OLDER = {AttentionKernels.NEWEST: 0.0, AttentionKernels.FLASH_2: 1.0, AttentionKernels.EITHER: 0.5}
-"""Weight of FlashAttention 2 in the average of its time and the newest kernels' time. Published fp8 runs with delayed
-scaling imply a weight of 0.25 to 0.8 for EITHER.
-"""
 
 SCORE_BYTES = 13
 """Bytes per score that the forward of unfused attention writes and reads: the results of the query-key product, the
@@ -54,7 +49,7 @@ def attention_times(job: Job, hardware: Hardware, flops: float) -> AttentionTime
     reached: Iterable[float] = hardware.constants.attention_forward, hardware.constants.attention_backward
     rates = hardware.rates
     if rates is not None and rates.attention is not None and job.layers is LayerKind.ENGINE:
-        share, older = OLDER[job.attention], rates.flash_attention_2 or rates.attention
+        share, older = job.flash_attention_2, rates.flash_attention_2 or rates.attention
         reached = (1 / ((1 - share) / new + share / old) for new, old in zip(rates.attention, older, strict=True))
         keys, narrow = job.sequence / job.context, max(0.0, 1 - job.model.head_size / 128)
         causal *= _seen(job) * (1 + HALF / keys) / (1 - NARROW * narrow)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.fp8 import element_bytes, fp8_weights, quantised, rate_of
 from megatron_vp.cost.layers.layer_operations import Matrix, Op, operations
-from megatron_vp.cost.layers.shapes import CrossEntropy, Fp8Recipe, Job, Recompute
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, Recompute
 from megatron_vp.cost.ranks.attention_times import attention_times
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.vocab_kernels import ShardPasses
@@ -23,13 +23,13 @@ to convert to 16 bits.
 """
 
 WHOLE_SCORES = {
-    CrossEntropy.EAGER: (EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD),
-    CrossEntropy.NATIVE: (22, 10),
-    CrossEntropy.TE: (6, 4),
+    "eager": (EAGER_SCORES_FORWARD, EAGER_SCORES_BACKWARD),
+    "native": (22, 10),
+    "te": (6, 4),
 }
-"""Bytes per logit that each cross-entropy implementation moves in the forward and in the backward. The forward of
-NATIVE moves 6 bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward
-moves 10 bytes to scale and convert to 16 bits. TE leaves the logits in 16 bits. Its forward moves 2 bytes to find the
+"""Bytes per logit that the loss of an unsplit output layer (see `Job`) moves in the forward and the backward. `native`
+moves 6 bytes to convert to fp32 and find the maximum, 8 to exponentiate and sum, and 8 to divide; its backward
+moves 10 bytes to scale and convert to 16 bits. `te` leaves the logits in 16 bits. Its forward moves 2 bytes to find the
 softmax's maximum and sum, and 4 to replace the logit by its gradient. Its backward moves 4 bytes to scale the gradient.
 """
 
@@ -267,5 +267,5 @@ class PassTimes:
 
         muon: number of parameters that Muon updates, with one state less; flops: FLOPs of its Newton-Schulz steps.
         """
-        spared = 2 * (12 - self.job.states.kept) if self.job.states else 0
+        spared = 2 * (12 - self.job.kept_states) if self.job.kept_states else 0
         return self.memory_time((46 - spared) * parameters - 8 * muon) + flops / self.rate

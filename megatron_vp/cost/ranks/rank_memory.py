@@ -11,7 +11,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.fp8 import activations_saved, quantised, weight_copies
 from megatron_vp.cost.layers.layer_operations import expert_weights, layer_weights, orthogonal_flops
 from megatron_vp.cost.layers.layer_types import Counts, model_layers, stage_layers
-from megatron_vp.cost.layers.shapes import CrossEntropy, Job, Recompute
+from megatron_vp.cost.layers.shapes import Job, Recompute
 from megatron_vp.cost.ranks.layer_memory import (
     SPLIT_BACKWARD,
     LayerMemory,
@@ -196,7 +196,7 @@ class MemoryModel:
         dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
         # An unsplit output layer keeps its logits from F to B (`scored`: also those of multi-token prediction), and
         # needs two more bytes per logit of one prediction while it runs.
-        kept_score = 2 if self.job.cross_entropy is CrossEntropy.TE else 4
+        kept_score = 2 if self.job.cross_entropy == "te" else 4
         kept = self.kept(rank)
         waiting = kept
         if self.job.layers is not LayerKind.PAPER:
