@@ -18,9 +18,8 @@ import numpy as np
 from evidence import DATA, figures
 from megatron_vp.cost.hardware.constants import Constants
 from megatron_vp.cost.layers.flops import paper_flops
-from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
+from megatron_vp.cost.paper.published import Cell, Measurement, Row, jobs, read_cells
 from megatron_vp.cost.paper.runs import A100, PEAK_FLOPS, machine, plan_of, predict_cell, simulator_of
-from megatron_vp.cost.paper.tables import Row
 from megatron_vp.cost.planning.predict import after_passes
 from megatron_vp.cost.planning.stage_costs import stage_costs
 from megatron_vp.cost.ranks.pass_times import PassTimes
@@ -146,7 +145,7 @@ def other_layout_rows(rows: Iterable[Row], worse_than: float = 5.0) -> dict[Row,
             others = len(plan.layers) - 1
             each, larger = divmod(sum(plan.layers) - last, others)
             layers = (*(each + (stage >= others - larger) for stage in range(others)), last)
-            tried[Row(predict_cell(row.cell, plan=replace(plan, layers=layers)), row.published)] = last
+            tried[replace(predict_cell(row.cell, plan=replace(plan, layers=layers)), published=row.published)] = last
         best = min(tried, key=lambda each: abs(each.error("mfu") or 0))
         found[best] = tried[best]
     return found

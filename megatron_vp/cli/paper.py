@@ -120,7 +120,7 @@ def collect(
     from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.cost.layers.flops import paper_flops
     from megatron_vp.cost.layers.job_sizes import job_of
-    from megatron_vp.cost.paper.cells import cell_name, read_run
+    from megatron_vp.cost.paper.cells import read_run
     from megatron_vp.cost.paper.published import COLUMNS, jobs
     from megatron_vp.cost.paper.runs import PEAK_FLOPS
     from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
@@ -134,7 +134,7 @@ def collect(
     device = None if hardware is None else find_hardware(hardware)
     rows, missing = [], []
     for cell in sorted(jobs()):
-        logs = folder / cell_name(cell)
+        logs = folder / str(cell)
         run = read_run(logs)
         if isinstance(run, str):
             missing.append(f"{cell}: {run}")

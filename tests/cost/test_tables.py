@@ -8,8 +8,8 @@ import pytest
 from evidence.calibration import known_cells, other_layout_rows
 from megatron_vp.cli.app import main
 from megatron_vp.cost.paper import runs
-from megatron_vp.cost.paper.published import Cell, Measurement, jobs, read_cells
-from megatron_vp.cost.paper.runs import CellPrediction, plan_of, predict_cell
+from megatron_vp.cost.paper.published import Cell, Measurement, Row, jobs, read_cells
+from megatron_vp.cost.paper.runs import plan_of, predict_cell
 from megatron_vp.cost.paper.tables import errors, make_rows, picture, to_csv, to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
@@ -18,7 +18,7 @@ HEADER = "table,gpus,seq_length,method,vocab_k,mfu_percent,peak_memory_gb\n"
 
 
 def rows_of(*entries):
-    predictions = [CellPrediction(cell, mfu, memory, memory < 80) for cell, mfu, memory, _ in entries]
+    predictions = [Row(cell, mfu, memory, memory < 80) for cell, mfu, memory, _ in entries]
     return make_rows(predictions, {cell: published for cell, _, _, published in entries if published})
 
 
@@ -63,14 +63,11 @@ def test_text_shows_what_does_not_fit_and_the_summary():
 
 def test_a_cell_that_fits_against_its_publication_is_named():
     rows = rows_of((Cell(6, 32, 4096, "baseline", 256), 20.0, 70.0, Measurement(None, None)))
-    assert (
-        "disagree on whether this cell fits: table 6, 32 GPUs, sequence length 4096, baseline, vocabulary size 256k"
-        in to_text(rows)
-    )
+    assert "disagree on whether this cell fits: table6-32-4096-baseline-256k" in to_text(rows)
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "predict_cell", lambda cell: CellPrediction(cell, 40.0, 20.0, True))
+    monkeypatch.setattr(runs, "predict_cell", lambda cell: Row(cell, 40.0, 20.0, True))
     published = tmp_path / "cells.csv"
     published.write_text(HEADER + "5,8,2048,baseline,32,50,10\n")
     written = tmp_path / "tables.csv"
@@ -96,9 +93,9 @@ def test_picture_is_a_png():
         ("table,gpus\n5,8\n", "column seq_length is missing"),
         (HEADER + "5,8,2048,baseline,32,x,1\n", "line 2: could not convert string to float: 'x'"),
         (HEADER + "5,8,2048,baseline,32,1\n", "column peak_memory_gb is missing"),
-        (HEADER + "5,9,2048,baseline,32,1,1\n", r"not contain this cell \(table 5, 9 GPUs"),
-        (HEADER + "6,16,2048,vocab-2,32,1,1\n", r"not contain this cell \(table 6"),
-        (HEADER + 2 * "5,8,2048,baseline,32,1,1\n", "line 3: table 5, 8 GPUs, .* occurs twice"),
+        (HEADER + "5,9,2048,baseline,32,1,1\n", r"not contain this cell \(table5-9-"),
+        (HEADER + "6,16,2048,vocab-2,32,1,1\n", r"not contain this cell \(table6"),
+        (HEADER + 2 * "5,8,2048,baseline,32,1,1\n", "line 3: table5-8-.* occurs twice"),
         (HEADER + "5,8,2048,baseline,32,0,1\n", r"mfu=0.0, .* give numbers above 0"),
         (HEADER + "5,8,2048,baseline,32,nan,1\n", r"mfu=nan, .* give numbers above 0"),
         (

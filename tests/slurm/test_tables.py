@@ -11,7 +11,7 @@ import yaml
 
 from megatron_vp.cli.app import main
 from megatron_vp.cost.layers.flops import paper_flops
-from megatron_vp.cost.paper.cells import cell_arguments, cell_name
+from megatron_vp.cost.paper.cells import cell_arguments
 from megatron_vp.cost.paper.published import Cell, jobs, read_cells
 from megatron_vp.cost.paper.runs import PEAK_FLOPS
 from megatron_vp.jobs.shipped import BATCH_FILES
@@ -55,7 +55,7 @@ def accepted(cell: Cell) -> None:
         assert args.vocab_parallel_algorithm == cell.method
 
 
-@pytest.mark.parametrize("cell", SOME, ids=cell_name)
+@pytest.mark.parametrize("cell", SOME, ids=str)
 def test_cell_can_be_run(cell, monkeypatch):
     monkeypatch.chdir(ROOT)
     accepted(cell)
@@ -80,7 +80,7 @@ def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
     _, printed, _ = said("paper", "jobs", "-o", tmp_path, "--gpus-per-node", "16")
     assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
-    assert {name: shlex.split(words) for name, words in rows} == {cell_name(c): cell_arguments(c) for c in jobs()}
+    assert {name: shlex.split(words) for name, words in rows} == {str(c): cell_arguments(c) for c in jobs()}
 
 
 def test_lists_can_be_submitted_from_any_folder(said, tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_lists_can_be_submitted_from_any_folder(said, tmp_path, monkeypatch):
 
 def write_run(folder: Path, cell: Cell, milliseconds: list[float], peaks: list[float], **arguments: object) -> None:
     """A run's folder as two ranks leave it."""
-    folder = folder / cell_name(cell)
+    folder = folder / str(cell)
     folder.mkdir()
     model = jobs()[cell].model
     resolved = {
@@ -114,11 +114,11 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
     fits, full, broken = SOME[0], SOME[1], SOME[2]
     write_run(tmp_path, fits, [9e5, 5e4, 4e4, 3.1e4, 3e4, 2e4], [1024, 20480, 19456])
     write_run(tmp_path, full, [], [81000])
-    (tmp_path / cell_name(full) / "rank_0001.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried ...")
+    (tmp_path / str(full) / "rank_0001.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried ...")
     write_run(tmp_path, broken, [1e4, 1e4], [])
     status, _, errors = said("paper", "collect", tmp_path, "-o", tmp_path / "measured.csv")
     assert status == 0
-    assert f"{broken}: {tmp_path / cell_name(broken)} contains no iteration after the 3 warm-up iterations" in errors
+    assert f"{broken}: {tmp_path / str(broken)} contains no iteration after the 3 warm-up iterations" in errors
     assert f"{SOME[3]}: not run" in errors
     header, *rows = csv.reader((tmp_path / "measured.csv").read_text().splitlines())
     assert header == HEADER
@@ -237,7 +237,7 @@ def test_array_runs_cells_and_the_collector_reads_them(cluster, said):
     said("paper", "jobs", "-o", folder)
     names = [line.split("\t")[0] for line in (folder / "8_gpus.tsv").read_text().splitlines()]
     wanted = [Cell(5, 8, 2048, method, 32) for method in ("baseline", "vocab-2")]
-    array = ",".join(str(names.index(cell_name(cell))) for cell in wanted)
+    array = ",".join(str(names.index(str(cell))) for cell in wanted)
     flags = ("--pipeline-model-parallel-size=4", "--num-attention-heads=4", "--train-iters=5", "--num-workers=0")
     job = cluster.submit(f"--array={array}", "scripts/slurm/tables.sbatch", "tables/8_gpus.tsv", *TINY, *flags)
     cluster.until(lambda: not cluster.run("squeue", "--noheader", "--format=%i"), 400, "the array", job)

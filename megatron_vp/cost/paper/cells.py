@@ -6,8 +6,8 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vp.cost.paper.published import MODELS, Cell, jobs
 from megatron_vp.cost.paper.runs import plan_of
@@ -24,11 +24,6 @@ WARM_UP = 3
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _PEAK = re.compile(r"memory \(MB\) .*\| max allocated: ([\d.]+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
-
-
-def cell_name(cell: Cell) -> str:
-    """The name of a cell and of its folder, such as `table5-8-2048-vocab-1-32k`."""
-    return f"table{cell.table}-{cell.gpus}-{cell.sequence}-{cell.method}-{cell.vocab_k}k"
 
 
 def cell_arguments(cell: Cell) -> list[str]:
@@ -55,7 +50,7 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
     lines: dict[int, list[str]] = {}
     for cell in sorted(cells):
         listed = lines.setdefault(cell.gpus, ["cell\targuments\n"])
-        listed.append(f"{cell_name(cell)}\t{shlex.join(cell_arguments(cell))}\n")
+        listed.append(f"{cell}\t{shlex.join(cell_arguments(cell))}\n")
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,11 +64,10 @@ def write_lists(folder: Path, cells: Iterable[Cell]) -> dict[int, tuple[Path, in
     return written
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run: seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB.
+class Run(NamedTuple):
+    """Seconds per iteration (median without warm-up), and peak memory of the fullest rank in GiB, of a run.
 
-    `seconds` and `memory` are None if the run ran out of memory; `memory` is also None if no log reports it.
+    Both are None if the run ran out of memory. `memory` is also None if no log reports it.
     """
 
     seconds: float | None

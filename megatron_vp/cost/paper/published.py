@@ -43,10 +43,8 @@ class Cell:
     vocab_k: int
 
     def __str__(self) -> str:
-        return (
-            f"table {self.table}, {self.gpus} GPUs, sequence length {self.sequence}, {self.method}, "
-            f"vocabulary size {self.vocab_k}k"
-        )
+        """The name of the cell and of its folder, such as `table5-8-2048-vocab-1-32k`."""
+        return f"table{self.table}-{self.gpus}-{self.sequence}-{self.method}-{self.vocab_k}k"
 
     @property
     def setup(self) -> tuple[int, int, int]:
@@ -60,6 +58,29 @@ class Measurement:
 
     mfu: float | None
     memory: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell's predicted MFU in percent, its allocated peak in GiB, whether it fits into the device's memory, and its
+    published values, if there are any.
+    """
+
+    cell: Cell
+    mfu: float
+    memory: float
+    fits: bool
+    published: Measurement | None = None
+
+    def error(self, quantity: str) -> float | None:
+        """Relative error of the predicted quantity in percent; positive if the prediction is too high."""
+        published = getattr(self.published, quantity, None)
+        return 100 * (getattr(self, quantity) / published - 1) if published else None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the cell was published as a run that did not fit into memory."""
+        return self.published is not None and self.published.memory is None
 
 
 @cache

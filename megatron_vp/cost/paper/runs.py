@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from megatron_vp.cost.hardware.constants import FITTED, Constants
@@ -10,7 +10,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
 from megatron_vp.cost.layers.flops import paper_flops
 from megatron_vp.cost.layers.layouts import redistributed_layers
 from megatron_vp.cost.layers.shapes import Plan
-from megatron_vp.cost.paper.published import Cell, jobs
+from megatron_vp.cost.paper.published import Cell, Row, jobs
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, family, generate
@@ -35,16 +35,6 @@ EQUAL = PassCosts(F=1, B=1, W=1)
 parallelism. The real costs include an output layer that is not split; if they determined the order, W would be delayed
 while rank 0 holds the most activations, and memory would be up to 16 percent higher than published.
 """
-
-
-@dataclass(frozen=True)
-class CellPrediction:
-    """A cell's MFU in percent, its allocated peak in GiB, and whether it fits into the device's memory."""
-
-    cell: Cell
-    mfu: float
-    memory: float
-    fits: bool
 
 
 def plan_of(cell: Cell) -> Plan:
@@ -82,11 +72,11 @@ def _simulator(cell: Cell, schedule: str, vocab: VocabMethod) -> Simulator:
     return make_simulator(job, Plan(schedule, vocab), A100, further_orders=False)
 
 
-def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = None) -> CellPrediction:
+def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = None) -> Row:
     """Predict `cell`, with `plan` instead of its own plan if it is given."""
     plan = plan or plan_of(cell)
     found = predict(jobs()[cell], plan, machine(cell.table, constants), simulator=simulator_of(cell))
-    return CellPrediction(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.peak_memory / GIB, found.fits())
+    return Row(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.peak_memory / GIB, found.fits())
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:

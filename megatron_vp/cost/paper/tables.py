@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
 
-from megatron_vp.cost.paper.published import COLUMNS, METHODS, Cell, Measurement
-from megatron_vp.cost.paper.runs import CellPrediction
+from megatron_vp.cost.paper.published import COLUMNS, METHODS, Cell, Measurement, Row
 from megatron_vp.schedule.draw import aligned, saved
 
 _TITLES = {5: "Table 5 (1F1B)", 6: "Table 6 (V-Half)"}
@@ -21,32 +20,9 @@ _MEMORY = 80
 """Memory of the authors' GPUs in GiB."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A predicted cell and its published values, if there are any."""
-
-    predicted: CellPrediction
-    published: Measurement | None = None
-
-    @property
-    def cell(self) -> Cell:
-        """The run of the paper that `predicted` describes."""
-        return self.predicted.cell
-
-    def error(self, quantity: str) -> float | None:
-        """Relative error of the predicted quantity in percent; positive if the prediction is too high."""
-        published = getattr(self.published, quantity, None)
-        return 100 * (getattr(self.predicted, quantity) / published - 1) if published else None
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the cell was published as a run that did not fit into memory."""
-        return self.published is not None and self.published.memory is None
-
-
-def make_rows(predictions: Iterable[CellPrediction], published: Mapping[Cell, Measurement]) -> list[Row]:
-    """Join predictions and published values into rows, in the order of the tables."""
-    rows = [Row(prediction, published.get(prediction.cell)) for prediction in predictions]
+def make_rows(predictions: Iterable[Row], published: Mapping[Cell, Measurement]) -> list[Row]:
+    """Join predictions and published values, in the order of the tables."""
+    rows = [replace(row, published=published.get(row.cell)) for row in predictions]
     return sorted(
         rows, key=lambda row: (*row.cell.setup, METHODS[row.cell.table].index(row.cell.method), row.cell.vocab_k)
     )
@@ -74,7 +50,7 @@ def to_csv(rows: Iterable[Row]) -> str:
     writer.writerow((*COLUMNS, *published, *(f"{quantity}_error_percent" for quantity in _QUANTITIES)))
     for row in rows:
         cell = row.cell
-        numbers = [getattr(of, quantity, None) for of in (row.predicted, row.published) for quantity in _QUANTITIES]
+        numbers = [getattr(of, quantity, None) for of in (row, row.published) for quantity in _QUANTITIES]
         texts = ("" if number is None else f"{number:.2f}" for number in (*numbers, *map(row.error, _QUANTITIES)))
         writer.writerow((cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, *texts))
     return out.getvalue()
@@ -101,13 +77,13 @@ def to_text(rows: Sequence[Row]) -> str:
             size = "unknown" if found is None else f"mean {found[0]:.2f}, largest {found[1]:.2f} percent"
             said.append(f"{label.split(',')[0]} error {size}")
         lines += ["", f"all published cells: {'; '.join(said)}"]
-        wrong = (row.cell for row in rows if row.published and row.predicted.fits is row.out_of_memory)
+        wrong = (row.cell for row in rows if row.published and row.fits is row.out_of_memory)
         lines += [f"  prediction and publication disagree on whether this cell fits: {cell}" for cell in wrong]
     return "\n".join(lines) + "\n"
 
 
 def _entry(row: Row, quantity: str, compared: bool) -> str:
-    value = f"{'!' * (quantity == 'memory' and not row.predicted.fits)}{getattr(row.predicted, quantity):.2f}"
+    value = f"{'!' * (quantity == 'memory' and not row.fits)}{getattr(row, quantity):.2f}"
     error = row.error(quantity)
     behind = "oom" if row.out_of_memory else "" if error is None else f"{error:+.1f}"
     return f"{value}{behind:>6}" if compared else value
@@ -132,7 +108,7 @@ def picture(rows: Sequence[Row]) -> bytes:
                 for method, cells in blocks[setup].items():
                     sizes = [each.cell.vocab_k for each in cells]
                     published = [getattr(each.published, quantity, None) or float("nan") for each in cells]
-                    predicted = [getattr(each.predicted, quantity) for each in cells]
+                    predicted = [getattr(each, quantity) for each in cells]
                     axis.plot(sizes, predicted, color=_COLORS[method], label=method)
                     axis.plot(sizes, published, "x", color=_COLORS[method])
                 axis.set_xscale("log", base=2)
