@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_right
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.family import Family
@@ -57,16 +58,17 @@ def fitted(request: ScheduleRequest, limit: float) -> Family:
         )
     most = math.floor(limit * request.chunks + 1e-9)
     search = _Search(request, most)
-    found = [each for each in map(search.whole, search.bases()) if each.peak <= most]
+    bases = [base.name for base in family.bases]
     is_small = request.pipeline_size * request.microbatches <= SMALL
     # Blocks are compared on a sample of the microbatches, so check the peak again with all microbatches.
-    blocks = map(search.whole, search.best_by_level(3 if is_small else 1))
-    found += [each for each in blocks if each.peak <= most]
+    shapes = [*bases, *search.best_by_level(3 if is_small else 1)]
+    found = [each for each in map(search.whole, shapes) if each.peak <= most]
     if not found:
+        least = min(search.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *bases))
         raise UserError(
             f"--activation-limit {limit:g} is too small for a {family.name} schedule of {request.pipeline_size} ranks, "
             f"{request.microbatches} microbatches and vocab method {request.method}; give at least "
-            f"{search.least() / request.chunks:g}"
+            f"{least / request.chunks:g}"
         )
     shortest = min(each.makespan for each in found) * (1 + 1e-9)
     return next(each.family for each in found if each.makespan <= shortest)
@@ -103,13 +105,12 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
     return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
 
 
-class _Generated:
-    """Generates the schedule that a request describes, and keeps only its family, peak memory and makespan."""
+class _Generated(NamedTuple):
+    """What the search keeps of a schedule that it has generated."""
 
-    def __init__(self, request: ScheduleRequest) -> None:
-        schedule = request.schedule()
-        self.family, self.peak = request.family, max(peaks(schedule, Held.ACTIVATIONS))
-        self.makespan = simulate(schedule, request.costs).makespan
+    family: Family
+    peak: int
+    makespan: float
 
 
 class _Search:
@@ -123,14 +124,10 @@ class _Search:
         self.graphs: dict[tuple[tuple[int, int], ...], Graph] = {}
 
     def whole(self, shape: str) -> _Generated:
-        return _Generated(replace(self.request, family=shaped(self.family, shape, self.most)))
-
-    def bases(self) -> list[str]:
-        return [base.name for base in self.family.bases]
-
-    def least(self) -> int:
-        """The smallest peak memory of any shape, as a number of chunk activations."""
-        return min(self.whole(shape).peak for shape in (*(str(Shape(0, gap)) for gap in GAPS), *self.bases()))
+        request = replace(self.request, family=shaped(self.family, shape, self.most))
+        schedule = request.schedule()
+        peak = max(peaks(schedule, Held.ACTIVATIONS))
+        return _Generated(request.family, peak, simulate(schedule, request.costs).makespan)
 
     def peak(self, shape: Shape) -> int:
         """Largest number of chunk activations on a rank in the sample, if passes run in the building block's order."""

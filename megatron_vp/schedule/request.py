@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,11 +89,10 @@ class ScheduleRequest:
         )
 
     def __post_init__(self) -> None:
-        self._check_method()
-        self._check_sizes()
-        self._check_vocab_ranks()
         self.family.chunks_of(self.chunks)
-        self._check_offload()
+        for is_wrong, words in self._defects():
+            if is_wrong:
+                raise UserError(words)
         if isinstance(self.costs, StageCosts):
             self.costs.check_size(self.family.name, self.pipeline_size, self.chunks)
 
@@ -109,12 +108,11 @@ class ScheduleRequest:
         return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
 
     def _complete(self) -> Schedule:
-        if self.family.order is not None and not self.offload_chunks:
-            return self.family.order(self.pipeline_size, self.microbatches)
+        order = self.family.order
+        if order is not None and not self.offload_chunks:
+            return order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        if self.family.order is not None:
-            return nominal.schedule
-        return self._tightened(nominal, self.limits(nominal.schedule))
+        return nominal.schedule if order is not None else self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
         """The memory limits of the search for shorter orders, which starts from the schedule `nominal`."""
@@ -173,66 +171,54 @@ class ScheduleRequest:
         block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
         return nominal_schedule(self.family.name, block, self.microbatches, self.method, self.vocab_ranks)
 
-    def _check_method(self) -> None:
-        if self.method not in self.family.methods:
-            own = self.family.own_method
-            takes = f"which supports only {own}" if own else f"which supports {', '.join(self.family.methods)}"
-            raise UserError(f"vocab method {self.method} cannot be used with schedule {self.family.name}, {takes}")
-
-    def _check_sizes(self) -> None:
-        name, ranks, microbatches = self.family.name, self.pipeline_size, self.microbatches
-        if self.family.fixed is not None:
-            self._check_file(self.family.fixed)
-        least = 1 if self.method is VocabMethod.NONE else 2
-        if ranks < least:
-            raise UserError(
-                f"pipeline size {ranks} is too small for {name} with vocab method {self.method}; give at least {least}"
+    def _defects(self) -> Iterator[tuple[bool, str]]:
+        """Conditions under which the request cannot be met, each with the reason and the remedy."""
+        family, ranks, microbatches, method = self.family, self.pipeline_size, self.microbatches, self.method
+        name, fixed, holders = family.name, family.fixed, self.vocab_ranks
+        yield (
+            method not in family.methods,
+            f"vocab method {method} cannot be used with schedule {name}, which supports {', '.join(family.methods)}",
+        )
+        if fixed is not None:
+            fits = fixed.pipeline_size == ranks and (self.forward_only or microbatches <= fixed.microbatches)
+            yield (
+                not fits,
+                f"the schedule in {name} has {fixed.pipeline_size} ranks and {fixed.microbatches} microbatches, but "
+                f"{ranks} and {microbatches} are requested; use a file that matches the request",
             )
-        if microbatches < 1:
-            raise UserError(f"{microbatches} microbatches are too few for a schedule; give at least 1")
-        chunks = self.chunks if self.family.chunks is None else 1
-        if ranks * microbatches * chunks > LARGEST:
-            size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
-            raise UserError(
-                f"{size} make more than {LARGEST:,} forward passes, and scheduling these would take minutes and "
-                "gigabytes of memory; give fewer microbatches, which show the same steady state"
-            )
-
-    def _check_file(self, fixed: Schedule) -> None:
-        ranks = f"{fixed.pipeline_size} ranks, but {self.pipeline_size} are requested"
-        steps = f"{fixed.microbatches} microbatches, but {self.microbatches} are requested"
-        enough = self.forward_only or self.microbatches <= fixed.microbatches
-        for has, fits in ((ranks, fixed.pipeline_size == self.pipeline_size), (steps, enough)):
-            if not fits:
-                raise UserError(f"the schedule in {self.family.name} has {has}; use a file that matches the request")
-
-    def _check_offload(self) -> None:
-        name, chunks = self.family.name, self.offload_chunks
-        if chunks and self.family.fixed is not None:
-            raise UserError(
-                f"--offload-chunks cannot be used with the schedule in {name}; add passes O and R to the file instead"
-            )
-        if not 0 <= chunks <= self.chunks:
-            raise UserError(
-                f"cannot offload {chunks} chunks with schedule {name}, which has {self.chunks} per rank; set "
-                f"--offload-chunks to half, all or a number from 0 to {self.chunks}"
-            )
-
-    def _check_vocab_ranks(self) -> None:
-        holders, every = self.vocab_ranks, _every_rank(self.family, self.pipeline_size, self.method)
-        if holders == every:
-            return
-        asked, name = f"vocabulary rows on ranks {_listed(holders)}", self.family.name
-        if self.family.fixed is not None or not self.method.is_sharded:
-            raise UserError(
-                f"{asked} cannot be used with schedule {name} and vocab method {self.method}, which have vocabulary "
-                f"passes on ranks {_listed(every)}; use these ranks, another schedule or another method"
-            )
-        if not holders or len(set(holders)) < len(holders) or not set(holders) <= set(every):
-            raise UserError(
-                f"{asked} are not possible; give at least one of the ranks 0 to {self.pipeline_size - 1}, each at most "
-                "once"
-            )
+        least = 1 if method is VocabMethod.NONE else 2
+        yield (
+            ranks < least,
+            f"pipeline size {ranks} is too small for {name} with vocab method {method}; give at least {least}",
+        )
+        yield microbatches < 1, f"{microbatches} microbatches are too few for a schedule; give at least 1"
+        chunks = self.chunks if family.chunks is None else 1
+        size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
+        yield (
+            ranks * microbatches * chunks > LARGEST,
+            f"{size} make more than {LARGEST:,} forward passes, and scheduling these would take minutes and gigabytes "
+            "of memory; give fewer microbatches, which show the same steady state",
+        )
+        every = _every_rank(family, ranks, method)
+        asked = f"vocabulary rows on ranks {_listed(holders)}"
+        yield (
+            holders != every and (fixed is not None or not method.is_sharded),
+            f"{asked} cannot be used with schedule {name} and vocab method {method}, which have vocabulary passes on "
+            f"ranks {_listed(every)}; use these ranks, another schedule or another method",
+        )
+        yield (
+            holders != every and (not holders or len({*holders}) < len(holders) or not {*holders} <= {*every}),
+            f"{asked} are not possible; give at least one of the ranks 0 to {ranks - 1}, each at most once",
+        )
+        yield (
+            bool(self.offload_chunks and fixed),
+            f"--offload-chunks cannot be used with the schedule in {name}; add passes O and R to the file instead",
+        )
+        yield (
+            not 0 <= self.offload_chunks <= self.chunks,
+            f"cannot offload {self.offload_chunks} chunks with schedule {name}, which has {self.chunks} per rank; set "
+            f"--offload-chunks to half, all or a number from 0 to {self.chunks}",
+        )
 
 
 def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tuple[int, ...]:

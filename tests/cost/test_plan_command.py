@@ -512,4 +512,4 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
     assert by_file.exit_code == 0, by_file.output
     assert json.loads(by_file.stdout)["plan"]["iteration_seconds"] == pytest.approx(best["iteration_seconds"])
     refused = run(*job, "--pipeline-schedule", file, "--global-batch-size", 64)
-    assert "has 8 microbatches, but 64 are requested" in str(refused.exception)
+    assert "8 microbatches, but" in str(refused.exception)

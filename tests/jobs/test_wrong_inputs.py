@@ -95,11 +95,11 @@ OF_SIZES = [
     ("simulate LLAMA --vocab-parallel-algorithm vocab-2", "has no effect without --vocab-parallel"),
     ("simulate LLAMA --vocab-parallel=yes", "--vocab-parallel: ignored explicit argument 'yes'"),
     ("simulate LLAMA --pipeline-schedule gpipe", "unknown schedule 'gpipe'"),
-    ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks, but 8 are requested"),
+    ("simulate LLAMA --pipeline-schedule {}/four_ranks.json", "has 4 ranks and"),
     ("simulate LLAMA --pipeline-schedule {}/no_json.json", "schedule file is not in megatron_vp's JSON format"),
     (
         "simulate LLAMA --pipeline-schedule {}/no_keys.json",
-        "no_keys.json: the schedule file lacks the key 'microbatches'",
+        "JSON format: it lacks the key 'microbatches'",
     ),
     ("simulate LLAMA --pipeline-schedule interlaced", "add --vocab-parallel"),
     ("simulate LLAMA --pipeline-schedule interleaved", "needs at least two chunks per rank"),

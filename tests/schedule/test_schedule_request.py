@@ -70,5 +70,5 @@ def test_a_file_evaluates_any_number_of_microbatches_and_trains_its_own(tmp_path
     request = ScheduleRequest.of(family(str(path)), 2, 3)
     assert replace(request, microbatches=2).schedule().microbatches == 2
     assert replace(request, microbatches=7, forward_only=True).schedule().microbatches == 7
-    with pytest.raises(UserError, match="has 3 microbatches, but 7 are requested"):
+    with pytest.raises(UserError, match="has 2 ranks and 3 microbatches, but 2 and 7 are requested"):
         replace(request, microbatches=7)
