@@ -27,7 +27,7 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware) -> float:
     layer = sum(times.layer()) + 2 * communication.layer_traffic()
     largest, total = -(-layers // p) * layer, layers * layer
     if job.model.pattern:
-        letters, placement = letter_seconds(times), Placement.linear(p)
+        letters, placement = letter_seconds(times), Placement.round_robin(p)
         cut, total = even_cut(letters, placement), sum(letters)
         largest = 0.0 if cut is None else max(loads_of(letters, placement, cut))
     vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))

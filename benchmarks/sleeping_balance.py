@@ -233,7 +233,7 @@ def balanced(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microba
     units, row = vocabulary // unit, sum(lengths.rows.values())
     cost = [row * unit * count for count in range(units + 1)]
     found = []
-    for choice in chain.from_iterable(layer_choices(layers, Placement.linear(ranks), lengths.layer, cost)):
+    for choice in chain.from_iterable(layer_choices(layers, Placement.round_robin(ranks), lengths.layer, cost)):
         work = [lengths.layer * count for count in choice.layers]
         filled = fill(work, cost, [units if rank in choice.holders else 0 for rank in range(ranks)])
         if filled is not None:

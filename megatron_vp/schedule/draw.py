@@ -6,7 +6,7 @@ import io
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,7 +67,9 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
         *aligned([row[: 6 if schedule.offloaded else 5] for row in rows]),
     ]
     column = timeline.makespan / width
-    marks = "".join(f"{kind.mark} is {kind}, " for kind in PassKind if _needs_explaining(kind, schedule.kinds))
+    # A mark that is the name of a kind explains itself.
+    shown = [kind for kind in PassKind if kind in (*schedule.kinds, PassKind.IF, PassKind.IB)]
+    marks = "".join(f"{kind.mark} is {kind}, " for kind in shown if kind.mark not in PassKind)
     legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
     lines += ["", legend]
     middles = [(place + 0.5) * column for place in range(width)]
@@ -97,22 +99,12 @@ def title(schedule: Schedule) -> str:
     """A schedule's name, vocabulary method, and numbers of ranks, chunks and microbatches."""
     name = f"{schedule.name} ({schedule.shape})" if schedule.shape else schedule.name
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    ranks, holders = schedule.pipeline_size, schedule.vocab_ranks
+    some = "" if len(holders) in (0, ranks) else f" on rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
     return (
-        f"{name}, vocabulary {_vocabulary(schedule)}: {schedule.pipeline_size} ranks, {chunks} per rank, "
+        f"{name}, vocabulary {schedule.vocab}{some}: {ranks} ranks, {chunks} per rank, "
         f"{schedule.microbatches} microbatches"
     )
-
-
-def _vocabulary(schedule: Schedule) -> str:
-    holders = schedule.vocab_ranks
-    if len(holders) in (0, schedule.pipeline_size):
-        return schedule.vocab.value
-    return f"{schedule.vocab} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
-
-
-def _needs_explaining(kind: PassKind, used: Collection[PassKind]) -> bool:
-    """Whether the legend must explain the kind's mark; a mark that is the name of a kind explains itself."""
-    return kind.mark not in PassKind and (kind in used or kind in (PassKind.IF, PassKind.IB))
 
 
 def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
@@ -236,8 +228,7 @@ def to_perfetto(timeline: Timeline) -> str:
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
         for step, (start, end) in zip(order, spans, strict=True):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
-            on = Lane[step.kind.lane.upper()]
-            events.append(perfetto.slice_event(rank, on, str(step), step.kind.value, start, end, args))
+            events.append(perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args))
         for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
             events += [perfetto.level(rank, held, time, level) for time, level in timeline.held(rank, held)]
     tracks: dict[str, int] = {}

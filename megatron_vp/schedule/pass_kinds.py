@@ -29,7 +29,6 @@ class Held(StrEnum):
 
 
 _DEFAULTS: Mapping[str, Any] = {
-    "lane": "compute",
     "per_chunk": False,
     "forward": False,
     "waits_for": (),
@@ -50,8 +49,6 @@ class PassKind(StrEnum):
     colour: str
     mark: str
     """character for the pass in text drawings, by default the first of its name"""
-    lane: str
-    """lane on which traces show the pass"""
     per_chunk: bool
     """whether a rank runs one such pass per chunk and microbatch; otherwise it runs one per microbatch"""
     forward: bool

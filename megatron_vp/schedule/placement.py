@@ -28,12 +28,7 @@ class Placement:
             )
 
     @classmethod
-    def linear(cls, ranks: int) -> Placement:
-        """One chunk per rank: stage s on rank s."""
-        return cls.round_robin(ranks, 1)
-
-    @classmethod
-    def round_robin(cls, ranks: int, chunks: int) -> Placement:
+    def round_robin(cls, ranks: int, chunks: int = 1) -> Placement:
         """Chunk c of rank r is stage c*p + r, as in Megatron's interleaved schedule."""
         return cls(tuple(tuple(chunk * ranks + rank for chunk in range(chunks)) for rank in range(ranks)))
 

@@ -71,18 +71,15 @@ class VocabShards:
     def start(self, index: int) -> int:
         """First global row of shard `index`."""
         stage, place = divmod(index, self.tensor)
-        first, end = self._stage_start(stage), self._stage_start(stage + 1)
+        first, end = self._stage_starts[stage : stage + 2]
         return first + place * (end - first) // self.tensor
 
     def rows(self, index: int) -> int:
         """Number of rows of shard `index`; zero is possible."""
         return self.start(index + 1) - self.start(index)
 
-    def _stage_start(self, stage: int) -> int:
-        if self.stage_rows is None:
-            return min(stage * self.tensor * self.rows_per_shard, self.vocab_size)
-        return self._assigned_starts[min(stage, self.stages)]
-
     @cached_property
-    def _assigned_starts(self) -> list[int]:
-        return [0, *accumulate(self.stage_rows or ())]
+    def _stage_starts(self) -> list[int]:
+        """First row of every stage, and twice the end of the vocabulary."""
+        rows = self.stage_rows or (self.tensor * self.rows_per_shard,) * self.stages
+        return [*(min(start, self.vocab_size) for start in accumulate(rows, initial=0)), self.vocab_size]

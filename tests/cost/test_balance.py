@@ -69,7 +69,7 @@ def test_alike_ranks_share_alike():
     assert fill([9.0, 1.0, 1.0, 9.0], cost, [100] * 4) == (0, 50, 50, 0)
 
 
-@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
 @pytest.mark.parametrize("layers", [8, 11, 17])
 def test_every_layout_has_all_layers_and_no_empty_stage(place, layers):
     placement, cost = place(4), [0.01 * bool(units) + 0.3 * units for units in range(11)]
@@ -97,7 +97,7 @@ def test_every_layout_has_all_layers_and_no_empty_stage(place, layers):
 def test_no_layout_of_whole_layers_is_faster_for_any_model(ranks, layers, hidden, units, rounds):
     model = ModelShape(layers=layers, hidden=hidden, heads=16, ffn=4 * hidden, vocab=128 * units)
     job = Job(model, sequence=2048, micro_batch=1, microbatches=rounds * ranks, pipeline=ranks)
-    placement = Placement.linear(ranks)
+    placement = Placement.round_robin(ranks)
     whole = min(
         predict(job, Plan(layers=each), ALIKE).iteration_seconds
         for each in {balanced_layers(job, placement, ALIKE), spread_layers(job, placement)}
@@ -234,7 +234,7 @@ def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():
 
 
 def test_the_whole_vocabulary_on_one_rank_is_a_layout_like_the_others():
-    layers = balanced_layers(JOB, Placement.linear(4), H100)
+    layers = balanced_layers(JOB, Placement.round_robin(4), H100)
     rows = (0, 0, 0, 131072)
     one = predict(JOB, Plan(vocab=TWO, layers=layers, vocab_rows=rows), H100)
     assert one.timeline.busy[3] > 0 and one.memory[3].parameters > one.memory[1].parameters

@@ -217,7 +217,7 @@ def test_messages_take_the_wires_between_their_ranks():
     count = 2 * 2048 * 3072 / 4
     near, far = LATENCY + count / (0.7 * 300e9), NETWORK_LATENCY + count / (25e9 * CALIBRATED.network)
     forward, back = Channel.ACTIVATION, Channel.GRADIENT
-    assert communication.messages(Placement.linear(3)) == pytest.approx(
+    assert communication.messages(Placement.round_robin(3)) == pytest.approx(
         {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
     )
     assert CommunicationModel(job(pipeline=2, tensor=4, context=2), A100).node(1) == 1

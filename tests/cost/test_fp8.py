@@ -154,7 +154,7 @@ def test_stages_with_layers_in_16_bits_take_longer():
 
 def test_a_balanced_layout_knows_which_layers_are_slower():
     job = replace(JOB, model=replace(MODEL, layers=80, vocab=1024), bf16_at_start=10, bf16_at_end=10)
-    layers = balanced_layers(job, Placement.linear(4), H100)
+    layers = balanced_layers(job, Placement.round_robin(4), H100)
     assert layers[0] < layers[1] and layers[3] < layers[2]
 
 
@@ -233,7 +233,7 @@ def gains(name, gpu, fp8):
     """A line of the page's table: 1F1B with 64 microbatches, whatever the memory."""
     job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], []).values), microbatches=64, fp8=fp8)
     times = PassTimes(job, gpu)
-    layers = balanced_layers(job, Placement.linear(job.pipeline), gpu)
+    layers = balanced_layers(job, Placement.round_robin(job.pipeline), gpu)
     plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}
     if job.model.layers % job.pipeline:
         even = [job.model.layers * (rank + 1) // job.pipeline for rank in range(job.pipeline)]

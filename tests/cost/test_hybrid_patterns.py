@@ -105,7 +105,7 @@ def test_experts_and_mlps_have_widths_of_their_own():
 @example(extra=[0.0, 0.0, 2.5, 0.0], work=[0.3, 0.3, 0.3, 1.0, 1.0, 0.3])  # rank 2 needs a small letter
 def test_no_other_cut_has_a_lower_maximum(extra, work):
     ranks = len(extra)
-    placement = Placement.linear(ranks)
+    placement = Placement.round_robin(ranks)
     found = even_cut(work, placement, extra)
 
     def most(cut):
@@ -117,7 +117,7 @@ def test_no_other_cut_has_a_lower_maximum(extra, work):
     assert most(found) == pytest.approx(min(map(most, cuts)))
 
 
-@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
 def test_equal_work_is_cut_equally(place):
     placement = place(4)
     assert even_cut([1.0, 2.0] * 16, placement) == (32 // placement.stages,) * placement.stages

@@ -43,7 +43,7 @@ def test_the_channels_are_those_that_the_runtime_asks_for():
 
 def test_edges_of_a_chain_a_v_and_a_circle():
     forward, back = Channel.ACTIVATION, Channel.GRADIENT
-    assert all_edges(Placement.linear(3), True) == {(0, 1, forward), (1, 2, forward), (1, 0, back), (2, 1, back)}
+    assert all_edges(Placement.round_robin(3), True) == {(0, 1, forward), (1, 2, forward), (1, 0, back), (2, 1, back)}
     # In a V both chunks of two ranks join them: an edge each way for each kind of message. The turn stays on its rank.
     both = {(0, 1, forward), (1, 0, back), (1, 0, forward), (0, 1, back)}
     assert all_edges(Placement.v_shape(2), True) == both

@@ -31,7 +31,7 @@ MODEL = ModelShape(layers=12, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=12, pipeline=4)
 
 
-@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
+@pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
 @pytest.mark.parametrize("layers", [5, 7])
 @pytest.mark.parametrize(("vocab", "tensor"), [(1024, 1), (32768, 1), (131072, 1), (131072, 8)])
 def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab, tensor):

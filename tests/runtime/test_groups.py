@@ -135,7 +135,9 @@ def in_use(groups: PipelineGroups) -> int:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("place", [Placement.linear, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)])
+@pytest.mark.parametrize(
+    "place", [Placement.round_robin, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)]
+)
 def test_a_rank_has_one_communicator_for_each_edge_and_no_more_for_more_ranks(place, sharded):
     for ranks in (2, 3, 8, 64):
         placement, made = place(ranks), []

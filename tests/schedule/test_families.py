@@ -65,7 +65,7 @@ def gpipe(pipeline_size, chunks, costs):
     p, backward = pipeline_size, costs.B + costs.W
     interval = costs.F + backward
     return BuildingBlock(
-        placement=Placement.linear(p),
+        placement=Placement.round_robin(p),
         interval=interval,
         forward_time=costs.F,
         backward_time=backward,

@@ -59,7 +59,7 @@ def test_placements_read_in_both_directions():
     assert (v_shape.first_rank, v_shape.last_rank, v_shape.stages) == (0, 0, 6)
     assert [v_shape.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert Placement.round_robin(2, 3).stage_of == ((0, 2, 4), (1, 3, 5))
-    assert Placement.linear(4).last_rank == 3
+    assert Placement.round_robin(4).last_rank == 3
 
 
 @pytest.mark.parametrize("table", [((0, 1), (2,)), ((0,), (2,)), ((0, 1), (1, 2)), ((),)])

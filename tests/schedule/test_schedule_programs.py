@@ -242,7 +242,7 @@ def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
     st.integers(2, 4),
     st.integers(1, 5),
     st.sampled_from(["none", "vocab-1", "vocab-2"]),
-    st.sampled_from([Placement.linear, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)]),
+    st.sampled_from([Placement.round_robin, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)]),
     st.booleans(),
     st.builds(PassCosts, *[st.sampled_from([0.0, 0.5, 2.0])] * 7, comm=st.sampled_from([0.0, 1.0])),
     st.randoms(use_true_random=False),

@@ -199,7 +199,7 @@ def test_a_rank_outside_that_posts_a_collective_is_refused():
 
 def by_hand(*ranks, method=VocabMethod.VOCAB_2):
     orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
-    return Schedule("by hand", method, Placement.linear(len(ranks)), 1, orders)
+    return Schedule("by hand", method, Placement.round_robin(len(ranks)), 1, orders)
 
 
 def test_a_schedule_by_hand_may_leave_ranks_without_vocabulary_passes():

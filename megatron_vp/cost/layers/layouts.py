@@ -51,7 +51,7 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
     stages share the remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there
     are too few layers.
     """
-    placement = placement or Placement.linear(job.pipeline)
+    placement = placement or Placement.round_robin(job.pipeline)
     layers, p = job.model.layers, placement.ranks
     output = output_flops(job) / layer_flops(job)
     last = max(0, math.ceil((layers + output) / p - output - 1e-9))

@@ -80,7 +80,7 @@ def _misplaced(a: Arguments, file: Schedule) -> bool:
     """Whether a file's stages are where Megatron's code cannot run them."""
     last_anywhere = a.vocab_parallel and not a.mtp_num_layers
     last_chunk = file.placement.chunk_of(file.placement.stages - 1) + 1 == file.chunks
-    linear = file.chunks > 1 or file.placement == Placement.linear(file.pipeline_size)
+    linear = file.chunks > 1 or file.placement == Placement.round_robin(file.pipeline_size)
     return bool(file.placement.stage_of[0][0]) or not (last_anywhere or last_chunk) or not linear
 
 

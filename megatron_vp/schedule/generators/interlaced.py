@@ -27,7 +27,7 @@ def interlaced(pipeline_size: int, microbatches: int) -> Schedule:
     3. Drain: the remaining backwards and Vs.
     """
     ranks = tuple(tuple(_order(pipeline_size - 1 - rank, microbatches)) for rank in range(pipeline_size))
-    return Schedule("interlaced", VocabMethod.INTERLACED, Placement.linear(pipeline_size), microbatches, ranks)
+    return Schedule("interlaced", VocabMethod.INTERLACED, Placement.round_robin(pipeline_size), microbatches, ranks)
 
 
 def _order(distance: int, microbatches: int) -> Iterator[Pass]:

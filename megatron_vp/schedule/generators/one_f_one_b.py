@@ -49,7 +49,7 @@ def _one_chunk(p: int, costs: PassCosts, split: bool) -> BuildingBlock:
     whole = costs.B + costs.W
     backward = tuple(p * costs.F + (p - 1 - stage) * whole for stage in range(p))
     return BuildingBlock(
-        placement=Placement.linear(p),
+        placement=Placement.round_robin(p),
         interval=costs.F + whole,
         forward_time=costs.F,
         backward_time=costs.B if split else whole,
