@@ -30,12 +30,13 @@ from least_passes import least_passes
 
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
-from megatron_vp.cost.layers.layouts import spread_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.layer_division import divided, layer_seconds
 from megatron_vp.cost.planning.workers import worker_pool
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family
@@ -62,8 +63,8 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     placement = record.placement_of(ranks, chunks)
     if job.model.layers < placement.stages:
         return None
-    whole = []
-    for layers in {balanced_layers(job, placement, H100), spread_layers(job, placement)}:
+    even_layers, whole = divided(layer_seconds(PassTimes(job, H100)), placement), []
+    for layers in {balanced_layers(job, placement, H100), even_layers}:
         try:
             found = evaluate(Candidate(REDISTRIBUTED, Plan(schedule, chunks=chunks, layers=layers)), job, H100)
         except UserError:  # for example, a V shape with tied embeddings
@@ -74,7 +75,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
         plan = Plan(schedule, method, chunks)
         shards = balanced(job, plan, H100)
         assigned = Candidate(method, shards.plan(plan))
-        even = Candidate(method, replace(plan, layers=spread_layers(job, placement)))
+        even = Candidate(method, replace(plan, layers=even_layers))
         seconds = [evaluate(each, job, H100).iteration_seconds for each in (assigned, even)]
         runs.append((*seconds, method, shards, assigned))
     seconds, even, method, shards, assigned = min(runs, key=lambda run: run[0])

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job
-from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds
+from megatron_vp.cost.planning.layer_division import divided, layer_seconds
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Placement, VocabMethod
@@ -27,8 +27,8 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware) -> float:
     layer = sum(times.layer()) + 2 * communication.layer_traffic()
     largest, total = -(-layers // p) * layer, layers * layer
     if job.model.pattern:
-        letters, placement = letter_seconds(times), Placement.round_robin(p)
-        cut, total = even_cut(letters, placement), sum(letters)
+        letters, placement = layer_seconds(times), Placement.round_robin(p)
+        cut, total = divided(letters, placement), sum(letters)
         largest = 0.0 if cut is None else max(loads_of(letters, placement, cut))
     vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
     busiest = max(largest, (total + vocabulary) / p) + gaps

@@ -41,9 +41,8 @@ from runtime_overhead import used_edges
 from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
-from megatron_vp.cost.planning.layer_choices import layer_choices
+from megatron_vp.cost.planning.layer_division import divisions, fill
 from megatron_vp.cost.planning.measured_rows import refilled
-from megatron_vp.cost.planning.water_filling import fill
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
@@ -233,12 +232,13 @@ def balanced(lengths: Lengths, layers: int, ranks: int, vocabulary: int, microba
     units, row = vocabulary // unit, sum(lengths.rows.values())
     cost = [row * unit * count for count in range(units + 1)]
     found = []
-    for choice in chain.from_iterable(layer_choices(layers, Placement.round_robin(ranks), lengths.layer, cost)):
-        work = [lengths.layer * count for count in choice.layers]
-        filled = fill(work, cost, [units if rank in choice.holders else 0 for rank in range(ranks)])
+    groups = divisions([lengths.layer] * layers, Placement.round_robin(ranks), cost)
+    for counts, holders in chain.from_iterable(groups):
+        work = [lengths.layer * count for count in counts]
+        filled = fill(work, cost, [units if rank in holders else 0 for rank in range(ranks)])
         if filled is not None:
             rows = tuple(unit * count for count in filled)
-            run = Run("balanced shards", lengths.costs(choice.layers, rows), rows, choice.layers)
+            run = Run("balanced shards", lengths.costs(counts, rows), rows, counts)
             found.append((simulate(run.schedule(microbatches), run.costs).makespan, run))
     return min(found, key=lambda each: each[0])[1]
 

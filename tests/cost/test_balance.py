@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.layers.layouts import spread_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning.balanced import (
     EVEN_BAND,
@@ -20,9 +19,9 @@ from megatron_vp.cost.planning.balanced import (
     unit_of_rows,
 )
 from megatron_vp.cost.planning.candidates import balanced_layers
-from megatron_vp.cost.planning.layer_choices import layer_choices
+from megatron_vp.cost.planning.layer_division import divided, divisions, fill, layer_seconds
 from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.planning.water_filling import fill
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Placement, VocabMethod
 
@@ -71,19 +70,14 @@ def test_alike_ranks_share_alike():
 
 @pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
 @pytest.mark.parametrize("layers", [8, 11, 17])
-def test_every_layout_has_all_layers_and_no_empty_stage(place, layers):
+def test_every_division_has_all_layers_and_no_empty_stage(place, layers):
     placement, cost = place(4), [0.01 * bool(units) + 0.3 * units for units in range(11)]
-    groups = layer_choices(layers, placement, 1.0, cost)
-    for group in groups:
-        for choice in group:
-            assert sum(choice.layers) == layers and min(choice.layers) >= 1
-            counts = [sum(choice.layers[stage] for stage in row) for row in placement.stage_of]
-            others = {count for rank, count in enumerate(counts) if rank not in choice.holders}
-            assert len(others) <= 1
-            for rank, stages in enumerate(placement.stage_of):
-                own = [choice.layers[stage] for stage in stages]
-                assert max(own) - min(own) <= 1, rank
-    assert {tuple(each.holders) for each in groups[-1]} <= {tuple(range(4 - k, 4)) for k in (1, 2, 3)}
+    groups = divisions([1.0] * layers, placement, cost)
+    assert all(sum(found) == layers and min(found) >= 1 for group in groups for found, _ in group)
+    by_rank = [[sum(group[0][0][stage] for stage in row) for row in placement.stage_of] for group in groups[:3]]
+    assert all(max(counts) - min(counts) <= 1 for counts in by_rank)
+    assert by_rank[1] == sorted(by_rank[1], reverse=True) and by_rank[2] == sorted(by_rank[2])
+    assert [holders for _, holders in groups[3]] == [range(1), range(2), range(3)]
 
 
 @settings(max_examples=12, deadline=None)
@@ -100,7 +94,7 @@ def test_no_layout_of_whole_layers_is_faster_for_any_model(ranks, layers, hidden
     placement = Placement.round_robin(ranks)
     whole = min(
         predict(job, Plan(layers=each), ALIKE).iteration_seconds
-        for each in {balanced_layers(job, placement, ALIKE), spread_layers(job, placement)}
+        for each in {balanced_layers(job, placement, ALIKE), divided(layer_seconds(PassTimes(job, ALIKE)), placement)}
     )
     runs = []
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):

@@ -1,32 +1,32 @@
-"""Test how many layers the stages get: by hand, or against all other ways to divide them."""
+"""Test which layers the stages have."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
 from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
-from megatron_vp.cost.layers.layouts import by_stage, least_work_layers
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape
+from megatron_vp.cost.planning.layer_division import divided
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
-from megatron_vp.schedule import FAMILIES, Placement
+from megatron_vp.schedule import Placement
 
 MODEL = ModelShape(layers=6, hidden=64, heads=4, ffn=256, vocab=512)
 JOB = Job(MODEL, sequence=64, micro_batch=1, microbatches=4, pipeline=3)
 
 
-@pytest.mark.parametrize("work", [(0.5, 0.0, 2.2), (0.0, 3.0, 0.0), (1.0, 1.0, 1.0)])
-def test_the_busiest_rank_has_the_least_work_possible(work):
-    found = least_work_layers(7, 1.0, work, Placement.round_robin(3))
-    ways = [each for each in product(range(8), repeat=3) if sum(each) == 7 and each[1]]
-    busiest = [max(load + layers for load, layers in zip(work, each, strict=True)) for each in (found, *ways)]
-    assert sum(found) == 7 and busiest[0] == min(busiest)
-
-
-def test_which_chunk_gets_one_more_layer_varies_from_rank_to_rank():
-    assert by_stage([3, 3, 3, 3], Placement.round_robin(4, 2)) == (2, 1, 2, 1, 1, 2, 1, 2)
-    assert by_stage([3, 3], FAMILIES["v-half"].placement_of(2)) == (2, 1, 2, 1)
+@pytest.mark.parametrize(
+    ("placement", "layers", "may_be_empty", "extra", "found"),
+    [
+        (Placement.round_robin(4), 7, (), None, (1, 2, 2, 2)),
+        (Placement.round_robin(4, 2), 12, (), None, (2, 1, 2, 1, 1, 2, 1, 2)),
+        (Placement.v_shape(2), 6, (), None, (2, 1, 2, 1)),
+        (Placement.round_robin(2, 2), 6, (0, 3), None, (1, 2, 2, 1)),
+        (Placement.round_robin(3), 7, (0, 2), [0.5, 0.0, 2.2], (3, 3, 1)),
+    ],
+)
+def test_layers_that_do_not_divide_are_shared_out(placement, layers, may_be_empty, extra, found):
+    assert divided([1.0] * layers, placement, extra, may_be_empty) == found
 
 
 def test_heads_are_no_layers_of_a_stage_but_of_the_model():

@@ -9,12 +9,12 @@ import pytest
 from megatron_vp.cli.planning import gains
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.layers.job_plan import settings_of
-from megatron_vp.cost.layers.layouts import spread_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import evaluation, samples
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
 from megatron_vp.cost.planning.evaluation import Loss, evaluate
+from megatron_vp.cost.planning.layer_division import divided
 from megatron_vp.cost.planning.limit import with_limit
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.search import Search
@@ -153,7 +153,7 @@ def test_layers_that_no_stage_count_divides_are_spread():
 @pytest.mark.parametrize("total", [20, 24, 42])
 def test_uneven_chunks_leave_the_ranks_even(place, total):
     placement = place(8)
-    layers = spread_layers(replace(JOB, model=replace(MODEL, layers=total), pipeline=8), placement)
+    layers = divided([1.0] * total, placement)
     ranks = [sum(layers[stage] for stage in stages) for stages in placement.stage_of]
     assert sum(ranks) == total and max(ranks) - min(ranks) <= 1
     assert max(layers) - min(layers) == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
 
 from megatron_vp.cost.layers.flops import output_flops
 from megatron_vp.cost.layers.layer_operations import layer_flops
@@ -20,27 +18,6 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     if rest or not each:
         raise UserError(UNEVEN_LAYERS.format(num_layers=job.model.layers, stages=stages))
     return (each,) * stages
-
-
-def spread_layers(job: Job, placement: Placement) -> tuple[int, ...] | None:
-    """Spread layers over the ranks as evenly as possible; return None if all stages get the same number."""
-    total, p = job.model.layers, placement.ranks
-    if not total % placement.stages:
-        return None
-    return by_stage([total * (rank + 1) // p - total * rank // p for rank in range(p)], placement)
-
-
-def by_stage(counts: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Number of layers of every virtual stage, given each rank's number of layers (`counts`).
-
-    If a rank's layers do not divide equally, some of its chunks get one more; which ones varies from rank to rank.
-    """
-    layers, chunks = [0] * placement.stages, placement.chunks
-    for rank, stages in enumerate(placement.stage_of):
-        each, larger = divmod(counts[rank], chunks)
-        for place in range(chunks):
-            layers[stages[(rank + place) % chunks]] = each + (place < larger)
-    return tuple(layers)
 
 
 def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
@@ -64,35 +41,6 @@ def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[
     found = dict(zip(others, _spread(layers - last, len(others)), strict=True))
     found |= zip(own, _spread(last, len(own)), strict=True)
     return tuple(found[stage] for stage in range(placement.stages))
-
-
-def least_work_layers(count: int, layer: float, work: Sequence[float], placement: Placement) -> tuple[int, ...] | None:
-    """Layers per virtual stage that minimise the busiest rank's work; None if there are too few layers.
-
-    At first, each stage except the model's first and last gets one layer. Then each remaining layer goes to the rank
-    with the least work so far. Each rank's layers are spread evenly over its stages. Any remainder goes to inner stages
-    if possible, not to the model's first or last stage.
-
-    layer: seconds of one layer.
-    work: seconds that each rank spends outside its layers.
-    """
-    ends = (0, placement.stages - 1)
-    given = [sum(stage not in ends for stage in stages) for stages in placement.stage_of]
-    if sum(given) > count:
-        return None
-    queue = [(load + (count + 1) * layer, rank) for rank, (load, count) in enumerate(zip(work, given, strict=True))]
-    heapq.heapify(queue)
-    for _ in range(count - sum(given)):
-        load, rank = queue[0]
-        given[rank] += 1
-        heapq.heapreplace(queue, (load + layer, rank))
-    layers = [0] * placement.stages
-    for rank, stages in enumerate(placement.stage_of):
-        each, larger = divmod(given[rank], len(stages))
-        inner_first = sorted(stages, key=lambda stage: stage in ends)
-        for place, stage in enumerate(inner_first):
-            layers[stage] = each + (place < larger)
-    return tuple(layers)
 
 
 def _spread(layers: int, stages: int) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """Chooses the vocabulary rows of each rank and the layers of each stage to balance the ranks' work.
 
-A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows
-(`water_filling`). Rows are assigned for each of several layouts of the layers. The most promising layouts are simulated
-with the job's schedule, and the fastest one is kept. This module assumes that all GPUs are equally fast;
-`measured_rows.py` uses the measured speed of each GPU.
+A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows. Rows are
+assigned for several divisions of the layers (`layer_division`). The most promising ones are simulated with the job's
+schedule, and the fastest is kept. All GPUs count as equally fast; `measured_rows` uses their measured speed.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from itertools import accumulate
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
-from megatron_vp.cost.planning.layer_choices import LayerChoice, layer_choices
-from megatron_vp.cost.planning.pattern_cuts import pattern_choices
+from megatron_vp.cost.planning.layer_division import divisions, fill, layer_seconds
 from megatron_vp.cost.planning.predict import make_simulator, predict
 from megatron_vp.cost.planning.samples import iteration_seconds, sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
-from megatron_vp.cost.planning.water_filling import fill
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.jobs.layout_text import even_layers
@@ -193,48 +189,30 @@ class _Search:
 
     @cached_property
     def candidates(self) -> list[Plan]:
-        """The plans worth simulating. Each group of layouts (see `layer_choices`) gives at most one plan: the one whose
-        busiest rank has the least work.
-        """
-        if self.plan.layers is not None:
-            groups = [[LayerChoice(self.plan.layers, tuple(range(self.job.pipeline)))]]
+        """The plans worth simulating: of each group of divisions, the one whose busiest rank has the least work."""
+        if self.plan.layers is None:
+            groups = divisions(layer_seconds(self.times), self.placement, self.cost)
         else:
-            groups = self._choices()
-        found = []
-        for group in groups:
-            full = [each for each in group if self.plan.layers is not None or min(each.layers)]
-            assigned = [each for each in map(self._assigned, full) if each is not None]
-            if assigned:
-                found.append(min(assigned, key=lambda each: each[1])[0])
-        return list(dict.fromkeys(found))
+            groups = [[(self.plan.layers, range(self.job.pipeline))]]
+        assigned = [[plan for division in group if (plan := self._assigned(*division))] for group in groups]
+        return list(dict.fromkeys(min(group, key=lambda each: each[1])[0] for group in assigned if group))
 
-    def _choices(self) -> list[list[LayerChoice]]:
-        if self.job.model.pattern:
-            return pattern_choices(self.times, self.placement, self.cost)
-        traffic = CommunicationModel(self.job, self.hardware).layer_traffic()
-        layer = sum(self.times.layer()) + 2 * traffic
-        return layer_choices(self.job.model.layers, self.placement, layer, self.cost)
-
-    def _assigned(self, choice: LayerChoice) -> tuple[Plan, tuple[float, float]] | None:
-        """Assign rows to the holders of `choice`; return the plan and its sort key, or None if the rows do not fit.
+    def _assigned(self, layers: tuple[int, ...], holders: range) -> tuple[Plan, tuple[float, float]] | None:
+        """Assign rows to `holders`; return the plan and its sort key, or None if the rows do not fit.
 
         The key is a pair: the busiest rank's work, rounded to thousandths of the mean, and the total work of all ranks.
         """
-        stages = stage_times(self.times, self.plan.vocab, choice.layers, self.single.split_backward)
+        stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
-        room, holders = self.room(choice.layers), choice.holders
-        while True:
-            units = fill(work, self.cost, [most if rank in holders else 0 for rank, most in enumerate(room)])
-            if units is None:
-                return None
+        most = [room if rank in holders else 0 for rank, room in enumerate(self.room(layers))]
+        while (units := fill(work, self.cost, most)) is not None:
             least = SMALLEST_SHARE * sum(units) / self.job.pipeline
-            left = tuple(rank for rank in holders if units[rank] >= least)
-            if sum(map(bool, units)) == len(left):
-                break
-            holders = left
-        loads = [own + self.cost[count] for own, count in zip(work, units, strict=True)]
-        plan = replace(self.plan, layers=_none_if_equal(choice.layers), vocab_rows=self._rows(units))
-        return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * self.job.pipeline), sum(loads))
+            if all(not own or own >= least for own in units):
+                loads = [own + self.cost[count] for own, count in zip(work, units, strict=True)]
+                plan = replace(self.plan, layers=_none_if_equal(layers), vocab_rows=self._rows(units))
+                return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * self.job.pipeline), sum(loads))
+            most = [room if own >= least else 0 for own, room in zip(units, most, strict=True)]
+        return None
 
     @cached_property
     def cost(self) -> list[float]:

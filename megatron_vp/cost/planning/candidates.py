@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.layer_operations import WIDE
 from megatron_vp.cost.layers.layer_types import head_kinds
-from megatron_vp.cost.layers.layouts import least_work_layers, spread_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.pattern_cuts import even_cut, letter_seconds, unit_length
-from megatron_vp.cost.ranks.communication import CommunicationModel
+from megatron_vp.cost.planning.layer_division import divided, layer_seconds, sloping
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
+from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.options import OPTIONS
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod, family
 
@@ -128,9 +126,9 @@ def candidates(job: Job, hardware: Hardware, chunks: int = 2, offload: bool = Fa
             found.append(Candidate(method, Plan(name, vocab, own, even)))
         if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
             continue
-        for layers in dict.fromkeys(_redistributed(job, placement, hardware)):
-            if layers != even and len(set(layers)) > 1:
-                found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
+        layers = balanced_layers(job, placement, hardware)
+        if layers != even and len({*layers}) > 1:
+            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
     return found
 
 
@@ -138,61 +136,30 @@ def balanced_layers(job: Job, placement: Placement, hardware: Hardware) -> tuple
     """Distribute the layers over the virtual stages so that the busiest rank has as little work as possible. The work
     includes unsplit vocabulary layers.
 
-    For a hybrid model, each letter of its pattern counts as a layer; see `pattern_cuts.even_cut`. Raises UserError if
-    there are fewer layers than middle stages, which are all stages except the first and the last.
+    Raises UserError if there are fewer layers than middle stages, which are all stages except the first and the last.
     """
     times = PassTimes(job, hardware)
-    if job.model.pattern:
-        work = _vocabulary_work(times, placement)
-        found = even_cut(letter_seconds(times), placement, work, may_be_empty=(0, placement.stages - 1))
-    else:
-        layer = sum(times.layer()) + 2 * CommunicationModel(job, hardware).layer_traffic()
-        work = [0.0] * placement.ranks
-        if job.fp8 is not None:
-            slower = sum(times.layer("t" + WIDE)) - sum(times.layer())
-            work[placement.first_rank] += job.bf16_at_start * slower
-            work[placement.last_rank] += job.bf16_at_end * slower
-        work = [own + more for own, more in zip(work, _vocabulary_work(times, placement), strict=True)]
-        found = least_work_layers(job.model.layers, layer, work, placement)
+    layers = layer_seconds(times)
+    work = sloping(layers, placement.ranks)  # Earlier ranks have more time for layers, while the pipeline fills.
+    work[placement.last_rank] += sum(sum(times.layer(kind)) for kind in head_kinds(job.model))
+    work[placement.first_rank] += sum(times.whole_embedding())
+    work[placement.last_rank] += sum(times.whole_output())
+    found = divided(layers, placement, work, may_be_empty=(0, placement.stages - 1))
     if found is None:
         raise UserError(too_few_layers(job, placement.stages))
     return found
 
 
-def _redistributed(job: Job, placement: Placement, hardware: Hardware) -> list[tuple[int, ...]]:
-    """The layouts to try with the method `redistributed`: the result of `balanced_layers` and, if the model's pattern
-    repeats, the best layout that cuts only between repetitions, which is sometimes slightly faster.
-    """
-    found = [balanced_layers(job, placement, hardware)]
-    size = unit_length(job.model.pattern)
-    if 1 < size < job.model.layers:
-        times = PassTimes(job, hardware)
-        unit = sum(letter_seconds(times)) / job.model.layers * size
-        whole = least_work_layers(job.model.layers // size, unit, _vocabulary_work(times, placement), placement)
-        found += [] if whole is None else [tuple(size * count for count in whole)]
-    return found
-
-
-def _vocabulary_work(times: PassTimes, placement: Placement) -> list[float]:
-    """Seconds per microbatch that each rank spends in unsplit vocabulary layers and in multi-token prediction."""
-    work = [0.0] * placement.ranks
-    work[placement.last_rank] += sum(sum(times.layer(kind)) for kind in head_kinds(times.job.model))
-    work[placement.first_rank] += sum(times.whole_embedding())
-    work[placement.last_rank] += sum(times.whole_output())
-    return work
-
-
 def _even(job: Job, placement: Placement, hardware: Hardware) -> tuple[int, ...] | None:
-    """Layers per virtual stage, spread as evenly as possible; None if all stages get the same number.
+    """Layers per virtual stage, with which the ranks have equal work as far as possible; None if equally many.
 
-    If the model has a `pattern` (see `ModelShape`), the ranks' work is evened out, not their numbers of layers.
+    Stages of a model whose layers are all alike get equally many layers if possible.
     """
-    letters = None
-    if job.model.pattern:
-        letters = even_cut(letter_seconds(PassTimes(job, hardware)), placement)
-    if letters is None:
-        return spread_layers(job, placement)
-    return None if len(set(letters)) == 1 else letters
+    if not job.model.pattern and not job.model.layers % placement.stages:
+        return None
+    layers = divided(layer_seconds(PassTimes(job, hardware)), placement)
+    layers = layers or even_layers(job.model.layers, placement.stages)
+    return None if len({*layers}) == 1 else layers
 
 
 def too_few_layers(job: Job, stages: int) -> str:

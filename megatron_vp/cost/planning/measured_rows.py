@@ -2,7 +2,7 @@
 
 GPUs of the same model differ in speed by a few percent. Moving rows can compensate for this; moving whole layers is too
 coarse. The earlier run's rank reports say how long each rank computes per microbatch, and how many rows it
-has. Rows are then assigned so that all ranks take about the same time (`water_filling`).
+has. Rows are then assigned so that all ranks take about the same time (`layer_division.fill`).
 
 Files that may be wrong are refused: a report that is damaged, belongs to another run or covers too few iterations would
 put rows on the wrong ranks, and no later check would detect the mistake.
@@ -18,7 +18,7 @@ from statistics import fmean, median
 
 from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.planning.balanced import Shards, unit_of_rows
-from megatron_vp.cost.planning.water_filling import fill
+from megatron_vp.cost.planning.layer_division import fill
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.schedule import PassKind
