@@ -54,26 +54,21 @@ class RankReport:
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RankReport:
         """Read a report from a file's JSON object."""
-        iterations = [milliseconds / 1e3 for milliseconds in document["iteration_milliseconds"]]
-        passes = [
-            {kind: milliseconds / 1e3 for kind, milliseconds in each.items()}
-            for each in document["pass_milliseconds_by_iteration"]
-        ]
-        microbatches = [int(count) for count in document["microbatches_by_iteration"]]
-        times = [*iterations, *(took for each in passes for took in each.values())]
-        if not iterations or not len(iterations) == len(passes) == len(microbatches) or min(microbatches) < 1:
-            raise ValueError("iterations without times or microbatches")
-        if not all(0 <= took < math.inf for took in times):
-            raise ValueError("impossible times")
-        warm = 1 if len(iterations) > 1 else 0
+        names = ("iteration_milliseconds", "pass_milliseconds_by_iteration", "microbatches_by_iteration")
+        rows = list(zip(*map(document.__getitem__, names), strict=True))
+        times = [each for took, passes, _ in rows for each in (took, *passes.values())]
+        counts = [int(count) for _, _, count in rows]
+        if min(counts, default=0) < 1 or not all(0 <= each < math.inf for each in times):
+            raise ValueError("impossible times or numbers of microbatches")
+        took, passes, microbatches = zip(*(rows[1:] or rows), strict=True)  # The first iteration is for warm-up.
         peak = document["memory_bytes"].get("peak")
         return cls(
             rank=int(document["pipeline_rank"]),
             parameters=int(document["parameters"]),
-            microbatches=tuple(microbatches[warm:]),
+            microbatches=tuple(map(int, microbatches)),
             peak_microbatches_in_flight=float(document["peak_microbatches_in_flight"]),
-            iterations=tuple(iterations[warm:]),
-            passes=tuple(passes[warm:]),
+            iterations=tuple(each / 1e3 for each in took),
+            passes=tuple({kind: each / 1e3 for kind, each in own.items()} for own in passes),
             peak_memory_bytes=None if peak is None else int(peak),
             run=str(document["run"]),
             partition=Partition.of(document),

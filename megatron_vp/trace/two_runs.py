@@ -129,31 +129,23 @@ def picture(runs: TwoRuns) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
-    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(3, 1))
-    above = figure.add_subplot(grid[0, 0])
-    below = figure.add_subplot(grid[1, 0], sharex=above)
-    bars = figure.add_subplot(grid[:, 1])
-    plain, split = "plain", "vocabulary parallel"
-    above.plot(list(runs.plain.losses), list(runs.plain.losses.values()), label=plain, linewidth=4, alpha=0.4)
-    above.plot(list(runs.split.losses), list(runs.split.losses.values()), label=split, linewidth=1.2, color="black")
-    above.set_ylabel("training loss")
-    above.legend()
-    differences = runs.differences
-    below.plot(list(differences), list(differences.values()), color="black", linewidth=1)
-    below.set_ylabel("relative\ndifference")
-    below.set_xlabel("iteration")
-
-    width = 0.4
-    for run, name, offset, color in ((runs.plain, plain, -width / 2, "C0"), (runs.split, split, width / 2, "0.2")):
-        places = [rank + offset for rank in range(len(run.ranks))]
-        busy = [rank.busy_seconds for rank in run.ranks]
-        bars.bar(places, busy, width, color=color, label=f"{name}: computes")
-        waits = [rank.waiting_seconds for rank in run.ranks]
-        bars.bar(places, waits, width, bottom=busy, color=color, alpha=0.25, label=f"{name}: waits")
-    bars.set_xticks(range(len(runs.plain.ranks)))
-    bars.set_xlabel("pipeline rank")
-    bars.set_ylabel("seconds per iteration")
-    bars.set_ylim(0, 1.3 * max(run.iteration_seconds for run in (runs.plain, runs.split)))
+    axes = figure.subplot_mosaic([["losses", "bars"], ["below", "bars"]], width_ratios=(3, 2), height_ratios=(3, 1))
+    losses, bars, below = axes["losses"], axes["bars"], axes["below"]
+    both = (runs.plain, "plain", "C0", 4.0), (runs.split, "vocabulary parallel", "0.2", 1.2)
+    for place, (run, name, color, width) in enumerate(both):
+        losses.plot(list(run.losses), list(run.losses.values()), label=name, linewidth=width, color=color)
+        places = [rank + 0.4 * place - 0.2 for rank in range(len(run.ranks))]
+        busy, waits = ([getattr(rank, f"{what}_seconds") for rank in run.ranks] for what in ("busy", "waiting"))
+        bars.bar(places, busy, 0.4, color=color, label=f"{name}: computes")
+        bars.bar(places, waits, 0.4, bottom=busy, color=color, alpha=0.25, label=f"{name}: waits")
+    below.plot(list(runs.differences), list(runs.differences.values()), color="black", linewidth=1)
+    below.sharex(losses)
+    below.set(xlabel="iteration", ylabel="relative\ndifference")
+    losses.set(ylabel="training loss")
+    losses.legend()
+    highest = 1.3 * max(run.iteration_seconds for run, *_ in both)
+    bars.set(xlabel="pipeline rank", ylabel="seconds per iteration", xticks=range(len(runs.plain.ranks)))
+    bars.set(ylim=(0, highest))
     bars.legend(ncols=2, fontsize="x-small", loc="upper center")
     return saved(figure)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -45,19 +47,8 @@ class Constants:
         )
 
 
-FITTED = Constants(
-    matrix=0.8144,
-    attention_forward=0.2042,
-    attention_backward=0.3562,
-    newer_attention=2.097,
-    bandwidth=0.7902,
-    layer_bytes=136.9,
-    score_bytes=58.5,
-    gap=0.0001655,
-    speed_spread=0.02572,
-    idle_boost=0.06107,
-    network=0.8927,
-)
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+FITTED = Constants(**_FILE["fitted"])
 """The result of `evidence/calibrate.py`, for 8 and 16 A100s, fp16, and Megatron with unfused cross entropy."""
 
 CALIBRATED = FITTED.with_newer_attention()
@@ -76,23 +67,17 @@ class Compared(NamedTuple):
     worst: int
 
 
-_COMPARED = {
-    ("h100", False, False): Compared("H100, dense, bf16", 15, 2, 5),
-    ("h100", True, False): Compared("H100, dense, fp8", 31, 4, 13),
-    ("h100", False, True): Compared("H100, MoE, bf16 and fp8", 16, 6, 16),
-    ("h100", True, True): Compared("H100, MoE, bf16 and fp8", 16, 6, 16),
-    ("a100", False, False): Compared("A100, dense, fp16", 22, 4, 7),
-}
+_COMPARED = {kind: Compared(*figures) for kind, figures in _FILE["compared"].items()}
 
 
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
     """The comparison for one kind of job; None if no published run of this kind states enough of its configuration."""
-    return _COMPARED.get((hardware, fp8, experts))
+    return _COMPARED.get(f"{hardware} {'moe' if experts else 'dense'}{' fp8' if fp8 else ''}")
 
 
 def compared_elsewhere(experts: bool) -> Compared:
     """The comparison to quote if `compared` returns None. Among the comparisons for this value of `experts`, it has the
     largest mean error.
     """
-    known = (each for (_, _, has_experts), each in _COMPARED.items() if has_experts == experts)
+    known = (each for kind, each in _COMPARED.items() if ("moe" in kind) == experts)
     return max(known, key=lambda each: each.mean)

@@ -107,9 +107,8 @@ def read_cells(path: Path) -> dict[Cell, Measurement]:
     found: dict[Cell, Measurement] = {}
     for number, row in enumerate(csv.DictReader(read_text(path, "published cells", MIB).splitlines()), 2):
         where = f"{path}, line {number}"
-        missing = next((name for name in COLUMNS if row.get(name) is None), None)
-        if missing is not None:
-            raise UserError(f"{where}: column {missing} is missing")
+        if missing := [name for name in COLUMNS if row.get(name) is None]:
+            raise UserError(f"{where}: column {missing[0]} is missing")
         table, gpus, sequence, method, vocab_k, *values = (row[name].strip() for name in COLUMNS)
         try:
             cell = Cell(int(table), int(gpus), int(sequence), method, int(vocab_k))

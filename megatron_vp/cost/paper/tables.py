@@ -108,13 +108,11 @@ def picture(rows: Sequence[Row]) -> bytes:
                 for method, cells in blocks[setup].items():
                     sizes = [each.cell.vocab_k for each in cells]
                     published = [getattr(each.published, quantity, None) or float("nan") for each in cells]
-                    predicted = [getattr(each, quantity) for each in cells]
-                    axis.plot(sizes, predicted, color=_COLORS[method], label=method)
+                    axis.plot(sizes, [getattr(each, quantity) for each in cells], color=_COLORS[method], label=method)
                     axis.plot(sizes, published, "x", color=_COLORS[method])
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(sizes, [str(size) for size in sizes])
-                axis.set_xlabel("vocabulary, thousand tokens")
-                axis.set_ylabel(label)
+                axis.set(xlabel="vocabulary, thousand tokens", ylabel=label)
                 axis.label_outer()
                 axis.grid(alpha=0.3)
             axes[2 * place][column].set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)

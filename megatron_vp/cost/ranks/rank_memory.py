@@ -205,7 +205,7 @@ class MemoryModel:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
                 waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
         held, scores = once_memory(self.job, split, (kind for kind, _ in self._layers(rank))), 0.0
-        peak, most = (0.0, 0.0), 0.0
+        peak = (0.0, 0.0)
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # Bytes that are held now, by microbatch and chunk.
@@ -230,37 +230,33 @@ class MemoryModel:
                 after -= own[account] - waiting[stage]
                 own[account] = waiting[stage]
             layers, vocabulary = held, scores + shared  # Bytes during the pass.
+            moments = []  # The same at its other moments.
             if kind is PassKind.F:
                 layers += in_pass[stage].forward
                 if has_output:
                     scores += kept_score * scored
-                    at_end = scores + shared + 2 * logits
-                    if held + at_end > layers + vocabulary:
-                        layers, vocabulary = held, at_end
+                    moments.append((held, scores + shared + 2 * logits))
             elif kind is PassKind.B or kind is PassKind.BW:
-                layers += max(0.0, waiting[stage] - kept[stage]) if left else 0.0
-                layers += in_pass[stage].backward
+                layers += in_pass[stage].backward + (max(0.0, waiting[stage] - kept[stage]) if left else 0.0)
                 if has_output:
-                    at_start = vocabulary = vocabulary + 2 * logits
+                    vocabulary += 2 * logits
                     if self.job.layers is not LayerKind.PAPER:
+                        moments.append((held, vocabulary))
                         # The logits are freed before the layers' backward begins.
                         vocabulary += 2 * left * scored - 2 * logits - kept_score * scored
-                        if held + at_start >= layers + vocabulary:
-                            layers, vocabulary = held, at_start
                     # A later W needs the logits' gradient in 16 bits.
                     scores -= (kept_score - 2 * left) * scored
                 if whole and stage == 0:
-                    if layers + vocabulary > most:
-                        peak, most = (layers, vocabulary), layers + vocabulary
-                    # The first stage's backward computes the embedding's dense gradient last.
-                    layers = after + left * self._embedding_s_backward(waiting[stage])
-                    vocabulary = scores + dense
+                    # The first stage's backward computes the embedding's dense gradient last. In the paper's code, only
+                    # one of the stage's layers still keeps tensors for W at that point.
+                    paper = left and self.job.layers is LayerKind.PAPER
+                    fewer = waiting[stage] - SPLIT_BACKWARD * self.job.units if paper else 0.0
+                    moments.append((after - fewer, scores + dense))
             elif kind is PassKind.W and has_output:
                 vocabulary += dense
                 scores -= 2 * scored
             held = after
-            if layers + vocabulary > most:
-                peak, most = (layers, vocabulary), layers + vocabulary
+            peak = max(peak, (layers, vocabulary), *moments, key=sum)
         return peak
 
     def shared(self, rank: int) -> list[float]:
@@ -314,22 +310,13 @@ class MemoryModel:
         stages = self.schedule.placement.stage_of[rank]
         return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
 
-    def _embedding_s_backward(self, waiting: float) -> float:
-        """Change in the layers' memory, in bytes, when a split backward reaches the embedding. In the paper's code,
-        only one of the stage's layers still keeps tensors for W at that point.
-        """
-        return SPLIT_BACKWARD * self.job.units - waiting if self.job.layers is LayerKind.PAPER else 0.0
-
     def in_pass(self, rank: int) -> dict[int, PassMemory]:
         """Temporary bytes in the passes of every virtual stage of `rank`, in addition to what layers keep."""
-        split = self.schedule.split_backward
-        return {stage: pass_memory(self.job, split, letters) for stage, letters in self._letters(rank).items()}
-
-    def _letters(self, rank: int) -> dict[int, str]:
-        """The part of `ModelShape.pattern` for each virtual stage of a rank; empty strings if there is no pattern."""
-        starts = [0, *accumulate(self.layers)]
-        pattern = self.job.model.pattern
-        return {stage: pattern[starts[stage] : starts[stage + 1]] for stage in self.schedule.placement.stage_of[rank]}
+        ends, pattern = [0, *accumulate(self.layers)], self.job.model.pattern
+        return {
+            stage: pass_memory(self.job, self.schedule.split_backward, pattern[ends[stage] : ends[stage + 1]])
+            for stage in self.schedule.placement.stage_of[rank]
+        }
 
     def held(self, rank: int, what: str) -> dict[int, float]:
         """Bytes that a microbatch needs on each virtual stage of `rank`. `what` is a field of `LayerMemory`."""
