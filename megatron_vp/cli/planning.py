@@ -136,7 +136,7 @@ class Request:
     @property
     def assumed(self) -> list[str]:
         """Assumptions about settings that affect time but that the job does not specify."""
-        from megatron_vp.cost.ranks.assumptions import assumed
+        from megatron_vp.cost.layers.job_plan import assumed
 
         grows = self.config.values.get("step_batch_size_schedule") is not None
         growing = ["the last batch size of --step-batch-size-schedule"] if grows else []

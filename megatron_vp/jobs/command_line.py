@@ -5,21 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_vp.errors import UserError
 
 CONFIG = "--config"
 CPU = "--cpu"
-
-
-class Flag(NamedTuple):
-    """One occurrence of `--name`, `--name=value` or `--name value value ...`."""
-
-    option: str
-    """The flag's name with its leading dashes."""
-    values: tuple[str, ...]
-    """The words that follow the name; empty for a bare flag."""
 
 
 def grouped(words: Sequence[str]) -> list[list[str]]:
@@ -38,21 +28,20 @@ def grouped(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def flags_in(words: Sequence[str]) -> Iterator[Flag]:
-    """Yield the flags in order, as `grouped` does."""
+def flags_in(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the flags in order, as `grouped` does: each name with its dashes, and the values. `--name=value` counts as
+    `--name value`.
+    """
     for first, *values in grouped(words):
         option, equals, value = first.partition("=")
-        yield Flag(option, (value, *values) if equals else tuple(values))
+        yield option, [value, *values] if equals else values
 
 
 def flag_value(words: Sequence[str], option: str) -> str | None:
     """The first value of the last occurrence of `option` ("" for a bare flag); None if it does not occur."""
     first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    found = None
-    for flag in flags_in(words[first:]):
-        if flag.option == option:
-            found = flag.values[0] if flag.values else ""
-    return found
+    found = [values for name, values in flags_in(words[first:]) if name == option]
+    return next(iter(found[-1]), "") if found else None
 
 
 def asks_for_cpu(words: Sequence[str]) -> bool:

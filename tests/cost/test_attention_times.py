@@ -8,7 +8,7 @@ from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layer_operations import operations
 from megatron_vp.cost.layers.shapes import Job, ModelShape
-from megatron_vp.cost.ranks.attention_times import BACKWARD, TILE, attention_times
+from megatron_vp.cost.ranks.pass_times import BACKWARD, TILE, attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
 
 H100 = HARDWARE["h100"]
@@ -38,9 +38,9 @@ def test_rates_are_published_ones(sequence):
     newest, old = job(sequence), job(sequence, flash_attention_2=1.0)
     flops = attention_flops(newest) / 2
     cudnn, third, second = PUBLISHED[sequence]
-    assert flops / times(newest).forward / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
-    assert flops / times(old).forward / 1e12 == pytest.approx(second, rel=0.04)
-    assert times(old).backward > 1.5 * times(newest).backward
+    assert flops / times(newest)[0] / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
+    assert flops / times(old)[0] / 1e12 == pytest.approx(second, rel=0.04)
+    assert times(old)[1] > 1.5 * times(newest)[1]
     either = times(job(sequence, flash_attention_2=0.5))
     for each, one, other in zip(either, times(old), times(newest), strict=True):
         assert each == pytest.approx((one + other) / 2)
@@ -49,9 +49,9 @@ def test_rates_are_published_ones(sequence):
 def test_narrow_heads_are_slower_and_each_context_rank_sees_shorter_pieces():
     """Published at 16384: 497 for heads of 64, 648 of 128, no mask."""
     narrow = replace(MODEL, heads=32, head_size=64)
-    assert times(job(16384)).forward / times(job(16384, narrow)).forward == pytest.approx(497 / 648, rel=0.05)
+    assert times(job(16384))[0] / times(job(16384, narrow))[0] == pytest.approx(497 / 648, rel=0.05)
     assert times(job(16384, replace(MODEL, heads=8, kv_groups=8, head_size=256))) == times(job(16384))
-    assert times(job(16384)).forward < 2 * times(job(16384, context=2)).forward < 1.03 * times(job(16384)).forward
+    assert times(job(16384))[0] < 2 * times(job(16384, context=2))[0] < 1.03 * times(job(16384))[0]
 
 
 def test_layers_with_windows_compute_those_alone():
@@ -67,6 +67,6 @@ def test_layers_with_windows_compute_those_alone():
 def test_hardware_without_rates_takes_the_fitted_ones():
     a100, one = HARDWARE["a100"], job(4096, flash_attention_2=1.0)
     took, flops = times(one, a100), attention_flops(one) / 2
-    assert took.forward == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
-    assert took.backward == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
+    assert took[0] == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
+    assert took[1] == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
     assert times(one, HARDWARE["b200"]) == times(job(4096), HARDWARE["b200"])

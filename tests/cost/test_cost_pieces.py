@@ -231,7 +231,7 @@ def test_messages_take_the_wires_between_their_ranks():
 
 def test_a_collective_between_nodes_crosses_the_network_once_per_node():
     communication = CommunicationModel(job(pipeline=32), A100)
-    assert communication.pipeline_nodes == 4
+    assert communication.nodes_of(range(communication.job.pipeline)) == 4
     assert communication.hops(32, 4) == pytest.approx(28 * LATENCY + 4 * NETWORK_LATENCY)
     assert communication.hops(8, 1) == pytest.approx(8 * LATENCY)
     network = 25e9 * CALIBRATED.network
@@ -247,7 +247,7 @@ def test_a_collective_between_nodes_crosses_the_network_once_per_node():
 
 def test_what_stays_in_a_node_takes_its_links():
     one, two = (CommunicationModel(job(pipeline=p), A100) for p in (8, 9))
-    assert (one.pipeline_nodes, two.pipeline_nodes) == (1, 2)
+    assert (one.nodes_of(range(8)), two.nodes_of(range(9))) == (1, 2)
     assert one.collectives(VocabMethod.VOCAB_1)[CollectiveKind.C1] == one.all_reduce(3 * 4 * 2048, 8, nodes=1)
     node = CommunicationModel(job(tensor=8), A100)
     assert node.tensor_sum == node.all_reduce(2 * 2048 * 3072, 8, nodes=1)

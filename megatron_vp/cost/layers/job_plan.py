@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_sizes import job_of, modules_in
 from megatron_vp.cost.layers.layer_operations import LAYERS, OFFLOADED
 from megatron_vp.cost.layers.layouts import equal_layers
@@ -12,6 +13,7 @@ from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
 from megatron_vp.jobs.options import UNCOUNTED
 from megatron_vp.jobs.pattern_text import pattern_in
@@ -55,6 +57,33 @@ def uncounted(config: JobConfig) -> list[str]:
     letters = sorted(set(pattern.letters) - {*LAYERS})
     if letters:
         found.append(f"--hybrid-layer-pattern ({', '.join(letters)}: counted as attention *)")
+    return found
+
+
+def assumed(job: Job, hardware: Hardware) -> list[str]:
+    """List the assumptions that a prediction makes about settings that the job leaves open, each with the option that
+    would make it unnecessary, if there is one.
+    """
+    found = []
+    older = hardware.rates is not None and hardware.rates.flash_attention_2 is not None
+    if 0 < job.flash_attention_2 < 1 and older and job.layers is LayerKind.ENGINE:
+        found.append(
+            "attention time is the mean of the times of FlashAttention 2 and cuDNN 9, because published runs with "
+            "delayed scaling used one or the other; choose one with --attention-backend flash or fused"
+        )
+    if not job.dispatcher and job.expert > 1:
+        kind = "flex" if job.is_flexible else "alltoall"
+        found.append(
+            f"--moe-token-dispatcher-type is {kind}, as in published recipes; the prediction does not cover Megatron's "
+            "default, allgather, which moves more data"
+        )
+    if job.graphs in ("local", "transformer_engine"):
+        found.append(
+            f"--cuda-graph-impl {job.graphs} saves no time, because GPUs are assumed never to wait for launches, and "
+            "its static buffers take no memory"
+        )
+    if job.offloaded_modules:
+        found.append("copies of --fine-grained-activation-offloading are hidden behind the passes")
     return found
 
 

@@ -142,27 +142,25 @@ def attention(job: Job) -> list[Op]:
     In latent attention, every tensor rank holds the complete down-projections. With sequence parallelism, the rank
     multiplies these only with its own tokens.
     """
-    model, t, tokens, wide, latent = job.model, job.tensor, job.tokens, job.element_bytes, job.model.latent
+    model, t, tokens, column, latent = job.model, job.tensor, job.tokens, job.column, job.model.latent
     queries, results = model.queries / t, model.results / t
     up = ("mla_up_proj",) if latent else ()
     keys, values, statistics = job.keys, job.values, tokens * 4 * model.heads / t
     own, gates = tokens / t if job.sequence_parallel else tokens, results * model.output_gate
     if latent is None:
         outputs = model.queries // t + 2 * keys + int(gates)
-        kept = (*_fused(job), *((wide * tokens * gates,) if gates else ()))
+        kept = (*_fused(job), *((column * gates,) if gates else ()))
         products = [Op("qkv", Matrix(model.hidden, outputs, tokens), keeps=kept)]
     else:
-        joined = latent.key_rank + latent.rotary
+        joined, each = latent.key_rank + latent.rotary, job.element_bytes * own
         widths = model.keys - model.heads * latent.rotary + model.values
         # The norms after the down-projections, which are parts of the up-projections, keep their inputs and results.
         products = [
-            Op("kv down", Matrix(model.hidden, joined, own), keeps=(wide * own * joined,)),
-            Op(
-                "kv up", Matrix(latent.key_rank, widths // t, tokens), keeps=(wide * own * latent.key_rank,), modules=up
-            ),
+            Op("kv down", Matrix(model.hidden, joined, own), keeps=(each * joined,)),
+            Op("kv up", Matrix(latent.key_rank, widths // t, tokens), keeps=(each * latent.key_rank,), modules=up),
         ]
         if latent.query_rank:
-            compressed = (wide * own * latent.query_rank,)
+            compressed = (each * latent.query_rank,)
             products.append(Op("q down", Matrix(model.hidden, latent.query_rank, own), keeps=compressed))
             matrix = Matrix(latent.query_rank, model.queries // t, tokens)
             products.append(Op("q up", matrix, keeps=compressed, modules=up))
@@ -170,21 +168,21 @@ def attention(job: Job) -> list[Op]:
             products.append(Op("q", Matrix(model.hidden, model.queries // t, tokens), modules=up))
     # Query and key norms, rotary embedding, and the split of the joint projection are each counted as one read and one
     # write of queries, keys and values.
-    moved = (2 + 2 * model.rotary + 2 * model.query_key_norms) * wide * tokens * (queries + keys + values)
-    kept = tuple(wide * tokens * each for each in (queries, keys, values))
+    moved = (2 + 2 * model.rotary + 2 * model.query_key_norms) * column * (queries + keys + values)
+    kept = tuple(column * each for each in (queries, keys, values))
     core = Op(
         "attention",
         scores=2 * tokens * job.sequence * (model.queries + model.results) / t,
         keeps=(statistics,),
         frees=() if job.layers is LayerKind.PAPER else tuple(_freed_by_attention(job, queries, results)),
-        gradients=(wide * tokens * (queries + results + keys + values),) * 2,
+        gradients=(column * (queries + results + keys + values),) * 2,
         modules=("core_attn",),
     )
     found = [_norm(job, apart=latent is not None)._replace(narrow=job.units), *products]
     found += [Op("split", moved=moved, keeps=kept, modules=up), core]
     if gates:  # The gate keeps the result of attention, and the projection that of the gate.
-        found.append(Op("gate", moved=3 * wide * tokens * gates, keeps=(wide * tokens * results,)))
-    matrix, kept = Matrix(model.results // t, model.hidden, tokens), (wide * tokens * results,)
+        found.append(Op("gate", moved=3 * column * gates, keeps=(column * results,)))
+    matrix, kept = Matrix(model.results // t, model.hidden, tokens), (column * results,)
     return [*found, Op("proj", matrix, keeps=kept, doubled=tokens * results, waits="tensor"), _residual(job)]
 
 
@@ -194,7 +192,7 @@ def delta(job: Job) -> list[Op]:
     It keeps the results of its projection, of its convolution, of the rule and of the gated norm; queries and keys are
     repeated for all heads of the values.
     """
-    net, t, tokens, wide = job.model.delta, job.tensor, job.tokens, job.element_bytes
+    net, t, tokens, column = job.model.delta, job.tensor, job.tokens, job.column
     assert net is not None
     keys, values, hidden = net.key_heads * net.key_size / t, net.value_heads * net.value_size / t, job.model.hidden
     projected, mixed = int(2 * keys + 2 * values + 2 * net.value_heads // t), 2 * keys + values
@@ -203,22 +201,20 @@ def delta(job: Job) -> list[Op]:
         "convolution",
         parameters=int(net.kernel * mixed),
         work=2 * tokens * net.kernel * mixed,
-        moved=wide * tokens * (2 * mixed + rule),
-        keeps=(wide * tokens * rule,),
+        moved=column * (2 * mixed + rule),
+        keeps=(column * rule,),
     )
     core = Op(
         "delta rule",
         work=8 * tokens * net.value_heads / t * net.value_size**2,
-        moved=wide * tokens * (rule + values),
-        keeps=(wide * tokens * values,),
-        gradients=(wide * tokens * (rule + values),) * 2,
+        moved=column * (rule + values),
+        keeps=(column * values,),
+        gradients=(column * (rule + values),) * 2,
     )
-    gated = Op(
-        "gated norm", moved=3 * wide * tokens * values, keeps=(wide * tokens * values,), modules=("gdn_norm_out",)
-    )
+    gated = Op("gated norm", moved=3 * column * values, keeps=(column * values,), modules=("gdn_norm_out",))
     return [
         _norm(job)._replace(narrow=job.units),
-        Op("in", Matrix(hidden, projected, tokens), keeps=(wide * tokens * projected,)),
+        Op("in", Matrix(hidden, projected, tokens), keeps=(column * projected,)),
         *(convolution, core, gated),
         Op("proj", Matrix(int(values), hidden, tokens), doubled=tokens * values, waits="tensor"),
         _residual(job),
@@ -239,26 +235,26 @@ def head(job: Job) -> list[Op]:
 
 def _freed_by_attention(job: Job, queries: float, results: float) -> list[float]:
     """Bytes of the tensors that only the backward of attention, and of the norms of queries and keys, needs."""
-    model, t, tokens, wide = job.model, job.tensor, job.tokens, job.element_bytes
-    keys, local, freed = job.keys, job.layers is not LayerKind.ENGINE, []
+    model, t, tokens, column = job.model, job.tensor, job.tokens, job.column
+    wide, keys, local, freed = job.element_bytes, job.keys, job.layers is not LayerKind.ENGINE, []
     if model.query_key_norms:
         # The norms keep their inputs. Transformer Engine copies these inputs out of the projection's result. A local
         # layer keeps the whole result and, with grouped-query attention, also a copy of the queries.
-        freed = [wide * tokens * queries, float(wide * tokens * keys)]
+        freed = [column * queries, float(column * keys)]
         freed += [4 * tokens * model.heads / t, 4.0 * tokens * max(model.kv_groups // t, 1)]
         if local:
-            freed += [wide * tokens * (keys + (queries if model.kv_groups < model.heads else 0))]
+            freed += [column * (keys + (queries if model.kv_groups < model.heads else 0))]
     if local and model.rotary:
         # Sines and cosines are kept in the model's dtype, once for queries and once for keys.
         rotated = model.latent.rotary if model.latent else model.head_size
         freed += [wide * rotated * job.sequence / job.context] * 4
     if job.layers is LayerKind.LOCAL_SDPA and job.context > 1:
         # With context parallelism, attention keeps keys and values of whole sequences, and a copy of its result.
-        freed.append(tokens * wide * ((keys + job.values) * (job.context - 1) + results))
+        freed.append(column * ((keys + job.values) * (job.context - 1) + results))
     if job.layers is LayerKind.LOCAL:
         # Keys and values are repeated for all heads of a group. The kept scores replace the statistics.
         kept = wide + (4 if job.wide_softmax and wide < 4 else 0) + job.attention_dropout * (wide + DROPPED)
-        freed.append(2 * tokens * wide * (queries - keys) + kept * job.scores - 4 * tokens * model.heads / t)
+        freed.append(2 * column * (queries - keys) + kept * job.scores - 4 * tokens * model.heads / t)
     return freed
 
 

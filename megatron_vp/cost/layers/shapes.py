@@ -293,6 +293,11 @@ class Job:
         """Tokens of a microbatch on one rank."""
         return self.sequence * self.micro_batch // self.context
 
+    @property
+    def column(self) -> int:
+        """Bytes of one element for each token of a microbatch on one rank."""
+        return self.element_bytes * self.tokens
+
     @cached_property
     def units(self) -> float:
         """Elements of a microbatch's hidden states on one rank; sequence parallelism divides them by tensor ranks."""

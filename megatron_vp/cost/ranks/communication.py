@@ -103,11 +103,6 @@ class CommunicationModel:
         took = self.all_reduce(self.whole_hidden_bytes, self.job.tensor, self.nodes(self.job.tensor))
         return took * EXPOSED_SUM if self.job.tensor_overlap else took
 
-    @property
-    def pipeline_nodes(self) -> int:
-        """The number of nodes that the pipeline ranks occupy."""
-        return self.nodes_of(range(self.job.pipeline))
-
     def nodes_of(self, ranks: Sequence[int]) -> int:
         """The number of nodes that the pipeline ranks in `ranks` occupy."""
         return len({self.node(rank) for rank in ranks})
@@ -144,7 +139,7 @@ class CommunicationModel:
 
     def synchronous_vocabulary(self) -> float:
         """Seconds that a pass V (interlaced) waits for all-reduces of embedding, input gradient and statistics."""
-        p, nodes = self.job.pipeline, self.pipeline_nodes
+        p, nodes = self.job.pipeline, self.nodes_of(range(self.job.pipeline))
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
 

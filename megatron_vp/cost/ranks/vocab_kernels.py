@@ -71,19 +71,17 @@ class ShardPasses:
 
     def gemm(self) -> float:
         """Seconds of X W^T; E W takes as long."""
-        tokens, rows, hidden = self.tokens, self.rows, self.hidden
-        operands = self.element_bytes * (tokens * hidden + rows * hidden + tokens * rows)
-        return max(self._arithmetic, operands / self.rates.copy)
+        return self._product(self.element_bytes)
 
     def weight_gemm(self) -> float:
         """Seconds of E'^T X', including reading and writing the accumulated gradient to which the product is added."""
-        tokens, rows, hidden = self.tokens, self.rows, self.hidden
-        operands = self.element_bytes * (tokens * hidden + tokens * rows)
-        return max(self._arithmetic, (operands + 2 * self.gradient_bytes * rows * hidden) / self.rates.copy)
+        return self._product(2 * self.gradient_bytes)
 
-    @property
-    def _arithmetic(self) -> float:
-        return 2 * self.tokens * self.rows * self.hidden / self.rates.gemm
+    def _product(self, weight_bytes: float) -> float:
+        """Seconds of a GEMM that moves `weight_bytes` bytes per element of a matrix of the weight's shape."""
+        tokens, rows, hidden = self.tokens, self.rows, self.hidden
+        moved = self.element_bytes * (tokens * hidden + tokens * rows) + weight_bytes * rows * hidden
+        return max(2 * tokens * rows * hidden / self.rates.gemm, moved / self.rates.copy)
 
     def softmax(self) -> Kernel:
         """The softmax kernel, which computes statistics of every row and writes E over the logits."""
@@ -91,13 +89,9 @@ class ShardPasses:
         instructions = WHOLE_ROW_INSTRUCTIONS if whole else LONG_ROW_INSTRUCTIONS
         return self._kernel((2 if whole else 3) * self.element_bytes, instructions, self.tokens * self.rows)
 
-    def rescale(self) -> Kernel:
-        """The kernel that rescales E W as soon as the statistics of the whole vocabulary are known."""
-        return self._kernel(2 * self.element_bytes, RESCALE_INSTRUCTIONS, self.tokens * self.hidden)
-
-    def enter_targets(self) -> Kernel:
-        """The kernel that scales the rows of X, and changes one entry of E for each token."""
-        return self._kernel(2 * self.element_bytes, TARGET_INSTRUCTIONS, self.tokens * self.hidden)
+    def scaled_rows(self, instructions: float) -> float:
+        """Seconds of a kernel that scales rows of hidden size, one for each token."""
+        return self._kernel(2 * self.element_bytes, instructions, self.tokens * self.hidden).seconds
 
     def _kernel(self, moved: float, instructions: float, elements: float) -> Kernel:
         issue = instructions * elements / (self.rates.issue * ISSUE_SHARE)
@@ -106,8 +100,8 @@ class ShardPasses:
     def output(self, method: VocabMethod) -> tuple[float, float]:
         """Seconds of S and T. With vocab-2, the time of S includes the rescaling of E W in the barrier after S."""
         scores = self.gemm() + self.softmax().seconds
-        gradients = self.enter_targets().seconds + self.weight_gemm()
-        early = self.gemm() + self.rescale().seconds
+        gradients = self.scaled_rows(TARGET_INSTRUCTIONS) + self.weight_gemm()
+        early = self.gemm() + self.scaled_rows(RESCALE_INSTRUCTIONS)
         return (scores + early, gradients) if method is VocabMethod.VOCAB_2 else (scores, gradients + early)
 
     def embedding(self, shards: float) -> tuple[float, float]:
