@@ -122,7 +122,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
             layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
         trace = None
         if folder is not None:
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline, rank, ranks)
+            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline)
         for _ in range(options.iterations + 1):
             traced = trace is not None and trace.begin()
             recorder = Recorder(torch.device("cpu")) if traced else None

@@ -25,20 +25,18 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer, perhaps forever.
-        descriptor = os.open(Path(path), os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            os.set_blocking(descriptor, True)
-            size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-            data = b"" if size > most else file.read(most + 1)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            os.set_blocking(file.fileno(), True)
+            is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+            data = file.read(most + 1)
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
-    if max(size, len(data)) > most:
+    if len(data) > most:
         raise UserError(
             f"cannot read {what} {path}: it is larger than {most // MIB} MiB, so it is probably the wrong file; check "
             "the path"
         )
-    if stat.S_ISFIFO(status.st_mode) and not data:
+    if is_pipe and not data:
         raise UserError(f"cannot read {what} {path}: it is a pipe without a writer")
     try:
         return data.decode("utf-8-sig", errors)
@@ -60,21 +58,15 @@ def replacing(path: str | os.PathLike[str], most_mode: int = 0o666) -> Iterator[
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, most_mode)
     try:
         with open(descriptor, "wb") as file:
-            if stat.S_ISREG(before := _mode(path)):
-                os.fchmod(descriptor, stat.S_IMODE(before) & most_mode)
+            with suppress(OSError):
+                if stat.S_ISREG(before := path.lstat().st_mode):
+                    os.fchmod(descriptor, stat.S_IMODE(before) & most_mode)
             yield file
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(partial)
         raise
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except OSError:
-        return 0
 
 
 def write_report(path: Path, text: str, what: str) -> None:

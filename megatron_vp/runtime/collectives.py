@@ -39,7 +39,7 @@ class VocabularyCollectives:
         first_rank = placement.first_rank
         mtp_rank = None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage)
         self._groups, self._shapes, self._store = groups, shapes, iteration.store
-        self._observer, self._progress = iteration.observer, iteration.progress
+        self._observer = iteration.observer
         self._communicator: Any = groups.vocabulary  # None on ranks that take part in no collective.
         self._stream = stream
         self._layer_shards = layer_shards
@@ -69,10 +69,8 @@ class VocabularyCollectives:
         communicate, complete = self._PREPARE[collective.kind](self, collective.microbatch, collective.root)
 
         def observed() -> None:
-            self._progress.collective = collective
             with self._observer(collective):
                 communicate()
-            self._progress.collective = None
 
         event = self._stream.submit(observed)
         if collective in self._awaited:

@@ -179,6 +179,13 @@ def _nccl_options(timeout: timedelta | None, ctas: int) -> object:
     return options
 
 
+def from_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather one object from each rank of `group`, by default from all ranks of the job."""
+    given = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, own, group=group)
+    return given
+
+
 def pipeline_device() -> torch.device:
     """The device on which this process computes and communicates."""
     # The fake process group of a rank without peers works with any device, so use a GPU if one is available.

@@ -9,7 +9,6 @@ from typing import Any
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.store import Store
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
@@ -65,7 +64,6 @@ class Iteration:
     layer_shards: LayerShards | None
     gradients: bool
     observer: Observer
-    progress: Progress
 
     @property
     def rank(self) -> int:

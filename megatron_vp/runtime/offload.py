@@ -41,24 +41,6 @@ class SavedStorage:
         count = tensor.untyped_storage().nbytes() // tensor.itemsize
         self.bytes: torch.Tensor | None = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        assert self.bytes is not None
-        return self.bytes.numel()
-
-    @property
-    def is_emptied(self) -> bool:
-        """Whether the storage's memory has been freed by its owner."""
-        assert self.bytes is not None
-        return self.bytes.untyped_storage().nbytes() == 0
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this object holds the only reference to the storage."""
-        assert self.bytes is not None
-        return _owners(self.bytes) == _ALONE
-
 
 class SavedTensor(NamedTuple):
     """Takes the place of a tensor in autograd's graph."""
@@ -114,10 +96,12 @@ class SavedForward:
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         for storage in self._by_storage.values():
-            if not storage.is_emptied:  # Megatron frees outputs that it recomputes, and fills their storages again.
-                (self.moving if storage.is_ours else self.staying).append(storage)
+            held = storage.bytes
+            assert held is not None
+            if held.untyped_storage().nbytes():  # Megatron empties outputs that it recomputes, and fills them again.
+                (self.moving if _owners(held) == _ALONE else self.staying).append(storage)
         self._by_storage.clear()
-        self.sizes = [storage.size for storage in self.moving]
+        self.sizes = [storage.bytes.numel() for storage in self.moving if storage.bytes is not None]
 
     def leave_to_graph(self) -> None:
         """Drop all references, so that autograd frees each storage once the backward has used it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.runtime.buffers import Shapes
@@ -22,18 +21,6 @@ from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wa
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.transfers import Collective, Copy, Message
-
-
-@dataclass(frozen=True)
-class Report:
-    """Peak numbers of microbatches on one rank in one iteration."""
-
-    peak_in_flight: float
-    """Largest number of microbatches whose activations were held at once. A microbatch counts as 1/v for each of the
-    rank's v chunks that holds its activations.
-    """
-    peak_logits_in_flight: int
-    """Largest number of microbatches between S and T at once; their E and X (`PendingOutput`) are in memory."""
 
 
 class Pipeline:
@@ -58,13 +45,16 @@ class Pipeline:
         *,
         gradients: bool,
         observer: Observer = unobserved,
-    ) -> Report:
-        """Run one iteration. `Iteration` describes the arguments."""
+    ) -> tuple[float, int]:
+        """Run one iteration. `Iteration` describes the arguments.
+
+        Returns:
+            The largest numbers of microbatches that were held at once, with activations and with logits. Activations
+            count as 1/v for each of the rank's v chunks. Logits are held between S and T (`PendingOutput`).
+        """
         store = Store()
         marks_device = shapes.device.type == "cuda"
-        iteration = Iteration(
-            self.groups, schedule, program, store, shapes, model, layer_shards, gradients, observer, self.progress
-        )
+        iteration = Iteration(self.groups, schedule, program, store, shapes, model, layer_shards, gradients, observer)
         offload = self._offload(iteration)
         # A runner starts (`post`) and awaits (`wait`) one kind of operation; `finish` makes later work wait for the
         # rest.
@@ -83,9 +73,6 @@ class Pipeline:
             action = instruction.action
             passes[action.kind](action.microbatch, action.chunk)
 
-        def post(instruction: Post) -> None:
-            runners[type(instruction.operation)].post(instruction.operation)
-
         def wait(instruction: Wait) -> None:
             runners[type(instruction.operation)].wait(instruction.operation)
             if marks_device:
@@ -95,7 +82,7 @@ class Pipeline:
             Load: lambda instruction: chunks.load(instruction.microbatch),
             Run: run,
             Loss: lambda instruction: chunks.loss(instruction.microbatch),
-            Post: post,
+            Post: lambda instruction: runners[type(instruction.operation)].post(instruction.operation),
             Wait: wait,
         }
         with self.progress.schedule():
@@ -106,7 +93,7 @@ class Pipeline:
         store.assert_empty()
         if gradients:
             store.assert_peaks(program.peaks)
-        return Report(store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak)
+        return store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak
 
     def _offload(self, iteration: Iteration) -> Offload | None:
         """Create the `Offload` of a program with copies to the host; return None for other programs."""

@@ -1,8 +1,7 @@
 """Tracks where a rank is in its schedule, and describes the position if the rank cannot continue.
 
-The executor records its current instruction in an attribute of `Progress`. On CPU, the second stream records its
-current operation in another attribute. The watchdog (`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long
-a rank has made no progress.
+The executor records its current instruction in an attribute of `Progress`. The watchdog
+(`megatron_vp.runtime.watchdog`) polls `Progress` to learn how long a rank has made no progress.
 
 On CUDA, the host runs ahead of the device. After every wait, the rank therefore records a CUDA event, called a mark, on
 the compute stream, and keeps the mark until the device has passed it. Only the main thread queries the marks. The
@@ -42,14 +41,10 @@ Last Error:` (newer backend).
 """
 
 
-class _Finishing:
-    """Recorded after a program's last instruction, when this rank's last messages may still be in transit."""
-
-
-FINISHING = _Finishing()
+FINISHING = "waited for its last messages to be received"
+"""Recorded after a program's last instruction, when this rank's last messages may still be in transit."""
 _HOSTS_OWN = (Load, Run, Loss)
 """Instructions in which the host itself may stall, whatever its device is doing."""
-Place = tuple[int, "Instruction | _Finishing | None", Operation | None]
 
 
 class Progress:
@@ -67,12 +62,10 @@ class Progress:
         self.rank = rank
         self.iteration = 0
         """Number of schedules started."""
-        self.instruction: Instruction | _Finishing | None = None
+        self.instruction: Instruction | str | None = None
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the marks were last queried; None if there was none."""
-        self.collective: Operation | None = None
-        """On CPU, the operation that the second stream is running in its thread."""
         self.others: Callable[[], str] = str
         """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
         self._marks: deque[tuple[Wait, Any]] = deque()
@@ -102,7 +95,7 @@ class Progress:
         finally:
             self.instruction = None
 
-    def at(self, instruction: Instruction | _Finishing) -> None:
+    def at(self, instruction: Instruction | str) -> None:
         """Record that the host is at `instruction`, and query the device's marks; for the main thread only."""
         self.instruction = instruction
         if self._marks:
@@ -118,12 +111,12 @@ class Progress:
         if self.behind is None:
             self.behind = wait
 
-    def place(self) -> Place:
+    def place(self) -> tuple[int, Instruction | str | None]:
         """A value that changes whenever this rank makes progress."""
         iteration, at, behind = self.iteration, self.instruction, self.behind
-        if at is None and self._device_finished():
+        if at is None and (self._finished is None or self._finished.count() >= self._counted):
             behind = None  # Marks are not queried outside a schedule, so `behind` is out of date.
-        return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at, self.collective
+        return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at
 
     def sentence(self) -> str:
         """Describe what this rank was doing, as in "rank 1 was ...".
@@ -131,24 +124,18 @@ class Progress:
         Never raises, because a rank calls this just before it exits.
         """
         try:
-            _, at, collective = self.place()
-            said, behind = self._words(at, collective), self.behind
+            _, at = self.place()
+            said, behind = self._words(at), self.behind
             if isinstance(at, _HOSTS_OWN) and behind is not None:
                 said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
         except Exception as error:
             said = f"was at a point that could not be determined ({printable(f'{type(error).__name__}: {error}')})"
         return f"rank {self.members[self.rank]} {said}"
 
-    def _device_finished(self) -> bool:
-        return self._finished is None or self._finished.count() >= self._counted
-
-    def _words(self, at: Instruction | _Finishing | None, collective: Operation | None) -> str:
+    def _words(self, at: Instruction | str | None) -> str:
         match at:
-            case Wait(awaited):
-                behind = ""
-                if collective is not None and collective != awaited and collective.lane == awaited.lane:
-                    behind = f", behind {self._named(collective)}"
-                return f"waited for {self._named(awaited)}{behind}"
+            case Wait(operation):
+                return f"waited for {self._named(operation)}"
             case Run(action):
                 return f"was in pass {action.kind} of microbatch {action.microbatch}"
             case Loss(microbatch):
@@ -157,10 +144,7 @@ class Progress:
                 return f"was reading the data of microbatch {microbatch}"
             case Post(operation):
                 return f"was starting the transfer of {self._named(operation)}"
-            case _Finishing():
-                at_last = f", and for {self._named(collective)}" if collective else ""
-                return f"waited for its last messages to be received{at_last}"
-        return "was outside the pipeline schedule"
+        return str(at or "was outside the pipeline schedule")
 
     def _named(self, operation: Operation) -> str:
         return operation.words(self.members)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 
 import torch
@@ -87,31 +88,10 @@ class CudaStream:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class ThreadEvent:
-    """Completion of a function that the worker thread runs."""
+class ThreadEvent(Future):
+    """Completion of a function that a thread runs. `wait` blocks until it has returned, and raises its error."""
 
-    def __init__(self) -> None:
-        # The worker thread releases this lock when the function has finished. A `Future` is four times slower.
-        self._pending = threading.Lock()
-        self._pending.acquire()
-        self._error: BaseException | None = None
-
-    def settle(self, error: BaseException | None) -> None:
-        """Mark the function as finished; the worker thread calls this once."""
-        self._error = error
-        self._pending.release()
-
-    def wait(self) -> None:
-        """Block until the function has returned. If it failed, raise its exception."""
-        with self._pending:
-            if self._error is not None:
-                raise self._error
-
-    host_wait = wait
-
-    def done(self) -> bool:
-        """Whether the function has returned."""
-        return not self._pending.locked()
+    wait = host_wait = Future.result
 
 
 class ThreadStream:
@@ -146,7 +126,10 @@ class ThreadStream:
                     function()
                 except BaseException as caught:
                     error = caught
-            event.settle(error)
+            if error is None:
+                event.set_result(None)
+            else:
+                event.set_exception(error)
             # Free the function's buffers now, not when the next function arrives.
             del function, event
 
@@ -159,7 +142,7 @@ class InlineStream:
         with torch.no_grad():
             function()
         event = ThreadEvent()
-        event.settle(None)
+        event.set_result(None)
         return event
 
     def synchronise(self) -> None:

@@ -10,7 +10,6 @@ on rank 0's host read the same clock as rank 0, so their offset is exactly 0.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.files import write_report
-from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.groups import from_all, pipeline_device
 from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
@@ -47,22 +46,18 @@ class Alignment(NamedTuple):
     wall: int
 
 
-def align(pipeline: dist.ProcessGroup, rank: int, ranks: int) -> Alignment:
+def align(pipeline: dist.ProcessGroup) -> Alignment:
     """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running."""
     token = torch.zeros(1, device=pipeline_device())
-    tokens = token.new_zeros(ranks)
+    tokens = token.new_zeros(pipeline.size())
     enter, leave = [], []
     for _ in range(_ROUNDS):
         enter.append(time.perf_counter_ns())
         dist.all_gather_into_tensor(tokens, token, pipeline)
         tokens.tolist()  # On a GPU, `tolist` makes the host wait for the all-gather.
         leave.append(time.perf_counter_ns())
-    host = zlib.crc32(_BOOT.read_bytes()) if _BOOT.exists() else rank
-    own = torch.tensor([*enter, *leave, host, time.time_ns()], dtype=torch.int64, device=token.device)
-    gathered = own.new_zeros(ranks * len(own))
-    dist.all_gather_into_tensor(gathered, own, pipeline)
-    *first, first_host, wall = gathered[: len(own)].tolist()
-    enter_0, leave_0 = first[:_ROUNDS], first[_ROUNDS:]
+    host = _BOOT.read_text() if _BOOT.exists() else pipeline.rank()
+    (enter_0, leave_0, first_host, wall), *_ = from_all((enter, leave, host, time.time_ns()), pipeline)
     lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))
     highest = min(a - b for a, b in zip(leave_0, enter, strict=True))
     if host == first_host and lowest <= 0 <= highest:
@@ -76,21 +71,15 @@ class PipelineTrace:
     Args:
         folder: every rank writes `rank_<r>.json` there.
         iterations: the iterations to trace, counted from 1 at the start of the job; the same on all ranks.
-        pipeline: connects the `ranks` ranks of the pipeline, of which this one is `rank`.
+        pipeline: connects the ranks of the pipeline.
         partition: how the model is split over ranks; the trace file records it.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        iterations: range,
-        pipeline: dist.ProcessGroup,
-        rank: int,
-        ranks: int,
-        partition: Partition = UNKNOWN,
+        self, folder: Path, iterations: range, pipeline: dist.ProcessGroup, partition: Partition = UNKNOWN
     ) -> None:
         self._folder, self._iterations, self._partition = folder, iterations, partition
-        self._pipeline, self._rank, self._ranks = pipeline, rank, ranks
+        self._pipeline = pipeline
         self._iteration, self._clock_error = 0, 0.0
         self._alignments: list[Alignment] = []
         self._microbatches: dict[int, int] = {}
@@ -101,7 +90,7 @@ class PipelineTrace:
         self._iteration += 1
         if self._iteration not in self._iterations:
             return False
-        self._alignments.append(align(self._pipeline, self._rank, self._ranks))
+        self._alignments.append(align(self._pipeline))
         return True
 
     def add(self, recorder: Recorder, schedule: Schedule, *_unused: Any) -> None:
@@ -113,7 +102,7 @@ class PipelineTrace:
         self._spans += traced_spans(recorder.spans, self._iteration, lambda nanoseconds: (nanoseconds + shift) / 1e6)
         trace = RankTrace(
             run=str(first.wall),
-            rank=self._rank,
+            rank=self._pipeline.rank(),
             schedule=schedule.name,
             vocab=schedule.vocab.value,
             placement=schedule.placement.stage_of,
@@ -122,7 +111,7 @@ class PipelineTrace:
             spans=tuple(self._spans),
             partition=self._partition,
         )
-        write_report(path_of(self._folder, self._rank), trace.to_json(), "the pass trace")
+        write_report(path_of(self._folder, trace.rank), trace.to_json(), "the pass trace")
 
 
 def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:

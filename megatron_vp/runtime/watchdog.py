@@ -60,6 +60,8 @@ class Watchdog:
     def __init__(self, progress: Progress, first_limit: float, limit: float) -> None:
         self._progress, self._first_limit, self._limit = progress, first_limit, limit
         self._own = progress.members[progress.rank]
+        self._call = -1 - progress.members[0]
+        """In place of a rank in the notes: the roll of this pipeline has been called."""
         self._told: int | None = None
         """The first signal that told this process to end."""
         self._signals = _signals()
@@ -130,15 +132,15 @@ class Watchdog:
 
         This method never returns, and a store may never answer, so it needs its own thread.
         """
-        place = contact = None
+        place = notes = None
         while True:
             time.sleep(self._period)
             with self._answering, suppress(Exception):  # The process that hosts the store may have exited.
                 before, place = place, self._progress.place()
                 if place == before:
-                    called, words = contact = contact or _contact(_STORE_SECONDS)
-                    if called.read(self._progress.members[:1]):
-                        words.leave(self._own, self._progress.sentence())
+                    notes = notes or _notes(_STORE_SECONDS)
+                    if notes.read([self._call]):
+                        notes.leave(self._own, self._progress.sentence())
 
     def others(self, seconds: float = _SECONDS_TO_ANSWER, call: bool = True) -> str:
         """Record what this rank is doing, and return a text that names the ranks that hold up the pipeline. The main
@@ -167,18 +169,17 @@ class Watchdog:
 
     def _ask(self, seconds: float, heard: dict[int, str], call: bool) -> None:
         with suppress(Exception):
-            called, words = _contact(2 * seconds)
-            said, members = self._progress.sentence(), self._progress.members
-            words.leave(self._own, said)
+            notes, said, members = _notes(2 * seconds), self._progress.sentence(), self._progress.members
+            notes.leave(self._own, said)
             if call:
-                called.leave(members[0])
-            elif not called.read(members[:1]):
+                notes.leave(self._call)
+            elif not notes.read([self._call]):
                 return
             heard[self._own] = said
             # On a busy machine, each round takes longer, and the other ranks get more than `seconds`.
             for _ in range(round(seconds / _ROUND_SECONDS)):
                 if silent := [rank for rank in members if rank not in heard]:
-                    heard |= {rank: printable(word) for rank, word in words.read(silent, _ROUND_SECONDS).items()}
+                    heard |= {rank: printable(word) for rank, word in notes.read(silent, _ROUND_SECONDS).items()}
 
     def _end(self, said: str, others: str = "") -> NoReturn:
         if self._told is None:
@@ -197,11 +198,11 @@ class Watchdog:
             self._told = self._told or next(iter(ours.intersection(os.read(reader, 64))), None)
 
 
-def _contact(seconds: float) -> tuple[Notes, Notes]:
-    """The calls of the roll and the ranks' records, with a limit of `seconds` for each operation on the store."""
+def _notes(seconds: float) -> Notes:
+    """The ranks' records, with a limit of `seconds` for each operation on the store."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
-    return Notes("stalled/called", store), Notes("stalled", store)
+    return Notes("stalled", store)
 
 
 _running: Watchdog | None = None

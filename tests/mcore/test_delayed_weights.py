@@ -236,7 +236,7 @@ def test_the_first_microbatch_is_told_as_megatron_tells_it(monkeypatch, gradient
     monkeypatch.setattr(megatron_model.schedules, "forward_step_calc_loss", lambda *_, **__: None)
     monkeypatch.setattr(megatron_model.schedules, "set_current_microbatch", lambda *_: None)
     monkeypatch.setattr(
-        megatron_model, "capture", lambda *_: Capture((), {}, None, inspect.signature(_Counting.forward))
+        megatron_model, "capture", lambda *_: Capture(inspect.signature(_Counting.forward).bind_partial(None), None)
     )
     chunk = _Counting()
     shapes = SimpleNamespace(device="cpu", heads=1)

@@ -287,7 +287,7 @@ def test_a_file_without_conversations_is_refused(tmp_path, line, said):
 def captured(**changes: object) -> SimpleNamespace:
     """A microbatch of sixteen tokens in three documents, as `capture` hands it over."""
     packed = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 3, 9, 16]), "cu_seqlens_q_padded": None}
-    packed = SimpleNamespace(**packed | {"local_cp_size": None} | changes.pop("packed", {}))
+    packed = SimpleNamespace(**packed | changes.pop("packed", {}))
     arguments = {"input_ids": torch.zeros(1, 16), "packed_seq_params": packed} | changes
     return SimpleNamespace(argument=arguments.get)
 
@@ -303,7 +303,6 @@ SHAPES = Shapes(16, 1, 4, torch.float32, torch.device("cpu"))
         ({"packed": {"cu_seqlens_q": torch.tensor([0, 12, 32])}}, SHAPES, 2, None),
         ({"packed_seq_params": object()}, SHAPES, 1, "in the format None to the model, but only the format thd"),
         ({"packed": {"qkv_format": "sbhd"}}, SHAPES, 1, "in the format sbhd"),
-        ({"packed": {"local_cp_size": 2}}, SHAPES, 1, "--hybrid-context-parallel"),
         ({"input_ids": torch.zeros(1, 12)}, SHAPES, 1, r"input_ids of shape \[1, 12\] .* here 16 tokens"),
         (
             {"labels": torch.zeros(2, 8)},
@@ -313,12 +312,12 @@ SHAPES = Shapes(16, 1, 4, torch.float32, torch.device("cpu"))
         ),
         ({"packed": {"cu_seqlens_q": torch.tensor([0, 5, 12])}}, SHAPES, 1, "that end at position 12 to the model"),
         ({}, replace(SHAPES, sequence=8, batch=2), 1, "--micro-batch-size 2 are .* or --micro-batch-size 1"),
-        ({}, replace(SHAPES, mtp_depth=1), 2, "packed sequences does not support --context"),
+        ({}, replace(SHAPES, mtp_depth=1), 2, "with packed sequences does not support --context"),
         (
             {"packed": {"cu_seqlens_q_padded": torch.tensor([0, 4, 9, 16])}},
             replace(SHAPES, mtp_depth=1),
             1,
-            "with padding between documents",
+            "nor padding between documents",
         ),
     ],
 )

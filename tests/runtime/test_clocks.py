@@ -30,7 +30,7 @@ def compare(rank, world, same_host):
         mock.patch.object(trace_writer, "time", shifted),
         mock.patch.object(trace_writer, "_BOOT", boot),
     ):
-        alignment = trace_writer.align(PipelineGroups.create([range(world)], []).pipeline, rank, world)
+        alignment = trace_writer.align(PipelineGroups.create([range(world)], []).pipeline)
         dist.barrier()
         return alignment
 

@@ -60,7 +60,7 @@ def stall(
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if place == "moving":
                     progress.at(Load(int(50 * time.monotonic())))
-                if rank == 2 and (lost == "at once" or (lost and store.check(["megatron_vp/stalled/called/0/0"]))):
+                if rank == 2 and (lost == "at once" or (lost and store.check(["megatron_vp/stalled/0/-1"]))):
                     raise RuntimeError("[/gloo/pair.cc:5] Connection closed by peer")
                 if told is not None and time.monotonic() - began > told:
                     os.kill(os.getpid(), signal.SIGTERM)

@@ -174,9 +174,7 @@ def run_pipeline(
             PipelineGroups.create([range(world)], forward_edges | backward_edges, vocab_members=members)
         )
         shapes = Shapes(SEQUENCE, BATCH, HIDDEN, dtype, torch.device(device))
-        trace = trace_folder and PipelineTrace(
-            trace_folder, range(2, len(steps) + 1), pipeline.groups.pipeline, rank, world
-        )
+        trace = trace_folder and PipelineTrace(trace_folder, range(2, len(steps) + 1), pipeline.groups.pipeline)
         results = []
         for iteration, (microbatches, gradients) in enumerate(steps):
             schedule = schedule_of(microbatches, gradients=gradients)
@@ -191,7 +189,7 @@ def run_pipeline(
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
             observer = recorder.span if recorder else unobserved
             program = lower(schedule)[rank]
-            report = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
+            peaks = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
             if recorder:
                 recorder.finish()
                 trace.add(recorder, schedule)
@@ -200,7 +198,6 @@ def run_pipeline(
             if not tied:
                 found["output"] = output.main_grad
             found = {name: gradient if gradient is None else gradient.cpu() for name, gradient in found.items()}
-            peaks = (report.peak_in_flight, report.peak_logits_in_flight)
             results.append((model.losses, found, peaks, len(model.completed)))
         dist.barrier()
         return results

@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
 
@@ -39,9 +38,6 @@ class ScaledDotProductAttention(MegatronModule):
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
     of c holds pieces r and 2c - 1 - r. Megatron's `get_batch_on_this_cp_rank` cuts sequences in this way to balance
     causal attention. The attention of a piece uses the keys up to the end of the piece, with a causal mask.
-
-    Raises UserError for a softmax type that PyTorch's attention does not support, for a sliding window, and for a
-    non-causal layer with context parallelism.
     """
 
     def __init__(
@@ -58,22 +54,12 @@ class ScaledDotProductAttention(MegatronModule):
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise UserError(
-                f"--core-attention sdpa does not support the softmax type {config.softmax_type}: use "
-                "--core-attention megatron"
-            )
-        if config.window_size is not None:
-            raise UserError("--core-attention sdpa does not support a sliding window: use --core-attention megatron")
         # A replay that counts the memory that Transformer Engine would use does not gather keys and values. Transformer
         # Engine passes them around a ring, and each rank keeps only those of its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
-        if self.context_group is not None and attn_mask_type is not AttnMaskType.causal:
-            raise UserError(
-                f"--core-attention sdpa with --context-parallel-size {config.context_parallel_size} supports only "
-                f"causal layers, not {attn_mask_type.name} ones: use --context-parallel-size 1"
-            )
+        causal = attn_mask_type is AttnMaskType.causal
+        assert causal or self.context_group is None, "with context parallelism, only causal layers are supported"
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale

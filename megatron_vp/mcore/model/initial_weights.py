@@ -40,7 +40,7 @@ from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.model.chunk_layout import even_layout
 from megatron_vp.mcore.settled import SettledJob, placed_as_megatron
-from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.groups import from_all, pipeline_device
 from megatron_vp.schedule.placement import Placement
 
 _LAYERS = "decoder.layers."
@@ -122,7 +122,7 @@ class PlainStart:
                 chunk = build(layout, ends | ({"vp_stage": index} if layout.chunks > 1 else {}))
                 self._held.append(dict(_tensors(chunk)))
         self._group, self._tensor_size = groups.mp, groups.tp.size()
-        self._holdings = self._from_all([_forms(held) for held in self._held])
+        self._holdings = from_all([_forms(held) for held in self._held], groups.mp)
 
     @torch.no_grad()
     def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
@@ -136,7 +136,7 @@ class PlainStart:
         stage = placement.stage_of[rank // self._tensor_size][index]
         near = stage * self._placement.stages // placement.stages
         # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway.
-        for owner, (its_near, wanted) in enumerate(self._from_all((near, _forms(own)))):
+        for owner, (its_near, wanted) in enumerate(from_all((near, _forms(own)), self._group)):
             for name, form in wanted.items():
                 found = self._source(name, form, its_near, owner % self._tensor_size)
                 if found is None:
@@ -161,12 +161,6 @@ class PlainStart:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
 
-    def _from_all(self, own: Any) -> list[Any]:
-        """Gather one object from each rank of the model replica, in order of pipeline rank, then tensor rank."""
-        given: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(given, own, group=self._group)
-        return given
-
     def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
         """Find where plain Megatron would hold a tensor: the rank within the replica, and that rank's chunk. If several
         chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
@@ -190,8 +184,7 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     if not moves_layers(job) or job.arguments.init_model_with_meta_device or job.arguments.fake_process_group:
         return None
     # Nodes may see different files. The ranks exchange the weights, so all ranks or none must build them.
-    loads: list[Any] = [None] * groups.mp.size()
-    dist.all_gather_object(loads, job.checkpoint_to_load is not None, group=groups.mp)
+    loads = from_all(job.checkpoint_to_load is not None, groups.mp)
     return None if all(loads) else PlainStart(job, groups, build)
 
 

@@ -30,10 +30,11 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
-from megatron_vp.mcore.model.model_check import adapted, check_model, check_vocabulary_layers, softcap_of
+from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, stage_ends, vocab_shards
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
+from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Run
@@ -56,13 +57,18 @@ class RankModel:
         self.pipeline: Pipeline | None = None
         self._prepared = 0
         self._shards: dict[str, Any] = {}
-        self._trained: dict[str, bool] = {}
         self._start = plain_start(self.job, groups, build_plain)
 
     @property
     def complete(self) -> bool:
         """Whether all chunks are built."""
         return len(self.chunks) == self.job.placement.chunks
+
+    @property
+    def connected(self) -> Pipeline:
+        """This rank's part of the pipeline, once all chunks are prepared."""
+        assert self.pipeline is not None
+        return self.pipeline
 
     def build(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Build the next chunk, given a function of `pre_process` and `post_process`. The placement, not the caller,
@@ -104,11 +110,8 @@ class RankModel:
         job, groups, chunk, first = self.job, self.groups, self.chunks[index], self.chunks[0]
         leave_out_hooks(chunk)
         if job.settings.vocab_parallel:
-            self._agree(functools.partial(check_vocabulary_layers, chunk, job.arguments.vocab_label_smoothing))
-            found = split_vocabulary(job, chunk, first, groups, index)
-            self._shards |= found
-            layers = {name: layer for name, layer in found.items() if isinstance(layer, nn.Module)}
-            self._trained |= {name: layer.weight.requires_grad for name, layer in layers.items()}
+            self._check(chunk)
+            self._shards |= split_vocabulary(job, chunk, first, groups, index)
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
         # communicators only after the last chunk is built.
         if index + 1 == job.placement.chunks:
@@ -117,18 +120,14 @@ class RankModel:
                 members = job.placement.vocab_members(vocab_shards(job, chunk).holders)
             self.pipeline = create_pipeline(job, groups, members)
 
-    def _agree(self, check: Callable[[], None]) -> None:
-        """Run a check on all ranks of the model. If it raises UserError on one rank, raise the same error on all."""
+    def _check(self, chunk: nn.Module) -> None:
+        """Raise UserError on all ranks of the model if the vocabulary layers of one rank's chunk cannot be split."""
         said = None
         try:
-            check()
+            check_vocabulary_layers(chunk, self.job.arguments.vocab_label_smoothing)
         except UserError as error:
             said = str(error)
-        every = [said]
-        if not self.job.arguments.fake_process_group:
-            every *= self.groups.mp.size()
-            dist.all_gather_object(every, said, group=self.groups.mp)
-        for message in filter(None, every):
+        for message in filter(None, from_all(said, self.groups.mp)):
             raise UserError(message)
 
     def layer_shards(self, *, trains: bool) -> LayerShards | None:
@@ -140,6 +139,8 @@ class RankModel:
         job, placement = self.job, self.job.placement
         if not job.settings.vocab_parallel:
             return None
+        for chunk in self.chunks:
+            check_methods(chunk)  # A script may have replaced them since the model was built.
         places = (
             ("embedding", "embedding.word_embeddings", placement.chunk_of(0)),
             ("output", "output_layer", placement.chunk_of(placement.stages - 1)),
@@ -150,7 +151,7 @@ class RankModel:
             layer = self.chunks[index].get_submodule(path)
             if layer is not self._shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
                 raise UserError(adapted(path, layer))
-            if trains and layer.weight.requires_grad != self._trained[name]:
+            if trains and layer.weight.requires_grad != hasattr(layer.weight, "main_grad"):
                 raise UserError(
                     "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
                     "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
@@ -174,7 +175,7 @@ def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
 
 
 def _placing(
-    build: Callable[..., nn.Module], groups: Callable[[], ProcessGroupCollection], build_plain: BuildPlain
+    build: Callable[..., nn.Module], groups: ProcessGroupCollection, build_plain: BuildPlain
 ) -> Callable[..., nn.Module]:
     """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`."""
     if _constructor_places():
@@ -184,7 +185,7 @@ def _placing(
     def build_chunk(*args: Any, **kwargs: Any) -> nn.Module:
         nonlocal model
         if model is None or not kwargs.get("vp_stage"):
-            model = RankModel(groups(), build_plain)
+            model = RankModel(groups, build_plain)
         return model.build(lambda **ends: build(*args, **kwargs | ends))
 
     return build_chunk
@@ -229,7 +230,7 @@ def building(given: dict[str, Any]) -> None:
         prepare(chunks)
         return chunks
 
-    given["build_model_func"] = _placing(build, lambda: groups, plain_chunk)
+    given["build_model_func"] = _placing(build, groups, plain_chunk)
     given["pre_wrap_hook"] = last_hook
 
 
@@ -237,12 +238,10 @@ def building(given: dict[str, Any]) -> None:
 def getting_model(given: dict[str, Any]) -> None:
     """Patch Megatron's `get_model`, which builds chunks with a script's own `model_provider`."""
     provider, config = given["model_provider_func"], given.get("config")
-
-    def groups() -> ProcessGroupCollection:
-        return given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+    groups = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        return provider(config=config and layout.of_model(config), pg_collection=groups(), **place)
+        return provider(config=config and layout.of_model(config), pg_collection=groups, **place)
 
     build = _placing(provider, groups, plain_chunk)
 
@@ -323,11 +322,6 @@ def _construct(
         )
     groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
     index, config = given["vp_stage"] or 0, given["config"]
-    if softcap_of(config) and job.placement.chunk_of(job.placement.stages - 1) + 1 != job.placement.chunks:
-        raise UserError(
-            f"--pipeline-schedule {job.arguments.pipeline_schedule} does not place the last stage in the last chunk of "
-            "its rank, but Megatron-Bridge caps this model's logits in that chunk: use a schedule that does"
-        )
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
         return GPTModel(**{**given, "config": layout.of_model(config), "vp_stage": None, **place})

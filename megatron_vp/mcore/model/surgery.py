@@ -24,9 +24,9 @@ from torch import nn
 
 from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
-from megatron_vp.mcore.model.whole_vocabulary import keep_whole_layers, moved_rows
+from megatron_vp.mcore.model.whole_vocabulary import WholeLayers, moved_rows
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
+from megatron_vp.runtime.groups import PipelineGroups, from_all, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
 from megatron_vp.schedule.transfers import all_edges
@@ -88,14 +88,6 @@ class ShardedOutputLayer(OutputLayer):
         return {**weight, f"{prefix}_extra_state": extra}
 
 
-class WordEmbeddingHolder(MegatronModule):
-    """Provides the module path `embedding.word_embeddings` on a rank without virtual stage 0."""
-
-    def __init__(self, config: Any, word_embeddings: ShardedWordEmbedding) -> None:
-        super().__init__(config)
-        self.word_embeddings = word_embeddings
-
-
 def split_vocabulary(
     job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
 ) -> dict[str, Any]:
@@ -116,7 +108,7 @@ def split_vocabulary(
     rank = dist.get_rank(groups.mp)
     shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
-    whole = keep_whole_layers(chunk, shards, groups)
+    whole = WholeLayers(chunk, shards, groups)
     tied = chunk.share_embeddings_and_output_weights
     found: dict[str, Any] = {}
     if index == placement.chunk_of(0):
@@ -130,7 +122,8 @@ def split_vocabulary(
             # position embeddings.
             chunk.embedding.reduce_scatter_embeddings = False
         elif holds_rows:
-            chunk.embedding = WordEmbeddingHolder(chunk.config, word_embeddings)
+            chunk.embedding = MegatronModule(chunk.config)  # Provides the module path of the weight.
+            chunk.embedding.word_embeddings = word_embeddings
         found |= {"embedding": word_embeddings if holds_rows else None, "trains_embedding": weight.requires_grad}
     if index == placement.chunk_of(placement.stages - 1):
         if tied:
@@ -179,8 +172,10 @@ def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_membe
     # backend's limit counts from the launch of an operation, possibly several microbatches before its execution.
     backend_limit = timedelta(seconds=1.1 * first)
     edges = all_edges(job.placement, job.settings.vocab_parallel)
+    # For every model replica of the job, its global ranks in the order of their vocabulary shards.
+    replicas = sorted(set(from_all(tuple(dist.get_process_group_ranks(groups.mp)))))
     communicators = PipelineGroups.create(
-        _all_replicas(groups.mp),
+        replicas,
         edges,
         backend_limit,
         tensor_size=groups.tp.size(),
@@ -190,13 +185,6 @@ def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_membe
     if not communicators.alone:  # A rank without peers has no launcher, and so no store.
         Watchdog(pipeline.progress, first, later).start()
     return pipeline
-
-
-def _all_replicas(own: dist.ProcessGroup) -> list[list[int]]:
-    """For every model replica of the job, its global ranks in the order of their vocabulary shards."""
-    members: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(members, dist.get_process_group_ranks(own))
-    return [list(ranks) for ranks in sorted(set(map(tuple, members)))]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
-from megatron_vp.runtime.groups import pipeline_device
+from megatron_vp.runtime.groups import from_all, pipeline_device
 from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
@@ -53,6 +54,7 @@ class WholeLayers:
         self._ends = {name: getattr(chunk, name) for name in _ENDS}
         self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
         self.output_layer = chunk.output_layer if chunk.post_process else None
+        object.__setattr__(chunk, _ATTRIBUTE, self)
 
     def release(self) -> None:
         """Free the rows, but keep the attributes that Megatron attached to the parameters."""
@@ -62,35 +64,24 @@ class WholeLayers:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the unsharded layers in place of the shards, inside this context."""
-        chunk = self.chunk
-        modules, ends = dict(chunk._modules), {name: getattr(chunk, name) for name in _ENDS}
-        if self.embedding is None:
-            chunk._modules.pop("embedding", None)
-        else:
-            shard, chunk.embedding.word_embeddings = chunk.embedding.word_embeddings, self.embedding
-        if self.output_layer is None:
-            chunk._modules.pop("output_layer", None)
-        else:
-            chunk.output_layer = self.output_layer
-        vars(chunk).update(self._ends)
-        self.shown = True
-        try:
-            yield
-        finally:
-            self.shown = False
-            vars(chunk).update(ends)
-            chunk._modules.clear()
-            chunk._modules.update(modules)  # Restore the original order of modules and parameters.
-            if self.embedding is not None:
-                chunk.embedding.word_embeddings = shard
-            self.release()
-
-
-def keep_whole_layers(chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> WholeLayers:
-    """Keep a chunk's unsharded vocabulary layers for `whole_vocabulary`. Call this before the layers are split."""
-    layers = WholeLayers(chunk, shards, groups)
-    object.__setattr__(chunk, _ATTRIBUTE, layers)
-    return layers
+        chunk, parts = self.chunk, self.chunk._modules
+        inner = parts if self.embedding is None else chunk.embedding._modules
+        # The patches restore the order of modules and parameters, too.
+        with mock.patch.dict(parts), mock.patch.dict(inner), mock.patch.multiple(chunk, **self._ends):
+            if self.embedding is None:
+                parts.pop("embedding", None)
+            else:
+                chunk.embedding.word_embeddings = self.embedding
+            if self.output_layer is None:
+                parts.pop("output_layer", None)
+            else:
+                chunk.output_layer = self.output_layer
+            self.shown = True
+            try:
+                yield
+            finally:
+                self.shown = False
+                self.release()
 
 
 @contextmanager
@@ -151,10 +142,9 @@ def moved_rows(
         start: the number of rows in front of this part.
     """
     ranks, rank, device = dist.get_process_group_ranks(group), dist.get_rank(group), pipeline_device()
-    parts: list[Any] = [None] * len(ranks)
     # Scripts may have frozen or converted the weight since its configuration was made, so its holders say what it is.
     own = None if own_vh is None else (start, *own_vh.shape, own_vh.dtype, own_vh.requires_grad)
-    dist.all_gather_object(parts, own, group=group)
+    parts = from_all(own, group)
     _, _, width, dtype, trained = next(filter(None, parts))
     rows = max(1, BLOCK_BYTES // (width * dtype.itemsize))
     wanted_vh = torch.empty(len(wanted), width, dtype=dtype, device=device)

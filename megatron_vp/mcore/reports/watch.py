@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_vp.mcore.reports.job_partition import iterations_in, partition_of
 from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
@@ -54,11 +53,10 @@ def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:
     if _reports is None:
         _reports = [PipelineScalars(job.args)] if job.args and args.log_pipeline_interval else []
         if args.pipeline_trace is not None:
-            place = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
             iterations = iterations_in(args.pipeline_trace_iterations)
             folder = Path(args.pipeline_trace)
             folder.mkdir(parents=True, exist_ok=True)
-            _reports.append(PipelineTrace(folder, iterations, pipeline, *place, partition_of(args)))
+            _reports.append(PipelineTrace(folder, iterations, pipeline, partition_of(args)))
         if args.rank_report is not None:
             _reports.append(RankReport(args, described(job)))
     due = [report for report in _reports if report.begin()]

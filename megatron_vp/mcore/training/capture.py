@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -64,36 +63,27 @@ class Probe:
         return getattr(self._model if hasattr(self._model, name) else core, name)
 
 
-@dataclass
 class Capture:
-    """The model's arguments and the loss function that `forward_step` provided for one microbatch on this rank."""
+    """The model's arguments and the loss function that `forward_step` provided for one microbatch on this rank.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_func: Callable[..., Any]
-    signature: inspect.Signature
+    bound: the arguments of the chunk's `forward`.
+    """
+
+    def __init__(self, bound: inspect.BoundArguments, loss_func: Callable[..., Any]) -> None:
+        self._bound, self.loss_func = bound, loss_func
 
     def argument(self, name: str) -> Any:
         """Return the argument `name` that was passed to the model; None if it was omitted."""
-        return self.arguments().get(name)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments that were passed to the model, by parameter name."""
-        return self._bound().arguments
+        return self._bound.arguments.get(name)
 
     def keep(self, *names: str) -> None:
         """Free all arguments except the named ones. Call this method only after the model has run."""
-        asked = self.arguments()
-        self.args, self.kwargs = (), {name: asked[name] for name in names if asked.get(name) is not None}
+        self._bound.arguments = {name: self.argument(name) for name in names}
 
-    def given(self, **arguments: Any) -> Capture:
-        """Return a copy of this capture in which some of the model's arguments are replaced."""
-        bound = self._bound()
-        bound.arguments.update(arguments)
-        return replace(self, args=bound.args[1:], kwargs=bound.kwargs)
-
-    def _bound(self) -> inspect.BoundArguments:
-        return self.signature.bind_partial(None, *self.args, **self.kwargs)
+    def run(self, model: torch.nn.Module, options: dict[str, Any], **replaced: Any) -> torch.Tensor:
+        """Call the model with the captured arguments, except those that are `replaced`, and further `options`."""
+        call = inspect.BoundArguments(self._bound.signature, self._bound.arguments | replaced)
+        return model(*call.args[1:], **call.kwargs, **options)
 
 
 def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
@@ -132,16 +122,15 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     # the model. Remove the recorded call from the probe, so that the call's attention mask can be freed.
     args, kwargs = probe.calls.pop()
     core = unwrap_model(model)
-    captured = Capture(args, kwargs, loss_func, _signature(type(core).forward))
     try:
-        asked = captured.arguments()
+        captured = Capture(_signature(type(core).forward).bind_partial(None, *args, **kwargs), loss_func)
     except TypeError as error:
         raise UserError(
             f"this forward_step does not call the model as Megatron defines it ({error}): leave out the arguments that "
             f"{type(core).__name__}.forward does not have, or leave --vocab-parallel and --pipeline-schedule out"
         ) from None
     for name, what in _ELSEWHERE.items():
-        if asked.get(name) is not None:
+        if captured.argument(name) is not None:
             raise UserError(
                 f"this forward_step calls the model with {name} ({what}), which is not supported: leave {name} out, or "
                 f"leave --vocab-parallel and --pipeline-schedule out"

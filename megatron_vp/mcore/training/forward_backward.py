@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import cuda_graphs
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.utils import print_rank_0
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import stages_behind_mtp
-from megatron_vp.mcore.model.model_check import check_methods
-from megatron_vp.mcore.model.preparation import prepare
+from megatron_vp.mcore.model.preparation import RankModel, prepare
 from megatron_vp.mcore.reports.watch import watch
-from megatron_vp.mcore.settled import SettledJob, current, own_loop
+from megatron_vp.mcore.settled import own_loop
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.mcore.training.packed_sequences import packs_sequences
@@ -33,7 +29,6 @@ from megatron_vp.runtime.executor import unobserved
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.host_memory import GIB
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
@@ -73,37 +68,49 @@ def forward_backward(
     if adjust_tensor_shapes_fn is not None:
         raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
     gradients = not forward_only
-    job = _job(model, pg_collection, gradients)
-    _check_communicator(job.pipeline, p2p_communicator)
-    if gradients:
-        _require_gradient_buffers(job.chunks)
-    shapes = _shapes(job, seq_length, micro_batch_size, gradients)
-    timers, rank = job.config.timers, job.pipeline.groups.rank
+    _check_communicator(p2p_communicator)
+    chunks = model if isinstance(model, list) else [model]
+    built = _model(chunks, gradients)
+    shards, pipeline, config = built.layer_shards(trains=gradients), built.connected, get_model_config(chunks[0])
+    groups = pg_collection or built.groups
+    shapes = _shapes(built, groups.cp.size(), seq_length, micro_batch_size, gradients)
+    timers, rank = config.timers, pipeline.groups.rank
     if timers is not None:
-        timers("forward-backward", log_level=1).start(barrier=job.config.barrier_with_L1_time)
-    schedule, lowered = _programs(job, num_microbatches, gradients, shapes)
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    schedule, lowered = _programs(built, shards, num_microbatches, gradients, shapes)
     megatron = MegatronModel(
-        job.chunks,
+        chunks,
         forward_step_func,
         data_iterator if isinstance(data_iterator, list) else [data_iterator],
         schedule,
         rank,
         shapes,
         gradients,
-        job.groups.cp,
+        groups.cp,
         first_val_step,
     )
-    _run(job, schedule, lowered[rank], megatron, shapes, gradients)
+    # Options such as --rank-report time the passes and the communication of training iterations.
+    watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
+    observer, memory = watched.recorder.span if watched else unobserved, pipeline.host_memory
+    before = memory.bytes
+    peaks = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
+    if memory.bytes > before:
+        print_rank_0(
+            f"> allocated {(memory.bytes - before) / GIB:.2f} GiB of host memory for this rank's activations, "
+            f"{memory.bytes / GIB:.2f} GiB in all"
+        )
+    if watched:
+        watched.finish(chunks, schedule, *peaks)
     megatron.finish()
-    if gradients and job.config.finalize_model_grads_func is not None:
+    if gradients and config.finalize_model_grads_func is not None:
         # Megatron finalizes the gradients with its own reductions, as at the end of its schedules.
-        job.config.finalize_model_grads_func(
-            job.chunks,
-            megatron.tokens_seen if job.config.calculate_per_token_loss else None,
-            pg_collection=job.groups,
+        config.finalize_model_grads_func(
+            chunks,
+            megatron.tokens_seen if config.calculate_per_token_loss else None,
+            pg_collection=groups,
             force_all_reduce=force_all_reduce,
         )
-    if job.config.cuda_graph_impl == "local":
+    if config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         cuda_graphs.create_cudagraphs()
     megatron.check_losses()
@@ -115,23 +122,14 @@ def forward_backward(
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
-def _check_communicator(pipeline: Pipeline, given: Any) -> None:
-    """Raise UserError for a p2p_communicator that is not Megatron's own or does not connect the ranks of this pipeline.
-
-    Megatron's own communicator, which Megatron-Bridge always passes, is ignored: our schedules use their own.
+def _check_communicator(given: Any) -> None:
+    """Raise UserError for a p2p_communicator that is not Megatron's own. Megatron's own, which Megatron-Bridge always
+    passes, is ignored: our schedules use their own.
     """
-    if given is None:
-        return
-    if type(given) is not P2PCommunicator:
+    if given is not None and type(given) is not P2PCommunicator:
         raise UserError(
             f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
             f"use: pass Megatron's P2PCommunicator, pass None, or {_LEAVE_OUT}"
-        )
-    ranks, ours = dist.get_process_group_ranks(given.pp_group), list(pipeline.groups.members)
-    if ranks != ours:
-        raise UserError(
-            f"this script's p2p_communicator connects ranks {ranks}, but the pipeline of its model has ranks {ours}: "
-            f"create the communicator with the pipeline group of the model, or {_LEAVE_OUT}"
         )
 
 
@@ -147,24 +145,8 @@ def _require_gradient_buffers(chunks: list[torch.nn.Module]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """This rank's model, and the settings that all iterations share."""
-
-    settled: SettledJob
-    chunks: list[torch.nn.Module]
-    pipeline: Pipeline
-    layer_shards: LayerShards | None
-    """The vocabulary shards; None without --vocab-parallel."""
-    config: Any
-    groups: ProcessGroupCollection
-
-
-def _job(
-    model: torch.nn.Module | list[torch.nn.Module], pg_collection: ProcessGroupCollection | None, gradients: bool
-) -> _Job:
-    """Collect the model and its settings. A model that nothing has wrapped is prepared here."""
-    chunks = model if isinstance(model, list) else [model]
+def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
+    """Check this rank's chunks, and return their model. A model that nothing has wrapped is prepared here."""
     wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
     others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
     if others:
@@ -173,37 +155,32 @@ def _job(
             "buffers of Megatron's DistributedDataParallel: wrap the model in DistributedDataParallel, and use the "
             "distributed optimizer to shard optimizer states"
         )
-    cores = unwrap_model(chunks)
-    prepared = prepare(chunks)
-    pipeline = prepared and prepared.pipeline
-    if pipeline is None and own_loop() is not None:
+    built, core = prepare(chunks), unwrap_model(chunks[0])
+    whole = built is not None and built.pipeline is not None
+    if not whole and own_loop() is not None:
         raise UserError(
-            f"this script's {type(cores[0]).__name__} was built before megatron_vp.enable was called, or is not a "
+            f"this script's {type(core).__name__} was built before megatron_vp.enable was called, or is not a "
             "GPTModel: call enable before the model is built, and build a GPTModel"
         )
-    if prepared is None or pipeline is None:
+    if built is None or not whole:
         raise UserError(
-            f"this script's {type(cores[0]).__name__} was built by a custom builder, which --vocab-parallel and "
+            f"this script's {type(core).__name__} was built by a custom builder, which --vocab-parallel and "
             "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both options out"
         )
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    settled = current()
-    for core in cores if settled.settings.vocab_parallel else ():
-        check_methods(core)  # A script may have replaced them since the model was built.
-    shards = prepared.layer_shards(trains=gradients)
-    return _Job(settled, chunks, pipeline, shards, get_model_config(chunks[0]), groups)
+    if gradients:
+        _require_gradient_buffers(chunks)
+    return built
 
 
-def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    args, config, context = job.settled.arguments, job.config, job.groups.cp.size()
-    own = job.pipeline.groups
+def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
+    args, config, own = built.job.arguments, built.chunks[0].config, built.connected.groups
     sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     heads = args.mtp_num_layers or 0
     behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
     split = {
         # Our passes handle multi-token prediction only in training with --vocab-parallel.
         "mtp_depth": heads if gradients and args.vocab_parallel else 0,
-        "mtp_stage": job.settled.placement.stages - 1 - behind if heads else None,
+        "mtp_stage": built.job.placement.stages - 1 - behind if heads else None,
         "unsharded_mtp_depth": 0 if args.vocab_parallel else heads,
         # With context parallelism, each rank has two pieces of the sequence, one from each half.
         "cp_chunks": 2 if context > 1 else 1,
@@ -218,41 +195,22 @@ def _shapes(job: _Job, seq_length: int, micro_batch_size: int, gradients: bool) 
     return Shapes(*sizes, **split)
 
 
-def _programs(job: _Job, microbatches: int, gradients: bool, shapes: Shapes) -> tuple[Schedule, tuple[Program, ...]]:
-    settled = job.settled
-    family, method = settled.settings.family, settled.method
-    shards = job.layer_shards.shards if job.layer_shards else None
+def _programs(
+    built: RankModel, shards: LayerShards | None, microbatches: int, gradients: bool, shapes: Shapes
+) -> tuple[Schedule, tuple[Program, ...]]:
+    job, chunks = built.job, len(built.chunks)
     request = ScheduleRequest.of(
-        family,
-        len(job.pipeline.groups.members),
+        job.settings.family,
+        len(built.connected.groups.members),
         microbatches,
-        method=family.method(method),
-        chunks=len(job.chunks),
-        costs=settled.order,
-        vocab_ranks=shards.holders if shards else None,
+        method=job.settings.family.method(job.method),
+        chunks=chunks,
+        costs=job.order,
+        vocab_ranks=shards.shards.holders if shards else None,
         forward_only=not gradients,
-        offload_chunks=settled.settings.offload_chunks(len(job.chunks)),
+        offload_chunks=job.settings.offload_chunks(chunks),
     )
     return programs(request, mtp_stage=shapes.mtp_stage if shapes.mtp_depth else None)
-
-
-def _run(
-    job: _Job, schedule: Schedule, program: Program, megatron: MegatronModel, shapes: Shapes, gradients: bool
-) -> None:
-    """Run the program. In training, also time passes and communication if options such as --rank-report need this."""
-    watched = watch(job.settled, job.pipeline.groups.pipeline) if gradients else None
-    memory = job.pipeline.host_memory
-    before, observer = memory.bytes, watched.recorder.span if watched else unobserved
-    counted = job.pipeline.run(
-        schedule, program, megatron, job.layer_shards, shapes, gradients=gradients, observer=observer
-    )
-    if memory.bytes > before:
-        print_rank_0(
-            f"> allocated {(memory.bytes - before) / GIB:.2f} GiB of host memory for this rank's activations, "
-            f"{memory.bytes / GIB:.2f} GiB in all"
-        )
-    if watched:
-        watched.finish(job.chunks, schedule, counted.peak_in_flight, counted.peak_logits_in_flight)
 
 
 @lru_cache(maxsize=8)
@@ -273,18 +231,19 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
     ascending order. Raises UserError if the schedule processes microbatches in another order.
     """
     signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
-    steps = [step for step in schedule.ranks[rank] if step.kind in signs]
-    reached: dict[int, int] = {}
-    for step in steps:
+    order: list[int] = []
+    for step in schedule.ranks[rank]:
+        if step.kind not in signs:
+            continue
         way = signs[step.kind] * (step.chunk + 1)
-        if step.microbatch != reached.get(way, 0):
+        if step.microbatch != (reached := order.count(way)):
             raise UserError(
                 "--cuda-graph-impl transformer_engine needs the microbatches of each chunk in ascending order, but on "
-                f"rank {rank} {step} comes before the same pass of microbatch {reached.get(way, 0)}: use "
+                f"rank {rank} {step} comes before the same pass of microbatch {reached}: use "
                 "--cuda-graph-impl none"
             )
-        reached[way] = step.microbatch + 1
-    return [signs[step.kind] * (step.chunk + 1) for step in steps]
+        order.append(way)
+    return order
 
 
 def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,10 +258,10 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def _get_cuda_graph_input_data(self: Any) -> Any:
-        job = _job(self.model, self.pg_collection, True)
-        shapes = _shapes(job, self.seq_length, self.micro_batch_size, True)
-        schedule, _ = _programs(job, get_num_microbatches(), True, shapes)
-        order = graph_order(schedule, job.pipeline.groups.rank)
+        built = _model(self.model, True)
+        shapes = _shapes(built, built.groups.cp.size(), self.seq_length, self.micro_batch_size, True)
+        schedule, _ = _programs(built, built.layer_shards(trains=True), get_num_microbatches(), True, shapes)
+        order = graph_order(schedule, built.connected.groups.rank)
         with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
             return original(self)
 

@@ -28,8 +28,7 @@ class LossCheck:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._microbatches: list[int] = []
-        self._verdicts: list[torch.Tensor] = []
+        self._verdicts: dict[int, torch.Tensor] = {}
 
     def add(
         self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None
@@ -50,8 +49,8 @@ class LossCheck:
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
         worst = label.take(label.abs().argmax())  # Indexing with `[]` would copy the index to the host.
-        self._microbatches.append(microbatch)
-        self._verdicts.append(torch.stack([(~loss.detach().isfinite()).any().long(), wrong_bs.any().long(), worst]))
+        infinite = (~loss.detach().isfinite()).any()
+        self._verdicts[microbatch] = torch.stack([infinite.long(), wrong_bs.any().long(), worst])
 
     def judge(self) -> None:
         """Report losses that are NaN or infinite. Megatron itself decides whether the run continues.
@@ -60,12 +59,11 @@ class LossCheck:
         """
         if not self._verdicts:
             return
-        verdicts = torch.stack(self._verdicts).tolist()
-        bad = [microbatch for microbatch, (bad, _, _) in zip(self._microbatches, verdicts, strict=True) if bad]
-        if bad:
-            which = f"microbatch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        verdicts = dict(zip(self._verdicts, torch.stack([*self._verdicts.values()]).tolist(), strict=True))
+        if bad := [str(microbatch) for microbatch, (infinite, _, _) in verdicts.items() if infinite]:
+            which = f"microbatch{'es' if len(bad) > 1 else ''} {', '.join(bad)}"
             _say(f"rank {dist.get_rank()}: the loss of {which} is NaN or infinite")
-        for microbatch, (_, outside, label) in zip(self._microbatches, verdicts, strict=True):
+        for microbatch, (_, outside, label) in verdicts.items():
             if outside:
                 raise UserError(
                     f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "

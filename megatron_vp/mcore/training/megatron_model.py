@@ -86,11 +86,11 @@ class MegatronModel:
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank 0."""
-        return self._append_next_tokens(self._token_ids("input_ids", self._chunks[0], microbatch))
+        return self._extended("input_ids", self._chunks[0], microbatch)
 
     def labels(self, microbatch: int) -> torch.Tensor:
         """Labels, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank p-1."""
-        return self._append_next_tokens(self._token_ids("labels", self._chunks[-1], microbatch))
+        return self._extended("labels", self._chunks[-1], microbatch)
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Run Megatron's embedding layer on rows that were already looked up: from [b, s, h] to [s / sp_size, b, h]."""
@@ -120,13 +120,16 @@ class MegatronModel:
         if microbatch == 0 and self._weights_changed and hasattr(part.model, "set_is_first_microbatch"):
             part.model.set_is_first_microbatch()
         schedules.set_current_microbatch(part.model, microbatch)
-        # The backward of a CUDA graph always writes the input's gradient to the same buffer. Copy the gradient, because
-        # a send may still read it when the next backward overwrites the buffer.
-        taken = _KeptGradient.apply(input_sbh) if self._replays_graphs and input_sbh is not None else input_sbh
+        taken = input_sbh
+        if self._replays_graphs and input_sbh is not None:
+            # The backward of a CUDA graph always writes the input's gradient to the same buffer. Copy the gradient,
+            # because a send may still read it when the next backward overwrites the buffer.
+            taken = input_sbh.view_as(input_sbh)
+            taken.register_hook(torch.clone)
         part.core.set_input_tensor(taken)
-        given = captured if labels_bs is None else captured.given(labels=labels_bs)
+        labels = {} if labels_bs is None else {"labels": labels_bs}
         with _own_positions(part.core) if self._keeps_outputs else nullcontext():
-            output = part.model(*given.args, **given.kwargs, **self._output_options)
+            output = captured.run(part.model, self._output_options, **labels)
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
@@ -240,9 +243,9 @@ class MegatronModel:
             chunk.captured += 1
         return chunk.captures[microbatch]
 
-    def _append_next_tokens(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Extend values from [b, s] to [b, e], laid out as in `Shapes.token_ids`."""
-        shapes = self._shapes
+    def _extended(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
+        """Token ids or labels, [b, e], laid out as in `Shapes.token_ids`."""
+        values_bs, shapes = self._token_ids(name, chunk, microbatch), self._shapes
         return append_next_tokens(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
 
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
@@ -283,29 +286,14 @@ class MegatronModel:
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
     """Return the (chunk, microbatch) pairs for which the rank runs another F or B between B and W."""
-    started: dict[tuple[int, int], int] = {}
-    late, passes = set(), 0
+    late, latest = set(), None
     for step in schedule.ranks[rank]:
         which = (step.chunk, step.microbatch)
         if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
-            passes += 1
-        if step.kind is PassKind.B:
-            started[which] = passes
-        if step.kind is PassKind.W and passes > started[which]:
+            latest = which
+        elif step.kind is PassKind.W and latest != which:
             late.add(which)
     return frozenset(late)
-
-
-class _KeptGradient(torch.autograd.Function):
-    """Returns a chunk's input [s, b, h] unchanged in the forward, and copies the input's gradient in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, input_sbh: torch.Tensor) -> torch.Tensor:
-        return input_sbh.view_as(input_sbh)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_sbh: torch.Tensor) -> torch.Tensor:
-        return gradient_sbh.clone()
 
 
 @contextmanager

@@ -34,14 +34,13 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
             "model, but only the format thd with cu_seqlens_q is supported: use this format, or leave --vocab-parallel "
             "and --pipeline-schedule out"
         )
-    if packed.local_cp_size is not None:
-        raise UserError(
-            "--hybrid-context-parallel, which gives packed sequences their own context-parallel groups, is not "
-            "supported, because every microbatch must have the same shape: leave this option out"
-        )
     padded = packed.cu_seqlens_q_padded
-    if shapes.mtp_depth:
-        _check_further_predictions(context_size, padded is not None and padded is not ends)
+    if shapes.mtp_depth and (context_size > 1 or (padded is not None and padded is not ends)):
+        raise UserError(
+            "--mtp-num-layers with packed sequences does not support --context-parallel-size above 1, because the next "
+            "tokens may be on another rank, nor padding between documents (cu_seqlens_q_padded), because Megatron "
+            "shifts labels by the unpadded lengths: pad packs only at the end, or leave one of these options out"
+        )
     if shapes.batch > 1:
         raise UserError(
             f"packed sequences with --micro-batch-size {shapes.batch} are supported only with --sft or "
@@ -55,23 +54,6 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
     ends = ends if padded is None else padded
     if ends.device.type == "cpu" and int(ends[-1]) != shapes.sequence * context_size:
         raise _different_lengths(shapes, f"documents that end at position {int(ends[-1])}")
-
-
-def _check_further_predictions(context_size: int, has_gaps: bool) -> None:
-    if context_size > 1:
-        raise UserError(FURTHER_PREDICTIONS_IN_PIECES)
-    if has_gaps:
-        raise UserError(
-            "--mtp-num-layers does not support packed sequences with padding between documents (cu_seqlens_q_padded), "
-            "because Megatron shifts labels by the unpadded lengths: pad packs only at the end, or leave "
-            "--mtp-num-layers out"
-        )
-
-
-FURTHER_PREDICTIONS_IN_PIECES = (
-    "--mtp-num-layers with packed sequences does not support --context-parallel-size above 1, because the next tokens "
-    "of a document may be on another rank: leave one of these options out"
-)
 
 
 def _different_lengths(shapes: Shapes, found: str) -> UserError:
