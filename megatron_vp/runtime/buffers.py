@@ -90,6 +90,11 @@ class Shapes:
         skipped = max(0, depth - own.shape[2])
         return torch.cat([own[:, :, depth:], following[:, :, skipped:depth]], dim=2).flatten(1, 2)
 
+    @property
+    def words_stage(self) -> int | None:
+        """The virtual stage of multi-token prediction if our passes compute it: it needs embedding rows, as stage 0."""
+        return self.mtp_stage if self.mtp_depth else None
+
     def states(self, stage: int) -> int:
         """Number of hidden states per token that a stage receives: one per prediction behind `mtp_stage`."""
         behind = self.mtp_stage is not None and stage > self.mtp_stage

@@ -36,8 +36,6 @@ class VocabularyCollectives:
     def __init__(self, iteration: Iteration, layer_shards: LayerShards, stream: Stream) -> None:
         groups, shapes, gradients = iteration.groups, iteration.shapes, iteration.gradients
         schedule, placement = iteration.schedule, iteration.placement
-        first_rank = placement.first_rank
-        mtp_rank = None if shapes.mtp_stage is None or not shapes.mtp_depth else placement.rank_of(shapes.mtp_stage)
         self._groups, self._shapes, self._store = groups, shapes, iteration.store
         self._observer = iteration.observer
         self._communicator: Any = groups.vocabulary  # None on ranks that take part in no collective.
@@ -47,10 +45,10 @@ class VocabularyCollectives:
         self._gradients = gradients
         self._embedding_gradients = gradients and layer_shards.trains_embedding
         self._reduces_in_c1 = gradients and schedule.vocab is VocabMethod.VOCAB_2
-        self._holds_first = groups.rank == first_rank
+        self._holds_first = groups.rank == placement.first_rank
         self._holds_last = groups.rank == placement.last_rank
-        self._holds_mtp = groups.rank == mtp_rank
-        self._word_ranks = [first_rank] if mtp_rank is None else sorted({first_rank, mtp_rank})
+        self._holds_mtp = shapes.words_stage in placement.stage_of[groups.rank]
+        self._word_ranks = sorted(placement.word_ranks(shapes.words_stage))
         self._has_words = groups.rank in self._word_ranks
         self._no_rows = [0] * len(groups.members)
         self._runs_loss = groups.rank == len(groups.members) - 1
@@ -141,15 +139,14 @@ class VocabularyCollectives:
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
-        words = exchange if self._has_words else None
-        received_kh = self._shapes.rows(0 if words is None else sum(words.counts))
-        words_nh = self._shapes.rows(0 if words is None else len(words.tokens_n))
+        incoming = exchange.counts if self._has_words else self._no_rows
+        received_kh = self._shapes.rows(sum(incoming))
+        words_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
 
         def communicate() -> None:
-            incoming = self._no_rows if words is None else words.counts
             self._communicator.exchange(received_kh, sent_kh, incoming, outgoing)
-            if words is not None:
-                words.assemble(received_kh, words_nh)
+            if self._has_words:
+                exchange.assemble(received_kh, words_nh)
                 if self._groups.tensor is not None:
                     dist.all_reduce(words_nh, group=self._groups.tensor)
 
@@ -247,15 +244,13 @@ class VocabularyCollectives:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
         if self._holds_mtp:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
-        words, own = exchange if self._has_words else None, 0
-        outgoing_nh = self._shapes.rows(0) if words is None else words.sort_by_owner(sum(gradients_nh))
-        if exchange is not None and self._holds_rows:
-            own = exchange.counts[self._groups.rank]
-        received_kh = self._shapes.rows(len(self._word_ranks) * own)
+        outgoing = exchange.counts if self._has_words else self._no_rows
+        outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if self._has_words else self._shapes.rows(0)
+        own = exchange.counts[self._groups.rank] if self._holds_rows else 0
+        incoming = self._to_word_ranks(own)
+        received_kh = self._shapes.rows(sum(incoming))
 
         def communicate() -> None:
-            outgoing = self._no_rows if words is None else words.counts
-            incoming = self._to_word_ranks(own)
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
         parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
@@ -282,7 +277,7 @@ class VocabularyCollectives:
 
         return communicate, sum_nh
 
-    def _row_exchange(self, microbatch: int) -> RowExchange | None:
+    def _row_exchange(self, microbatch: int) -> Any:
         """Take the row exchange from the store; return None on a rank that neither owns nor receives embedding rows."""
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None

@@ -52,14 +52,11 @@ class ShardedVocabPasses(ChunkPasses):
         if self._reads_labels:
             self._store.put(Slot.LABELS, microbatch, self._model.labels(microbatch))
 
-    def _predicts_further(self, stage: int) -> bool:
-        return bool(self._shapes.mtp_depth) and stage == self._shapes.mtp_stage
-
     def _input(self, microbatch: int, stage: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return a chunk's autograd leaf and its input. The leaf of stage 0 holds the embedding rows from all ranks,
         from which the input [s / sp_size, b, h] is computed. Multi-token prediction gets embedding rows of its own.
         """
-        if self._predicts_further(stage):
+        if stage == self._shapes.words_stage:
             ahead = self._store.take(Slot.MTP_EMBEDDING, microbatch).requires_grad_()
             self._store.put(Slot.MTP_LEAF, microbatch, ahead)
             self._model.receive_words(ahead)
@@ -77,7 +74,7 @@ class ShardedVocabPasses(ChunkPasses):
         unless the embedding is frozen.
         """
         super()._give_gradient(microbatch, stage, leaf)
-        if self._predicts_further(stage):
+        if stage == self._shapes.words_stage:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
             if self._layer_shards.trains_embedding:
                 self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)

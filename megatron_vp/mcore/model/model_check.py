@@ -109,8 +109,9 @@ def softcap_of(config: Any) -> float:
 
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
     weight = getattr(layer, "weight", None)
-    value_head = weight is not None and len(weight) == 1
-    if value_head or any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
+    if weight is not None and len(weight) == 1:
+        _refuse(f"{name} is a {type(layer).__name__} of width 1, such as a value head", expected.__name__)
+    if any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
         raise UserError(adapted(name, layer))
     extension, *others = type(layer).__bases__
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
@@ -125,12 +126,6 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
 
 def adapted(name: str, layer: nn.Module) -> str:
     """The error message for an adapter on a vocabulary layer, or for a layer of a script's own in its place."""
-    weight = getattr(layer, "weight", None)
-    if weight is not None and len(weight) == 1:
-        return (
-            f"{name} is a {type(layer).__name__} of width 1, such as a value head, but --vocab-parallel splits only "
-            "an output layer of the vocabulary's width: leave --vocab-parallel out for this model"
-        )
     return (
         f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which reads "
         "the rows of that layer directly and would ignore the adapter: adapt only layers between the embedding and "

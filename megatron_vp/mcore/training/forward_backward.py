@@ -210,7 +210,7 @@ def _programs(
         forward_only=not gradients,
         offload_chunks=job.settings.offload_chunks(chunks),
     )
-    return programs(request, mtp_stage=shapes.mtp_stage if shapes.mtp_depth else None)
+    return programs(request, shapes.words_stage)
 
 
 @lru_cache(maxsize=8)
