@@ -8,6 +8,7 @@ two.
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,31 +40,22 @@ def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
     return {chunk: peak(order, Held.HOST_ACTIVATIONS) for chunk, order in of_chunk.items()}
 
 
-class HostSlot:
-    """Host memory for the tensors that one forward of chunk `chunk` saved."""
-
-    def __init__(self, memory: torch.Tensor, chunk: int) -> None:
-        self.memory = memory
-        self.chunk = chunk
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return self.memory.numel()
-
-    def parts(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Split the slot into consecutive parts of the given sizes, in bytes."""
-        return [self.memory[end - _padded(size) :][:size] for end, size in zip(_ends(sizes), sizes, strict=True)]
+def parts(slot: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Split a slot into consecutive parts of the given sizes, in bytes."""
+    return [slot[end - _padded(size) :][:size] for end, size in zip(_ends(sizes), sizes, strict=True)]
 
 
 class HostMemory:
-    """One rank's slots in host memory. With `pins`, they are pinned for CUDA."""
+    """One rank's slots in host memory: bytes for the tensors that one forward of a chunk saved. With `pins`, they are
+    pinned for CUDA.
+    """
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
         self._needed: Mapping[int, int] = {}
         self._made: dict[int, int] = defaultdict(int)
-        self._free: dict[int, list[HostSlot]] = defaultdict(list)
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """Free slots by chunk, in ascending order of their sizes."""
         self.bytes = 0
         """Total size of all slots in bytes."""
 
@@ -71,35 +63,32 @@ class HostMemory:
         """Set the number of slots that the next iteration needs for each chunk; see `slots_by_chunk`."""
         self._needed = slots
 
-    def take(self, chunk: int, sizes: Sequence[int]) -> HostSlot:
+    def take(self, chunk: int, sizes: Sequence[int]) -> torch.Tensor:
         """Get a free slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned.
 
         Forwards save different amounts if experts get different numbers of tokens. A chunk whose slots have all been
         made then gives up its smallest free slot for one with room to spare, so memory stays near what is needed.
         """
         free, room = self._free[chunk], max(_ends(sizes), default=0)
-        slot = min((each for each in free if each.size >= room), key=lambda each: each.size, default=None)
-        if slot is not None:
-            free.remove(slot)
-            return slot
+        first = bisect_left(free, room, key=torch.Tensor.numel)
+        if first < len(free):
+            return free.pop(first)
         if self._made[chunk] < self._needed[chunk]:
             self._made[chunk] += 1
         else:
             assert free, f"chunk {chunk} needs more host memory slots than were counted in the rank's program"
-            smallest = min(free, key=lambda each: each.size)
-            free.remove(smallest)
-            self.bytes -= smallest.size
+            smallest = free.pop(0)
+            self.bytes -= smallest.numel()
             if self._pins:
-                _unpin(smallest.memory)
+                _unpin(smallest)
             del smallest  # Before the larger slot is allocated.
             room += room // SPARE
-        slot = HostSlot(_pinned(room) if self._pins else _unpinned(room), chunk)
         self.bytes += room
-        return slot
+        return _pinned(room) if self._pins else _unpinned(room)
 
-    def give(self, slot: HostSlot) -> None:
+    def give(self, chunk: int, slot: torch.Tensor) -> None:
         """Free a slot whose contents are no longer needed."""
-        self._free[slot.chunk].append(slot)
+        insort(self._free[chunk], slot, key=torch.Tensor.numel)
 
 
 def _unpinned(size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_vp.runtime.host_memory import HostMemory, HostSlot
+from megatron_vp.runtime.host_memory import HostMemory, parts
 from megatron_vp.runtime.iteration import Iteration
 from megatron_vp.runtime.store import Slot
 from megatron_vp.runtime.streams import Event, Stream
@@ -68,7 +68,7 @@ class SavedForward:
         """The size in bytes of each storage in `moving`."""
         self.staying: list[SavedStorage] = []
         """Storages that stay on the device because something outside this object still refers to them."""
-        self.slot: HostSlot | None = None
+        self.slot: torch.Tensor | None = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
     def saving(self) -> saved_tensors_hooks:
@@ -166,7 +166,7 @@ class Offload:
             self._store.put(Slot.ON_HOST, copy.microbatch, saved.slot, at=copy.chunk)
         assert saved.slot is not None
         device = [storage.bytes for storage in saved.moving if storage.bytes is not None]
-        host = saved.slot.parts(saved.sizes)
+        host = parts(saved.slot, saved.sizes)
         targets, sources = (host, device) if copy.to_host else (device, host)
 
         def run() -> None:
@@ -181,7 +181,7 @@ class Offload:
         self._events.pop(copy).wait()
         if not copy.to_host:
             self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
-            self._memory.give(self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
+            self._memory.give(copy.chunk, self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:
         """End the iteration: make later work wait for all copies, and check that `wait` was called for each copy."""

@@ -35,8 +35,8 @@ class Slot(Enum):
     OFFLOADED_GRAPH = auto()
     """The value of CHUNK_GRAPH while the chunk's activations are in host memory. Produced by O; consumed by R."""
     ON_HOST = auto()
-    """Host memory of a chunk's activations (`HostSlot`), keyed by chunk. Produced when the copy to the host is posted;
-    consumed when the copy-back has been awaited.
+    """Host memory of a chunk's activations (`HostMemory`), keyed by chunk. Produced when the copy to the host is
+    posted; consumed when the copy-back has been awaited.
     """
     LEFT_FOR_W = auto()
     """Marks a weight gradient that B left to W, keyed by chunk. Produced by B; consumed by W."""

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from megatron_vp.errors import UserError
 from megatron_vp.runtime import offload
 from megatron_vp.runtime.executor import unobserved
-from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
+from megatron_vp.runtime.host_memory import HostMemory, parts, slots_by_chunk
 from megatron_vp.runtime.offload import Offload, SavedForward, SavedTensor
 from megatron_vp.runtime.store import Slot, Store
 from megatron_vp.runtime.streams import InlineStream
@@ -219,11 +219,11 @@ def test_slots_are_reused_and_as_many_as_the_program_needs():
     memory.expect({0: 2})
     slots = [memory.take(0, [100, 700]) for _ in range(2)]
     assert memory.bytes == 2 * (512 + 1024)
-    assert [part.numel() for part in slots[0].parts([100, 700])] == [100, 700]
-    one, other = (slot.parts([100, 700])[1] for slot in slots)
+    assert [part.numel() for part in parts(slots[0], [100, 700])] == [100, 700]
+    one, other = (parts(slot, [100, 700])[1] for slot in slots)
     one.fill_(1), other.fill_(2)
-    assert one.unique().tolist() == [1] and one.data_ptr() % 512 == slots[0].parts([1])[0].data_ptr() % 512
-    memory.give(slots[0])
+    assert one.unique().tolist() == [1] and one.data_ptr() % 512 == parts(slots[0], [1])[0].data_ptr() % 512
+    memory.give(0, slots[0])
     assert memory.take(0, [50, 50]) is slots[0] and memory.bytes == 2 * 1536
     memory.expect({0: 3})
     memory.take(0, [100, 700])
@@ -241,10 +241,10 @@ def test_forwards_that_save_different_amounts_need_little_more_than_the_largest(
         memory.expect({0: slots})
         for _ in range(64):
             if len(held) == slots:
-                memory.give(held.pop(0))
+                memory.give(0, held.pop(0))
             held.append(memory.take(0, [size, int(size * draw.uniform(1 - spread, 1 + spread))]))
         while held:
-            memory.give(held.pop())
+            memory.give(0, held.pop())
     assert memory.bytes < slots * size * (2 + spread) * 1.126
 
 
@@ -277,12 +277,12 @@ def test_a_larger_slot_takes_the_place_of_a_pinned_one(pinning):
     memory = HostMemory(pins=True)
     memory.expect({0: 1})
     slot = memory.take(0, [1000])
-    first = slot.memory.data_ptr()
-    memory.give(slot)
+    first = slot.data_ptr()
+    memory.give(0, slot)
     del slot
     larger = memory.take(0, [5000])
-    assert made == [("pin", first), ("wait", 0), ("unpin", first), ("pin", larger.memory.data_ptr())]
-    assert memory.bytes == larger.size == 5120 * 9 // 8
+    assert made == [("pin", first), ("wait", 0), ("unpin", first), ("pin", larger.data_ptr())]
+    assert memory.bytes == larger.numel() == 5120 * 9 // 8
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
@@ -291,11 +291,11 @@ def test_a_fork_does_not_copy_pinned_memory(pinning):
     memory = HostMemory(pins=True)
     memory.expect({0: 1})
     slot = memory.take(0, [2**20])
-    assert not slot.memory.any()
+    assert not slot.any()
     flags = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             start, end = (int(each, 16) for each in line.split()[0].split("-"))
-        elif line.startswith("VmFlags:") and start <= slot.memory.data_ptr() < end:
+        elif line.startswith("VmFlags:") and start <= slot.data_ptr() < end:
             flags = line
     assert "dc" in flags.split()
