@@ -36,11 +36,6 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     return whole
 
 
-def own_part(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Copy this rank's part out of a joined sequence."""
-    return whole.chunk(group.size())[group.rank()].clone()
-
-
 @dataclass(frozen=True)
 class DelayedWeightGradient:
     """The data of pass W for one layer and microbatch: the queued operands and the function that multiplies them.
@@ -143,7 +138,7 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
                 _free_rows(operand)
             group = _sequence_group(layer, operands[0]) if w_is_late else None
             if group is not None:
-                operands = [own_part(operands[0], group), *operands[1:]]
+                operands = [operands[0].chunk(group.size())[group.rank()].clone(), *operands[1:]]
             taken.append(DelayedWeightGradient(layer, operands, product, group))
         for parameter in _biases(layer) if in_group else (*_weights(layer), *_biases(layer)):
             if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):

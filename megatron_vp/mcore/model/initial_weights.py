@@ -122,6 +122,9 @@ class PlainStart:
                 chunk = build(layout, ends | ({"vp_stage": index} if layout.chunks > 1 else {}))
                 self._held.append(dict(_tensors(chunk)))
         self._group, self._tensor_size = groups.mp, groups.tp.size()
+        stages, find = range(self._placement.stages), self._placement
+        self._places = [(stage, find.rank_of(stage) * self._tensor_size, find.chunk_of(stage)) for stage in stages]
+        """Of each plain stage, the rank of its first tensor rank in the replica, and its chunk there."""
         self._holdings = from_all([_forms(held) for held in self._held], groups.mp)
 
     @torch.no_grad()
@@ -138,10 +141,15 @@ class PlainStart:
         # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway.
         for owner, (its_near, wanted) in enumerate(from_all((near, _forms(own)), self._group)):
             for name, form in wanted.items():
-                found = self._source(name, form, its_near, owner % self._tensor_size)
-                if found is None:
+                # Of the plain chunks that hold the tensor, take the one nearest to our stage.
+                holders = [
+                    (abs(plain - its_near), first + owner % self._tensor_size, held)
+                    for plain, first, held in self._places
+                    if self._holdings[first + owner % self._tensor_size][held].get(name) == form
+                ]
+                if not holders:
                     continue
-                source, held = found
+                _, source, held = min(holders)
                 value = _exact(self._held[held][name]).to(device).contiguous() if rank == source else None
                 if source != owner:
                     value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
@@ -160,18 +168,6 @@ class PlainStart:
             self._held.clear()
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
-
-    def _source(self, name: str, form: tuple, near: int, tensor_rank: int) -> tuple[int, int] | None:
-        """Find where plain Megatron would hold a tensor: the rank within the replica, and that rank's chunk. If several
-        chunks would hold the tensor, return the chunk nearest to stage `near`; if no chunk would, return None.
-        """
-        holders = []
-        for stage in range(self._placement.stages):
-            rank = self._placement.rank_of(stage) * self._tensor_size + tensor_rank
-            chunk = self._placement.chunk_of(stage)
-            if self._holdings[rank][chunk].get(name) == form:
-                holders.append((abs(stage - near), rank, chunk))
-        return min(holders)[1:] if holders else None
 
 
 def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     args, kwargs = probe.calls.pop()
     core = unwrap_model(model)
     try:
-        captured = Capture(_signature(type(core).forward).bind_partial(None, *args, **kwargs), loss_func)
+        captured = Capture(inspect.signature(type(core).forward).bind_partial(None, *args, **kwargs), loss_func)
     except TypeError as error:
         raise UserError(
             f"this forward_step does not call the model as Megatron defines it ({error}): leave out the arguments that "
@@ -136,8 +135,3 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
                 f"leave --vocab-parallel and --pipeline-schedule out"
             )
     return captured
-
-
-@cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)

@@ -113,7 +113,7 @@ def forward_backward(
     if config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         cuda_graphs.create_cudagraphs()
-    megatron.check_losses()
+    megatron.loss_check.judge()
     if timers is not None:
         timers("forward-backward").stop()
     return megatron.losses
@@ -131,18 +131,6 @@ def _check_communicator(given: Any) -> None:
             f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
             f"use: pass Megatron's P2PCommunicator, pass None, or {_LEAVE_OUT}"
         )
-
-
-def _require_gradient_buffers(chunks: list[torch.nn.Module]) -> None:
-    """Raise UserError if a trained parameter lacks the `main_grad` buffer to which T, IB and W add gradients."""
-    for chunk in chunks:
-        if isinstance(chunk, _BaseDataParallel):
-            continue
-        if any(each.requires_grad and not hasattr(each, "main_grad") for each in chunk.parameters()):
-            raise UserError(
-                "this script trains a model that it did not wrap in Megatron's DistributedDataParallel, but our passes "
-                "write gradients to the wrapper's buffers: wrap every chunk, even without data parallelism"
-            )
 
 
 def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
@@ -167,8 +155,13 @@ def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
             f"this script's {type(core).__name__} was built by a custom builder, which --vocab-parallel and "
             "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both options out"
         )
-    if gradients:
-        _require_gradient_buffers(chunks)
+    bare = [each for each in chunks if not isinstance(each, _BaseDataParallel)]
+    weights = (weight for each in bare for weight in each.parameters() if weight.requires_grad)
+    if gradients and not all(hasattr(weight, "main_grad") for weight in weights):
+        raise UserError(
+            "this script trains a model that it did not wrap in Megatron's DistributedDataParallel, but our passes "
+            "write gradients to the wrapper's buffers: wrap every chunk, even without data parallelism"
+        )
     return built
 
 

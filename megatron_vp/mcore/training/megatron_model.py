@@ -71,7 +71,7 @@ class MegatronModel:
         self._weights_changed = gradients or first_val_step is not False
         # When Megatron repeats an iteration after an unexpected loss, look for the pass that produced NaN or infinity.
         self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
-        self._loss_check = LossCheck(self._chunks[-1].core.vocab_size)
+        self.loss_check = LossCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
@@ -207,7 +207,7 @@ class MegatronModel:
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
             scaled.backward()
-        self._loss_check.add(microbatch, loss, labels_bs, token_loss_bs.grad)
+        self.loss_check.add(microbatch, loss, labels_bs, token_loss_bs.grad)
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
@@ -227,10 +227,6 @@ class MegatronModel:
         aligned = _listed(self._config.grad_sync_func, len(self._chunks))
         for chunk, synchronise in zip(self._chunks, aligned, strict=True):
             chunk.finish(synchronise)
-
-    def check_losses(self) -> None:
-        """Check the losses of the iteration as described for `LossCheck.judge`."""
-        self._loss_check.judge()
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
         """Call `forward_step` for the microbatches that have not been read yet, in order, up to and including
