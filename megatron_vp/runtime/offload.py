@@ -103,13 +103,6 @@ class SavedForward:
         self._by_storage.clear()
         self.sizes = [storage.bytes.numel() for storage in self.moving if storage.bytes is not None]
 
-    def leave_to_graph(self) -> None:
-        """Drop all references, so that autograd frees each storage once the backward has used it.
-
-        The graph keeps its saved-tensor hooks, and through them this object, until the whole backward has ended.
-        """
-        self.moving, self.staying = [], []
-
 
 class Offload:
     """Runs the passes O and R of one iteration, and the copies between device and host.
@@ -180,7 +173,10 @@ class Offload:
         """Make later passes wait for a copy. For a copy-back, also free the host memory that it reads."""
         self._events.pop(copy).wait()
         if not copy.to_host:
-            self._saved.pop((copy.microbatch, copy.chunk)).leave_to_graph()
+            # The graph keeps its saved-tensor hooks, and through them this object, until the whole backward has ended.
+            # Drop its references, so that autograd frees each storage once the backward has used it.
+            saved = self._saved.pop((copy.microbatch, copy.chunk))
+            saved.moving, saved.staying = [], []
             self._memory.give(copy.chunk, self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
 
     def finish(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_vp.runtime.chunk_passes import ChunkPasses
@@ -9,9 +11,7 @@ from megatron_vp.runtime.iteration import Handler, Iteration, LayerShards
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind, VocabMethod
-from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY
-from megatron_vp.vocab.output import OutputLayer
 
 
 class ShardedVocabPasses(ChunkPasses):
@@ -22,6 +22,8 @@ class ShardedVocabPasses(ChunkPasses):
     def __init__(self, iteration: Iteration, layer_shards: LayerShards, offload: Offload | None = None) -> None:
         super().__init__(iteration, offload)
         self._layer_shards = layer_shards
+        self._embedding: Any = layer_shards.embedding  # Without rows, the passes that use these layers do not run.
+        self._output: Any = layer_shards.output
         self._method = iteration.schedule.vocab
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
         self._token_loss = layer_shards.loss if self._gradients else CROSS_ENTROPY
@@ -109,16 +111,6 @@ class ShardedVocabPasses(ChunkPasses):
         values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
         # Loss functions may call `view` on the result, which therefore must be contiguous.
         return values_pbs.contiguous().view(-1, self._shapes.sequence)
-
-    @property
-    def _embedding(self) -> EmbeddingLayer:
-        assert self._layer_shards.embedding is not None
-        return self._layer_shards.embedding
-
-    @property
-    def _output(self) -> OutputLayer:
-        assert self._layer_shards.output is not None
-        return self._layer_shards.output
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)

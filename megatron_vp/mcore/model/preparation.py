@@ -31,7 +31,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
-from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, stage_ends, vocab_shards
+from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, vocab_shards
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
@@ -60,11 +60,6 @@ class RankModel:
         self._start = plain_start(self.job, groups, build_plain)
 
     @property
-    def complete(self) -> bool:
-        """Whether all chunks are built."""
-        return len(self.chunks) == self.job.placement.chunks
-
-    @property
     def connected(self) -> Pipeline:
         """This rank's part of the pipeline, once all chunks are prepared."""
         assert self.pipeline is not None
@@ -74,12 +69,13 @@ class RankModel:
         """Build the next chunk, given a function of `pre_process` and `post_process`. The placement, not the caller,
         decides whether the chunk is the first or the last stage.
         """
-        index = len(self.chunks)
+        index, placement = len(self.chunks), self.job.placement
+        stage = placement.stage_of[self.groups.pp.rank()][index]
         with own_chunk(self._start):
-            chunk = build(**stage_ends(self.job, self.groups.pp, index))
+            chunk = build(pre_process=stage == 0, post_process=stage + 1 == placement.stages)
         check_model(chunk)
         if self._start is not None:
-            self._start.fill(chunk, index, self.job.placement)
+            self._start.fill(chunk, index, placement)
         self.chunks.append(chunk)
         object.__setattr__(chunk, _ATTRIBUTE, self)
         if self.job.settings.vocab_parallel or _constructor_places():
@@ -102,19 +98,17 @@ class RankModel:
 
     def prepare(self, chunk: nn.Module) -> None:
         """Prepare all chunks up to `chunk` that are not prepared yet. After the last one, connect the ranks."""
-        while self._prepared <= self.chunks.index(chunk):
-            self._prepare(self._prepared)
-            self._prepared += 1
-
-    def _prepare(self, index: int) -> None:
-        job, groups, chunk, first = self.job, self.groups, self.chunks[index], self.chunks[0]
-        leave_out_hooks(chunk)
-        if job.settings.vocab_parallel:
-            self._check(chunk)
-            self._shards |= split_vocabulary(job, chunk, first, groups, index)
+        job, groups = self.job, self.groups
+        for index in range(self._prepared, self.chunks.index(chunk) + 1):
+            each = self.chunks[index]
+            leave_out_hooks(each)
+            if job.settings.vocab_parallel:
+                self._check(each)
+                self._shards |= split_vocabulary(job, each, self.chunks[0], groups, index)
+            self._prepared = index + 1
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
         # communicators only after the last chunk is built.
-        if index + 1 == job.placement.chunks:
+        if self.pipeline is None and self._prepared == job.placement.chunks:
             members = None
             if job.settings.vocab_parallel:
                 members = job.placement.vocab_members(vocab_shards(job, chunk).holders)
@@ -277,27 +271,22 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
     """
     signature = inspect.signature(original)
     model: RankModel | None = None
-    running = False  # Nested constructor calls go to Megatron unchanged.
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        nonlocal model, running
+        nonlocal model
         loop = own_loop()
-        if running or loop is None or not _constructor_places():
+        if loop is None or not _constructor_places():
             original(self, *args, **kwargs)
             return
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        running = True
-        try:
-            job = loop.settle_for(given)
-            if job.settings.replaces_schedule:
-                model = _construct(original, model, self, given, job)
-            else:
-                original(self, *args, **kwargs)
-        finally:
-            running = False
+        job = loop.settle_for(given)
+        if job.settings.replaces_schedule:
+            model = _construct(original, model, self, given, job)
+        else:
+            original(self, *args, **kwargs)
         if job.arguments.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
             raise UserError(
                 "core_attention='sdpa' has no effect, because this script made the model's layer specification before "
@@ -324,9 +313,11 @@ def _construct(
     index, config = given["vp_stage"] or 0, given["config"]
 
     def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        return GPTModel(**{**given, "config": layout.of_model(config), "vp_stage": None, **place})
+        plain = GPTModel.__new__(GPTModel)
+        original(plain, **{**given, "config": layout.of_model(config), "vp_stage": None, **place})
+        return plain
 
-    if model is None or model.complete:
+    if model is None or len(model.chunks) == job.placement.chunks:
         model = RankModel(groups, plain_chunk)
     if index != len(model.chunks):
         raise UserError(

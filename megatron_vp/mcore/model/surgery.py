@@ -155,14 +155,6 @@ def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
     return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
 
-def stage_ends(job: SettledJob, pipeline_group: dist.ProcessGroup, index: int) -> dict[str, bool]:
-    """Whether this rank's chunk `index` is the first stage (`pre_process`), and whether it is the last one
-    (`post_process`).
-    """
-    stage = job.placement.stage_of[dist.get_rank(pipeline_group)][index]
-    return {"pre_process": stage == 0, "post_process": stage + 1 == job.placement.stages}
-
-
 def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
     """Connect this rank with the other ranks of its pipeline. The call is collective over all ranks of the job."""
     args = job.arguments
