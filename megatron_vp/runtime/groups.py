@@ -133,21 +133,18 @@ class PipelineGroups:
         joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
         mine = None
 
-        def collective(ranks: Sequence[int]) -> Any:  # On ranks outside the group, `new_group` returns a placeholder.
-            return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, CTAS))
+        def group(ranks: Sequence[int], ctas: int = CTAS) -> Any:  # On other ranks, `new_group` returns a placeholder.
+            return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, ctas))
 
         for replica in map(tuple, replicas):
             stages = [replica[first : first + tensor_size] for first in range(0, len(replica), tensor_size)]
-            tensor = [collective(stage) if tensor_size > 1 else None for stage in stages]
+            tensor = [group(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
-                pipeline = collective(members)
-                vocabulary = pipeline
+                pipeline = vocabulary = group(members)
                 if len(joined) < len(members):
-                    vocabulary = collective([members[each] for each in joined])
+                    vocabulary = group([members[each] for each in joined])
                 groups: dict[Edge, Any] = {
-                    (source, target, channel): dist.new_group(
-                        [members[source], members[target]], timeout, pg_options=_nccl_options(timeout, EDGE_CTAS)
-                    )
+                    (source, target, channel): group([members[source], members[target]], EDGE_CTAS)
                     for source, target, channel in edges
                 }
                 if dist.get_rank() in members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ class ShardedVocabPasses(ChunkPasses):
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
         self._token_loss = layer_shards.loss if self._gradients else CROSS_ENTROPY
         # The last contribution to a weight's gradient completes the gradient.
-        self._contributions: dict[torch.nn.Parameter, int] = {}
+        self._contributions: Counter[torch.nn.Parameter] = Counter()
         for layer in (layer_shards.embedding, layer_shards.output):
             if layer is not None and layer.weight.requires_grad:
-                earlier = self._contributions.get(layer.weight, 0)
-                self._contributions[layer.weight] = earlier + iteration.schedule.microbatches
+                self._contributions[layer.weight] += iteration.schedule.microbatches
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:

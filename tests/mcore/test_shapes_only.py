@@ -155,7 +155,7 @@ def test_a_storage_counts_once_and_until_its_last_user_is_gone():
 
 
 def test_what_waits_for_w_keeps_neither_the_chunks_input_nor_its_gradient():
-    from megatron_vp.mcore.model.split_backward import _InputGradientLinear, _Layer, backward_without_weights
+    from megatron_vp.mcore.model.split_backward import _InputGradientLinear, backward_without_weights
     from megatron_vp.mcore.replay.shapes_only import fake_tensors
     from megatron_vp.mcore.settled import replay
 
@@ -165,7 +165,7 @@ def test_what_waits_for_w_keeps_neither_the_chunks_input_nor_its_gradient():
         before = live.allocated
         chunk_input = torch.zeros(32, 64).requires_grad_()
         layer_input = chunk_input * 2
-        output = _InputGradientLinear.apply(layer_input, None, _Layer(weight, None, None))
+        output = _InputGradientLinear.apply(layer_input, None, (weight, None, None))
         del layer_input
         gradient = torch.zeros(32, 16)
         (pending,) = backward_without_weights(partial(output.backward, gradient), [], False)

@@ -75,17 +75,12 @@ def backward_without_weights(
     return pending + take_delayed(delaying, w_is_late)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A linear layer's weight and its tensor-parallel groups. The layer computes Y = X A^T + b, with weight A.
+_Layer = tuple[torch.nn.Parameter, dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""A linear layer's weight A and two tensor-parallel groups. The layer computes Y = X A^T + b.
 
-    The ranks of `sum_group` all-reduce dX. With `sequence_group`, X and dX cover only this rank's part of the sequence,
-    and Y covers the whole sequence.
-    """
-
-    weight: torch.nn.Parameter
-    sum_group: dist.ProcessGroup | None
-    sequence_group: dist.ProcessGroup | None
+The ranks of the first group all-reduce dX. With the second group, X and dX cover only this rank's part of the sequence,
+and Y covers the whole sequence.
+"""
 
 
 class _InputGradientLinear(torch.autograd.Function):
@@ -99,24 +94,24 @@ class _InputGradientLinear(torch.autograd.Function):
     def forward(ctx: Any, layer_input: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
         ctx.save_for_backward(layer_input)
         ctx.layer = layer
-        output = whole_sequence(layer_input, layer.sequence_group) @ layer.weight.detach().t()
+        weight, _, sequence_group = layer
+        output = whole_sequence(layer_input, sequence_group) @ weight.detach().t()
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (layer_input,) = ctx.saved_tensors
-        layer = ctx.layer
+        weight, sum_group, sequence_group = ctx.layer
         assert _collected is not None, "a split backward must run inside pass B"
         # Without `detach`, the autograd graph would keep the chunk's input and its gradient alive until W.
-        pending = PendingWeightGradient(layer.weight, layer_input.detach(), output_gradient, layer.sequence_group)
-        _collected.append(pending)
+        _collected.append(PendingWeightGradient(weight, layer_input.detach(), output_gradient, sequence_group))
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        input_gradient = output_gradient @ layer.weight.detach()
-        if layer.sum_group is not None:
-            dist.all_reduce(input_gradient, group=layer.sum_group)
-        if layer.sequence_group is not None:
+        input_gradient = output_gradient @ weight.detach()
+        if sum_group is not None:
+            dist.all_reduce(input_gradient, group=sum_group)
+        if sequence_group is not None:
             part = torch.empty_like(layer_input)
-            dist.reduce_scatter_tensor(part, input_gradient, group=layer.sequence_group)
+            dist.reduce_scatter_tensor(part, input_gradient, group=sequence_group)
             input_gradient = part
         return input_gradient, bias_gradient, None
 
@@ -140,7 +135,7 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         # If no input required a gradient, autograd would not run this backward, and the weight would get no gradient.
         if torch.is_grad_enabled() and not input.requires_grad:
             input = input.detach().requires_grad_()
-        layer = _Layer(weight, tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None)
+        layer = weight, tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None
         return _InputGradientLinear.apply(input, bias, layer)
 
     return linear

@@ -167,25 +167,27 @@ def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
 
 def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
     args, config, own = built.job.arguments, built.chunks[0].config, built.connected.groups
-    sp_size, sp_rank = (own.tensor_size, own.tensor_rank) if config.sequence_parallel else (1, 0)
     heads = args.mtp_num_layers or 0
     behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
-    split = {
-        # Our passes handle multi-token prediction only in training with --vocab-parallel.
-        "mtp_depth": heads if gradients and args.vocab_parallel else 0,
-        "mtp_stage": built.job.placement.stages - 1 - behind if heads else None,
-        "unsharded_mtp_depth": 0 if args.vocab_parallel else heads,
-        # With context parallelism, each rank has two pieces of the sequence, one from each half.
-        "cp_chunks": 2 if context > 1 else 1,
-        "sp_size": sp_size,
-        "sp_rank": sp_rank,
-        "random_vocab": args.padded_vocab_size if args.fake_process_group else 0,
-    }
     sequence, batch = seq_length // context, micro_batch_size
     if packs_sequences(args):
         sequence, batch = sequence * batch, 1
-    sizes = (sequence, batch, config.hidden_size, config.params_dtype, pipeline_device())
-    return Shapes(*sizes, **split)
+    return Shapes(
+        sequence,
+        batch,
+        config.hidden_size,
+        config.params_dtype,
+        pipeline_device(),
+        # Our passes handle multi-token prediction only in training with --vocab-parallel.
+        mtp_depth=heads if gradients and args.vocab_parallel else 0,
+        mtp_stage=built.job.placement.stages - 1 - behind if heads else None,
+        unsharded_mtp_depth=0 if args.vocab_parallel else heads,
+        # With context parallelism, each rank has two pieces of the sequence, one from each half.
+        cp_chunks=2 if context > 1 else 1,
+        sp_size=own.tensor_size if config.sequence_parallel else 1,
+        sp_rank=own.tensor_rank if config.sequence_parallel else 0,
+        random_vocab=args.padded_vocab_size if args.fake_process_group else 0,
+    )
 
 
 def _programs(
