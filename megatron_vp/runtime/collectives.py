@@ -11,7 +11,7 @@ the statistics of an empty shard, and zero gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,8 @@ class VocabularyCollectives:
 
     def post(self, collective: Collective) -> None:
         """Start a collective on the second stream."""
-        communicate, complete = self._PREPARE[collective.kind](self, collective.microbatch, collective.root)
+        # Each kind of collective has a method of its name.
+        communicate, complete = getattr(self, f"_{collective.kind.lower()}")(collective.microbatch, collective.root)
 
         def observed() -> None:
             with self._observer(collective):
@@ -234,7 +235,7 @@ class VocabularyCollectives:
             lambda: self._store.put(Slot.LOSS_GRAD, microbatch, token_loss_grad_n, uses=uses),
         )
 
-    def _embed_gradient(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _embed_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Send the gradients of embedding rows back to the rows' owners; send nothing if the embedding is frozen."""
         if not self._embedding_gradients:
             return lambda: None, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, ())
@@ -296,14 +297,3 @@ class VocabularyCollectives:
 
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in range(len(self._no_rows))]
-
-    # This table contains functions, not bound methods, for the reason given in `ChunkPasses.handlers`.
-    _PREPARE: ClassVar = {
-        CollectiveKind.TOKENS: _tokens,
-        CollectiveKind.EMBED: _embed,
-        CollectiveKind.C0: _c0,
-        CollectiveKind.C1: _c1,
-        CollectiveKind.C2: _c2,
-        CollectiveKind.LOSS_GRAD: _loss_grad,
-        CollectiveKind.EMBED_GRAD: _embed_gradient,
-    }

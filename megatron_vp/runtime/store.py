@@ -191,8 +191,6 @@ class Store:
 
 
 def _key(slot: Slot, microbatch: int, at: int | None) -> Key:
-    if not isinstance(slot, Slot):
-        raise TypeError(f"{slot!r} is not a slot of the store: add a member to Slot")
     return (slot, microbatch, at)
 
 
