@@ -21,7 +21,7 @@ from megatron_vp.schedule.graph import Graph
 from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
-from megatron_vp.schedule.reorder import first_makespan, linked_graph
+from megatron_vp.schedule.reorder import Search, linked_graph
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import simulate
 
@@ -137,12 +137,13 @@ class _Search:
         return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
 
     def makespan(self, shape: Shape) -> float:
-        """Makespan of the sample in the best of the orders that `first_makespan` compares."""
+        """Makespan of the sample in the best of the orders `Search.first`."""
         schedule = self.placed(str(shape))
         request = replace(self.sample, family=shaped(self.family, str(shape), self.most))
         if schedule.offloaded not in self.graphs:
             self.graphs[schedule.offloaded] = linked_graph(schedule)
-        return first_makespan(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
+        found = Search(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])
+        return min(makespan for makespan, _ in found.first)
 
     def best_by_level(self, count: int) -> list[str]:
         """For each of the `LEVELS` highest peaks, highest first, the `count` shapes with the shortest makespans."""

@@ -9,14 +9,15 @@ is used, or the given order if no result is shorter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
 from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Node, Step
-from megatron_vp.schedule.list_scheduler import ListScheduler, Memory, MemoryLimits, memory_of
+from megatron_vp.schedule.list_scheduler import ListScheduler, MemoryLimits, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 
@@ -42,33 +43,23 @@ def reorder_for_costs(
     respect `limits`.
 
     `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
-    additional dependencies: the second node of each waits for the first. Without `further_orders`, only three orders
-    are compared: the given one, and two that the list scheduler makes from it, one forwards and one backwards in time.
+    additional dependencies: the second node of each waits for the first. Without `further_orders`, only
+    `Search.first` are compared.
     """
     graph = linked_graph(schedule)
     for earlier, later in links:
         graph.link(graph.number(earlier), graph.number(later))
-    orders = graph.numbers(schedule.ranks)
-    backward_of: dict[int, int] = {}
-    if pairs:
-        halves = (graph.numbers([[pair[half] for pair in each] for each in pairs]) for half in (0, 1))
-        for forwards, backwards in zip(*halves, strict=True):
-            backward_of |= zip(forwards, backwards, strict=True)
-    times, even = (durations(graph, schedule, each) for each in (costs, costs.evened()))
-    search = _Search(graph, limits, memory_of(schedule.ranks, orders), backward_of, times)
-    given, forwards, backwards = search.first_orders(orders)
-    found = [given, forwards, backwards]
-    if further_orders:
-        found += search.further_orders(given, forwards, backwards, even, schedule.vocab.is_sharded)
+    search = Search(schedule, limits, costs, graph, pairs)
+    found = [*search.first, *(search.further_orders() if further_orders else ())]
     while True:
         shortest = min(makespan for makespan, _ in found)
         best = next(each for each in found if each[0] <= shortest * (1 + 1e-9))
         # Data is read and losses are reported in order, so no microbatch may overtake another.
-        if best is given or all(earlier < later for earlier, later in _neighbours(best[1], graph)):
+        if best is found[0] or all(earlier < later for earlier, later in _neighbours(best[1], graph)):
             break
         found.remove(best)
     ranks = []
-    for numbers, steps, order in zip(orders, schedule.ranks, best[1], strict=True):
+    for numbers, steps, order in zip(search.given, schedule.ranks, best[1], strict=True):
         named = dict(zip(numbers, steps, strict=True))
         ranks.append(tuple(named[number] for number in order))
     return replace(schedule, ranks=tuple(ranks))
@@ -82,55 +73,43 @@ def linked_graph(schedule: Schedule) -> Graph:
     return graph
 
 
-def first_makespan(schedule: Schedule, limits: MemoryLimits, costs: Costs, graph: Graph) -> float:
-    """The shortest makespan of three orders: `schedule`'s own, and two that the list scheduler makes from it, one
-    forwards and one backwards in time.
-
-    `graph` is the `linked_graph` of a schedule with the same passes.
-    """
-    orders = graph.numbers(schedule.ranks)
-    search = _Search(graph, limits, memory_of(schedule.ranks, orders), {}, durations(graph, schedule, costs))
-    return min(makespan for makespan, _ in search.first_orders(orders))
-
-
 Orders = Sequence[Sequence[int]]
 """For each rank, the node numbers of its passes, in the order in which they run."""
 Found = tuple[float, Orders]
 """Makespan and orders."""
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Tries orders of a graph's passes within memory limits. Makespans are always computed with the real durations,
-    `times`.
+class Search:
+    """Tries orders of a schedule's passes within memory limits; `graph` is the `linked_graph` of a schedule with the
+    same passes.
+
+    `first` are the given order, and two that the list scheduler makes from it, one forwards and one backwards in time.
+    Makespans are always computed with the real durations, `times`. With `even` durations, F, B and W take equally long.
     """
 
-    graph: Graph
-    limits: MemoryLimits
-    memory: Memory
-    backward_of: Mapping[int, int]
-    times: Sequence[float]
+    def __init__(
+        self,
+        schedule: Schedule,
+        limits: MemoryLimits,
+        costs: Costs,
+        graph: Graph,
+        pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
+    ) -> None:
+        self.graph, self.limits, self.sharded = graph, limits, schedule.vocab.is_sharded
+        self.given = graph.numbers(schedule.ranks)
+        self.memory = memory_of(schedule.ranks, self.given)
+        halves = (chain(*graph.numbers([[pair[half] for pair in each] for each in pairs])) for half in (0, 1))
+        self.backward_of = dict(zip(*halves, strict=True))
+        self.times, self.even = (durations(graph, schedule, each) for each in (costs, costs.evened()))
+        self.first: tuple[Found, ...] = (self._timed(self.given), *self.both_ways(self.times))
 
-    @property
-    def vocabulary_free(self) -> list[float]:
-        """The real durations, except that vocabulary passes take no time."""
-        kinds = self.graph.kinds
-        return [0.0 if kind in VOCABULARY_KINDS else took for kind, took in zip(kinds, self.times, strict=True)]
-
-    def first_orders(self, given: Orders) -> tuple[Found, Found, Found]:
-        """The given order, and two that the list scheduler makes from it, one forwards and one backwards in time."""
-        return (max(node_times(self.graph, given, self.times).end), given), *self.both_ways(given, self.times)
-
-    def further_orders(
-        self, given: Found, forwards: Found, backwards: Found, even: Sequence[float], sharded: bool
-    ) -> list[Found]:
+    def further_orders(self) -> list[Found]:
         """Results of further runs of the list scheduler, which start from its first results and from the given order.
 
         A list scheduler starts any ready pass, even if this delays a more urgent pass that is about to become ready.
-        With `even` durations (F, B and W take equally long), passes become ready exactly when they are needed, and the
-        resulting order has only short waits under the real durations. If there are vocabulary passes, the scheduler
-        also finds an order as if these passes took no time, and improves that order in a run backwards in time with the
-        real durations.
+        With `even` durations, passes become ready exactly when they are needed, and the resulting order has only short
+        waits under the real durations. If there are vocabulary passes, the scheduler also finds an order as if these
+        passes took no time, and improves that order in a run backwards in time with the real durations.
 
         To save time, a schedule with more than `SMALL` nodes gets only one more run. With vocabulary passes, this run
         goes backwards from `forwards` or, if `backwards` is longer, forwards from `backwards`. Without vocabulary
@@ -138,22 +117,28 @@ class _Search:
         runs instead of one: backwards from `forwards`, and forwards from `backwards`. With `LARGE` or more nodes, it
         gets none.
         """
-        if self.graph.posted_behind and len(self.times) > SMALL:
-            return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
-        uneven = even != self.times
+        _, forwards, backwards = self.first
+        uneven = self.even != self.times
         if len(self.times) <= SMALL:
             again = self.again(forwards, backwards, self.times)
-            if sharded:
-                again.append(self.run(self.run(given[1], self.vocabulary_free, False)[1], self.times, True))
-            evened = self.both_ways(given[1], even) if uneven else None
-            return again if evened is None else [*again, *evened, *self.again(*evened, even)]
-        if sharded:
+            if self.sharded:
+                kinds = zip(self.graph.kinds, self.times, strict=True)
+                free = [0.0 if kind in VOCABULARY_KINDS else took for kind, took in kinds]
+                again.append(self.run(self.run(self.given, free, False)[1], self.times, True))
+            if uneven:
+                evened = self.both_ways(self.even)
+                again += [*evened, *self.again(*evened, self.even)]
+            return again
+        if self.graph.posted_behind:
+            return self.again(forwards, backwards, self.times) if len(self.times) < LARGE else []
+        if self.sharded:
             longer = max(forwards, backwards, key=lambda found: found[0])
             return [self.run(longer[1], self.times, longer is forwards)]
-        return [self.run(given[1], even, backwards[0] < forwards[0])] if uneven else []
+        return [self.run(self.given, self.even, backwards[0] < forwards[0])] if uneven else []
 
-    def both_ways(self, given: Orders, durations: Sequence[float]) -> tuple[Found, Found]:
-        return self.run(given, durations, False), self.run(given, durations, True)
+    def both_ways(self, durations: Sequence[float]) -> tuple[Found, Found]:
+        """Run the list scheduler on the given order, forwards and backwards in time."""
+        return self.run(self.given, durations, False), self.run(self.given, durations, True)
 
     def again(self, forwards: Found, backwards: Found, durations: Sequence[float]) -> list[Found]:
         """Run the list scheduler in the other direction: backwards from `forwards`, and forwards from `backwards`."""
@@ -168,9 +153,10 @@ class _Search:
         makespan, orders = scheduler.run()
         if makespan == math.inf:
             return makespan, given
-        if durations is not self.times or self.graph.posted_behind:
-            makespan = max(node_times(self.graph, orders, self.times).end)
-        return makespan, orders
+        return self._timed(orders) if durations is not self.times or self.graph.posted_behind else (makespan, orders)
+
+    def _timed(self, orders: Orders) -> Found:
+        return max(node_times(self.graph, orders, self.times).end), orders
 
 
 def evaluation(schedule: Schedule, costs: Costs | None = None) -> Schedule:
@@ -185,12 +171,10 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """The forward passes of `schedule` for any number of microbatches, one microbatch after another."""
     ranks = []
     for rank, stages in enumerate(schedule.placement.stage_of):
-        single = [kind for kind in schedule.vocab.passes if kind.forward] if rank in schedule.vocab_ranks else []
-        before = [kind for kind in single if kind is PassKind.IF]
-        behind = [kind for kind in single if kind is not PassKind.IF]
-        chunks = [chunk for _, chunk in sorted(zip(stages, range(len(stages)), strict=True))]
-        steps = [(kind, 0) for kind in before] + [(PassKind.F, chunk) for chunk in chunks]
-        steps += [(kind, 0) for kind in behind]
+        single = schedule.vocab.passes if rank in schedule.vocab_ranks else ()
+        steps = [(PassKind.F, chunk) for chunk in sorted(range(len(stages)), key=stages.__getitem__)]
+        steps = [(kind, 0) for kind in single if kind is PassKind.IF] + steps
+        steps += [(kind, 0) for kind in single if kind.forward and kind is not PassKind.IF]
         ranks.append(tuple(Pass(kind, place, chunk) for place in range(microbatches) for kind, chunk in steps))
     return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
 
