@@ -117,12 +117,11 @@ def schedule(
 
     Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
-    from megatron_vp.schedule import PassCosts, ScheduleError, family, generate, simulate, validate
+    from megatron_vp.schedule import PassCosts, ScheduleError, family, generate, lower, simulate
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule.flex import microbatches_of_limit
     from megatron_vp.schedule.placed_copies import check_offloaded
     from megatron_vp.schedule.request import chunks_to_offload
-    from megatron_vp.schedule.timeline import check_memory
 
     output_format = format_for(asked_format, output, Format)
     if compare is not None and output_format is not Format.HTML:
@@ -130,11 +129,10 @@ def schedule(
     costs = PassCosts.parse(cost)
 
     def timed(found: Schedule, check: bool) -> Timeline:
-        """Simulate what is shown of a schedule; with `check`, prove it, too."""
+        """Simulate what is shown of a schedule; with `check`, check that it can run."""
         if check:
-            validate(found, costs)
-        shown = forward_schedule(found, costs) if evaluation else found
-        return validate(shown, costs) if check and evaluation else simulate(shown, costs)
+            lower(found, costs)
+        return simulate(forward_schedule(found, costs) if evaluation else found, costs)
 
     try:
         if source is not None:
@@ -176,7 +174,6 @@ def schedule(
                 )
                 if offloaded:
                     check_offloaded(found)
-                check_memory(found, family(name).promises(found) if limit is None else [limit] * pipeline_size)
                 shown = [timed(found, check=False)]
         if compare is not None:
             second = Path(compare).is_file()

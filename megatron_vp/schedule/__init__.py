@@ -12,5 +12,5 @@ from megatron_vp.schedule.passes import Pass, Schedule, ScheduleError, VocabMeth
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.request import ScheduleRequest
-from megatron_vp.schedule.timeline import Simulator, Timeline, simulate, validate
+from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Copy, Message, Operation

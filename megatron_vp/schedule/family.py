@@ -134,9 +134,3 @@ class Family:
     def _peak(self) -> CodeType:
         """The formula in Python: a number or a bracket multiplies what follows it."""
         return compile(re.sub(r"(?<=[\d)])\s*(?=[(pvr])", "*", self.peak), self.name, "eval")
-
-    def promises(self, schedule: Schedule) -> list[float]:
-        """The largest memory of each rank of `schedule`, in units of one microbatch's activations on the rank."""
-        sizes = schedule.chunks, schedule.microbatches, schedule.vocab
-        ranks = range(schedule.pipeline_size)
-        return [self.promised_peak(len(ranks), rank, *sizes) / schedule.chunks for rank in ranks]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -12,10 +11,9 @@ from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vo
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.ledger import activation_levels, peaks
-from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
-from megatron_vp.schedule.passes import PassKind, Schedule, ScheduleError, VocabMethod
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.transfers import Copy, Operation
 
 Span = tuple[float, float]
@@ -173,28 +171,3 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or PassCosts()
     return Simulator(schedule, costs).simulate(costs)
-
-
-def validate(schedule: Schedule, costs: Costs | None = None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Check that a schedule can run, and return its timeline. Its lowered programs cannot deadlock (see `lowering`).
-
-    `memory_bound[r]` limits the activation memory of rank r; its unit is the activations of one microbatch in all
-    chunks of the rank. Raises ScheduleError for a missing, repeated or unexpected pass, a deadlock, or an exceeded
-    memory bound.
-    """
-    timeline = simulate(schedule, costs)
-    check_memory(schedule, memory_bound or ())
-    lower(schedule, costs)
-    return timeline
-
-
-def check_memory(schedule: Schedule, memory_bound: Sequence[float]) -> None:
-    """Raise ScheduleError if rank r holds more activations than `memory_bound[r]`; for the unit, see `validate`."""
-    for rank, bound in enumerate(memory_bound):
-        for place, (level, _) in enumerate(activation_levels(schedule, rank)):
-            if level > bound + 1e-9:
-                step = schedule.ranks[rank][place]
-                raise ScheduleError(
-                    f"rank {rank} holds activations of {level:g} microbatches at {step}, "
-                    f"more than its bound of {bound:g}"
-                )

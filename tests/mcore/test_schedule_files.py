@@ -11,12 +11,13 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.resolved import read_resolved
-from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json, validate
+from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json
 from megatron_vp.schedule.reorder import forwards
 from tests.harness.ranks import run_ranks
 from tests.harness.training import _merge, comparable_model, set_weights, tiny_model, train, train_case
 from tests.mcore.comparison import assert_equal
 from tests.mcore.test_launch import refusals
+from tests.schedule.program_checks import validate
 
 FOLDER = Path(__file__).parent / "schedules"
 BY_HAND = FOLDER / "by_hand.json"
@@ -205,7 +206,7 @@ def test_a_file_that_does_not_suit_the_job_is_refused_in_one_line(messages, case
         ("{", "JSON format"),
         ("0F0,0B0\n1F0,1X0", "line 2: '1X0' is not a pass such as 2F0"),
         ("0F0,0B0\n1F0,1B0,2F1", "placement"),
-        ("0F0,1B0", "rank 0 has a pass of stage 1, but no forward"),
+        ("0F0,1B0", "rank 0 has passes of stage 1, but no forward"),
         ("0F0,0SEND_F0,0B0", "compute_only"),
         ("0B0,0F0", "cannot run"),
         ("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1", "cannot run: rank 0 reads microbatch 1, but rank 1 reads microbatch 0"),

@@ -6,13 +6,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from megatron_vp import schedule as product
-from megatron_vp.schedule import Operation, Post, Program, Schedule, ScheduleError, Timeline, Wait, lower
+from megatron_vp.schedule import (
+    Operation,
+    Post,
+    Program,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    Wait,
+    lower,
+    simulate,
+)
+from megatron_vp.schedule.ledger import activation_levels
 
 
-def validate(schedule: Schedule, costs=None, memory_bound: Sequence[float] | None = None) -> Timeline:
-    """Like `megatron_vp.schedule.validate`, which lowers the schedule; play its programs, too."""
-    timeline = product.validate(schedule, costs, memory_bound)
+def validate(schedule: Schedule, costs=None, memory_bound: Sequence[float] = ()) -> Timeline:
+    """Check that a schedule and its lowered programs can run, and return its timeline.
+
+    `memory_bound[r]` limits the activation memory of rank r; its unit is the activations of one microbatch in all
+    chunks of the rank.
+    """
+    timeline = simulate(schedule, costs)
+    for rank, bound in enumerate(memory_bound):
+        for step, (level, _) in zip(schedule.ranks[rank], activation_levels(schedule, rank), strict=True):
+            if level > bound + 1e-9:
+                raise ScheduleError(f"rank {rank} holds activations of {level:g} microbatches at {step}")
     validate_programs(lower(schedule, costs))
     return timeline
 

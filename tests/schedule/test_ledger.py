@@ -87,7 +87,7 @@ def test_the_device_s_peak_falls_and_the_host_s_is_what_the_device_s_was(plain):
 
 def test_the_validator_s_bound_holds_with_it_alone(plain):
     validate(offloaded(plain), memory_bound=[1] * RANKS)
-    with pytest.raises(ScheduleError, match="holds activations of 2 microbatches at F1, more than its bound of 1"):
+    with pytest.raises(ScheduleError, match="holds activations of 2 microbatches at F1"):
         validate(plain, memory_bound=[1] * RANKS)
 
 

@@ -3,7 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from megatron_vp.schedule import from_csv, validate
+from megatron_vp.schedule import from_csv
+from tests.schedule.program_checks import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -398,9 +398,7 @@ def test_a_rank_too_few_is_refused():
 
 
 def test_a_passed_memory_bound_is_refused_at_its_step():
-    with pytest.raises(
-        ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2, more than its bound of 2$"
-    ):
+    with pytest.raises(ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2$"):
         validate(generate("1f1b", 3, 5), memory_bound=[2, 2, 1])
 
 
