@@ -33,8 +33,8 @@ from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
-from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.layer_division import divided, layer_seconds
+from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
@@ -93,7 +93,7 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     }
     if schedule == DEFAULT_SCHEDULE:
         alike = evaluate(assigned, job, ALIKE)
-        passes = alike.iteration_seconds - alike.loss.step
+        passes = alike.iteration_seconds - alike.step
         found["over_bound"] = passes / least_passes(job, method, ALIKE)
     return found
 

@@ -162,7 +162,7 @@ def predicted(job: AgreesJob) -> list[float]:
     from megatron_vp.cost.hardware.gpus import HARDWARE
     from megatron_vp.cost.layers.job_plan import plan_of
     from megatron_vp.cost.layers.job_sizes import job_of
-    from megatron_vp.cost.planning.chosen_shards import with_shards
+    from megatron_vp.cost.planning.own_plan import with_shards
     from megatron_vp.cost.planning.predict import predict
     from megatron_vp.cost.ranks.rank_memory import WORKSPACES
     from megatron_vp.jobs.job_config import read_sizes

@@ -14,7 +14,7 @@ from megatron_vp.cost.hardware.gpus import GIB, Hardware, find_hardware
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.planning.samples import iteration_seconds, sampled
+from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 
@@ -77,12 +77,10 @@ def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
         job, plan = job_of(config.values, row.gpus), plan_of(config)
-        found = predict(sampled(job, many=16), plan, hardware)
+        found = predict(job, plan, hardware, sample=sampled(job, many=16))
     except UserError as error:
         return Outcome(row, refusal=str(error))
-    tokens = job.sequence * job.micro_batch * job.microbatches * job.data / job.gpus
-    memory = max(rank.total for rank in found.memory)
-    return Outcome(row, tokens / iteration_seconds(found, job), memory, found.fits())
+    return Outcome(row, found.tokens_per_second / job.gpus, found.peak_memory, found.fits())
 
 
 def errors_by_group(outcomes: Sequence[Outcome]) -> list[GroupError]:

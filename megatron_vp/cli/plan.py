@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
-from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.planning import (
+    FORMAT_HELP,
     GIB,
     Format,
-    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
@@ -26,6 +26,7 @@ from megatron_vp.cli.planning import (
     Request,
     gains,
     how_to_run,
+    memory_room,
     read_cluster,
     seconds,
     table,
@@ -38,7 +39,7 @@ from megatron_vp.jobs.known_options import files_and_flags
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
     from megatron_vp.cost.planning.choice import Choice
-    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.cost.planning.search import Search
     from megatron_vp.jobs.job_config import JobConfig
 
@@ -53,7 +54,7 @@ def plan(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
-    asked_format: FormatOption = None,
+    asked_format: Annotated[Format | None, typer.Option("--format", help=FORMAT_HELP)] = None,
     output: OutputOption = None,
     write_schedule: Annotated[
         Path | None,
@@ -172,7 +173,10 @@ def _answer(
             )
         plan_of(config)
         tried = [Variant(job, {}, own=True)]
-    given = own_plan(config, tried[0].job, hardware, limit) if tried[0].own else None
+    given = None
+    if tried[0].own:
+        with suppress(UserError):
+            given = own_plan(config, tried[0].job, hardware, limit)
     with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -200,7 +204,7 @@ class Answer:
     choice: Choice
     searching: bool
 
-    def request_of(self, found: Evaluation) -> Request:
+    def request_of(self, found: Prediction) -> Request:
         """The planning request for the job with the parallel sizes of the run `found`."""
         variant = self.search.tried[found.variant]
         config = replace(self.config, values=self.config.values | variant.settings)
@@ -211,7 +215,7 @@ class Answer:
         """The planning request for the recommended run."""
         return self.request_of(self.choice.chosen)
 
-    def settings(self, found: Evaluation) -> dict[str, Any]:
+    def settings(self, found: Prediction) -> dict[str, Any]:
         """The settings in which the run `found` differs from the configuration."""
         from megatron_vp.cost.layers.job_plan import settings_of
 
@@ -220,14 +224,14 @@ class Answer:
         changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
         return changed | settings_of(request.config, found.candidate.plan, request.job)
 
-    def sizes(self, found: Evaluation) -> dict[str, Any]:
+    def sizes(self, found: Prediction) -> dict[str, Any]:
         """The sizes of the run `found` that a search varies, and its data-parallel size."""
         job = self.search.tried[found.variant].job
         names = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
         return {name: getattr(job, name) for name in names}
 
     @property
-    def given(self) -> Evaluation | None:
+    def given(self) -> Prediction | None:
         """The run of the job as its configuration describes it; None if it cannot run."""
         return next((each for each in self.search.found if each.given), None)
 
@@ -261,8 +265,8 @@ class Answer:
     def table(self) -> str:
         """The answer as text."""
         from megatron_vp.cost.layers.job_plan import plan_of
-        from megatron_vp.cost.planning.chosen_shards import gain_of_next_start
         from megatron_vp.cost.planning.front import thinned
+        from megatron_vp.cost.planning.own_plan import gain_of_next_start
 
         search, chosen, limit = self.search, self.choice.chosen, self.search.limit
         listed, next_start = search.found, None
@@ -291,11 +295,11 @@ class Answer:
         lines += [next_start] if next_start else []
         return "\n".join([*lines, *how_to_run(self.settings(chosen), self.request, self.choice)])
 
-    def _columns(self) -> list[tuple[str, Callable[[Evaluation], str]]]:
+    def _columns(self) -> list[tuple[str, Callable[[Prediction], str]]]:
         limit, gpus = self.search.limit, self.request.job.gpus
         names = ("tensor", "context", "pipeline", "data", "expert", "micro\nbatch", "<recompute")
         sizes = [(name, lambda each, at=at: str([*self.sizes(each).values()][at])) for at, name in enumerate(names)]
-        columns: list[tuple[str, Callable[[Evaluation], str]]] = [
+        columns: list[tuple[str, Callable[[Prediction], str]]] = [
             *(sizes if self.searching else []),
             ("<schedule", lambda each: each.candidate.plan.label),
             ("<vocabulary", lambda each: each.candidate.title + " *" * each.given),
@@ -312,7 +316,7 @@ class Answer:
             columns.append(("<bound by", lambda each: each.bound_by(limit)))
         return columns
 
-    def _name(self, each: Evaluation) -> str:
+    def _name(self, each: Prediction) -> str:
         """A run that is compared with the recommended one, with the sizes in which it differs."""
         if not self.searching:
             return each.candidate.name
@@ -340,11 +344,11 @@ class Answer:
         """
         search, choice = self.search, self.choice
 
-        def entry(each: Evaluation) -> dict[str, Any]:
+        def entry(each: Prediction) -> dict[str, Any]:
             found = self.sizes(each) | each.document(search.limit) | {"given": each.given}
             return found | what_to_set(self.settings(each))
 
-        named: Callable[[Evaluation], Any] = entry if self.searching else search.found.index
+        named: Callable[[Prediction], Any] = entry if self.searching else search.found.index
         compared = {"given": self.given, "without_split": choice.without_split, "in_megatron": choice.in_megatron}
         document = self.request.document() | {
             "best": named(choice.chosen),
@@ -380,6 +384,6 @@ def _changes(own: object, value: object) -> bool:
     return (own or None) != (value or None) and not (value == 1 and own is None)
 
 
-def _host_gib(each: Evaluation) -> str:
+def _host_gib(each: Prediction) -> str:
     host = max((copies.host for copies in each.copies), default=0.0)
     return f"{host / GIB:.1f}" if host else ""

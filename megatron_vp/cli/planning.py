@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
     from megatron_vp.cost.layers.shapes import Job, Plan
     from megatron_vp.cost.planning.choice import Choice, Tie
-    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.jobs.job_config import JobConfig
 
 GIB = 2**30
@@ -36,13 +36,22 @@ MOST_GPUS = 1_000_000
 """The largest accepted number of GPUs, several times as many as in the largest existing cluster."""
 
 
+class TableOrJson(StrEnum):
+    """The output formats of `simulate`."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
 class Format(StrEnum):
-    """The output formats of the command."""
+    """The output formats of `plan`."""
 
     TABLE = "table"
     JSON = "json"
     PNG = "png"
 
+
+FORMAT_HELP = "Output format (default: the one that the -o file's suffix names, else a table)."
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware of the job: a100, h100, h200, b200, mi300x or cpu.")]
 NodesOption = Annotated[
@@ -55,10 +64,6 @@ MemoryOption = Annotated[
         metavar="X|XGiB",
         help="Memory limit per rank in GiB (default: the GPU's full memory).",
     ),
-]
-FormatOption = Annotated[
-    Format | None,
-    typer.Option("--format", help="Output format (default: the one that the -o file's suffix names, else a table)."),
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
@@ -147,7 +152,7 @@ class Request:
         """The job's options on which the prediction does not depend."""
         from megatron_vp.cost.layers.job_plan import plan_of
         from megatron_vp.cost.layers.job_sizes import job_of
-        from megatron_vp.cost.planning.chosen_shards import shard_choice
+        from megatron_vp.cost.planning.own_plan import shard_choice
         from megatron_vp.jobs.known_options import Heard
         from megatron_vp.jobs.options import UNCOUNTED
 
@@ -230,35 +235,61 @@ def read_cluster(
 
     machine = find_hardware(hardware)
     config = read_sizes(paths, flags, commands_own)
-    if memory is not None:
-        _refuse_memory(memory, machine)
-    each, gpus = machine.gpus_per_node, None if nodes is None else nodes * machine.gpus_per_node
+    most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
+    if memory is not None and not LEAST_MEMORY <= memory <= most:
+        raise UserError(f"--memory is in GiB per rank, from {LEAST_MEMORY} to {most}; got {memory:.15g}")
+    gpus = None if nodes is None else nodes * machine.gpus_per_node
     if gpus is not None and gpus > MOST_GPUS:
-        raise UserError(
-            f"--nodes {nodes} is too large: no cluster has {gpus:,} GPUs; give at most {MOST_GPUS // each} nodes of "
-            f"{each} GPUs"
-        )
+        raise UserError(f"--nodes {nodes} is too large: give at most {MOST_GPUS // machine.gpus_per_node}")
     return config, machine, gpus, machine.memory if memory is None else memory * GIB
 
 
-def _refuse_memory(memory: float, machine: Hardware) -> None:
-    """Refuse an impossible amount of memory; if the number looks like MiB or bytes, suggest the amount in GiB."""
-    most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
-    if LEAST_MEMORY <= memory <= most:
-        return
-    meant = ""
-    for unit, factor in (("MiB", 2**20), ("bytes", 1)):
-        gib = memory * factor / GIB
-        if memory > most and 1 <= gib <= most:
-            meant = f"; if you meant {unit}, use --memory {gib:.4g}"
-    raise UserError(f"--memory must be {LEAST_MEMORY} to {most} GiB per rank; got {memory:.15g}{meant}")
+def memory_room(
+    request: Request, found: Prediction, others: Sequence[Prediction] = (), searched: bool = False
+) -> list[str]:
+    """Lines that state a run's free memory and, if this memory is less than the prediction's error, how to free more.
+
+    The list is empty if the run does not fit in memory.
+
+    `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
+    """
+    from megatron_vp.cost.hardware.constants import ERROR_BAND
+
+    limit, job = request.limit, request.job
+    if not found.fits(limit):
+        return []
+    line = (
+        f"memory of the fullest rank: {found.peak_memory / GIB:.1f} of {limit / GIB:.4g} GiB, "
+        f"{(limit - found.peak_memory) / GIB:.1f} GiB free"
+    )
+    if not found.is_tight(limit):
+        return [line]
+    ways = ["a run in the table above that needs less memory"] if searched else []
+    offered = (each for each in others if not each.is_tight(limit) and each.candidate.method != "interlaced")
+    roomy = next(offered, None)
+    if roomy is not None:
+        plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
+        ways.append(
+            f"{plan.label} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
+            f"{100 * slower:+.1f} % iteration time)"
+        )
+    if job.recompute.value == "none":
+        ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
+    less = ", so that each rank holds less optimizer state"
+    ways.append(f"more nodes (--nodes){less if job.distributed_optimizer else ' with --use-distributed-optimizer'}")
+    if not searched:
+        ways.append("different parallel sizes (megatron-vp plan --search)")
+    return [
+        f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
+        f"to free memory: {'; '.join(ways)}",
+    ]
 
 
-def gains(choice: Choice, name: Callable[[Evaluation], str] = lambda each: each.candidate.name) -> list[str]:
+def gains(choice: Choice, name: Callable[[Prediction], str] = lambda each: each.candidate.name) -> list[str]:
     """Lines that state the gain over the best run without vocabulary parallelism, and over Megatron's own best run."""
     from megatron_vp.cost.planning.choice import gain_over
 
-    def gain(other: Evaluation, what: str) -> str:
+    def gain(other: Prediction, what: str) -> str:
         return f"{gain_over(other, choice.chosen):.2f} times as fast as the best run {what} ({name(other)})"
 
     chosen, without_split, in_megatron = choice.chosen.candidate, choice.without_split, choice.in_megatron

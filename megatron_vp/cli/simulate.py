@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
-from megatron_vp.cli.memory_room import memory_room
 from megatron_vp.cli.planning import (
+    FORMAT_HELP,
     GIB,
-    Format,
-    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
     Request,
+    TableOrJson,
+    memory_room,
     read_request,
     seconds,
     table,
@@ -31,7 +30,7 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:
     from megatron_vp.cost.layers.shapes import Job, Plan
-    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.cost.ranks.outside import OutsideMemory
     from megatron_vp.cost.ranks.rank_memory import RankMemory
 
@@ -53,7 +52,7 @@ def simulate(
             help="Instead of the cost model's pass times, use those measured by a run with --pipeline-trace DIR.",
         ),
     ] = None,
-    asked_format: FormatOption = None,
+    asked_format: Annotated[TableOrJson | None, typer.Option("--format", help=FORMAT_HELP)] = None,
     output: OutputOption = None,
 ) -> None:
     """Predict the time and memory of every pipeline rank of a job under the schedule that the job sets.
@@ -64,49 +63,28 @@ def simulate(
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
     from megatron_vp.cost.layers.job_plan import plan_of
-    from megatron_vp.cost.planning.candidates import Candidate, method_of
-    from megatron_vp.cost.planning.chosen_shards import gain_of_next_start, with_partition, with_shards
-    from megatron_vp.cost.planning.copies import check_offload
-    from megatron_vp.cost.planning.evaluation import evaluation_of
-    from megatron_vp.cost.planning.limit import with_given_limit
-    from megatron_vp.cost.planning.offloading import with_chosen_offload
-    from megatron_vp.cost.planning.predict import make_simulator, memory_model, predict
-    from megatron_vp.cost.planning.stage_costs import copy_seconds
-    from megatron_vp.cost.planning.traced_costs import traced_costs
+    from megatron_vp.cost.planning.offloading import check_offload
+    from megatron_vp.cost.planning.own_plan import gain_of_next_start, own_plan, traced_costs
+    from megatron_vp.cost.planning.predict import predict
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
-    output_format = format_for(asked_format, output, Format)
+    output_format = format_for(asked_format, output, TableOrJson)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
-    plan = plan_of(request.config)
-    plan = own = with_chosen_offload(request.config, plan, request.job, request.hardware, request.limit)
-    _refuse_endless(request.job, plan)
-    if trace is None:
-        plan = with_shards(request.config, plan, request.job, request.hardware, memory_limit=request.limit)
-    else:
-        plan = with_partition(plan, read_traces(trace)[0].partition)
-    plan = with_given_limit(request.config, plan, request.job, request.hardware)
-    measured = None if trace is None else traced_costs(trace, request.job, plan)
+    whole, config = request.job, request.config
+    _refuse_endless(whole, plan_of(config))
+    partition = None if trace is None else read_traces(trace)[0].partition
+    plan = own_plan(config, whole, request.hardware, request.limit, partition)
     with gc_paused():
-        simulator = make_simulator(request.job, plan, request.hardware)
-        if measured is not None and plan.offload_chunks:
-            memory = memory_model(request.job, plan, simulator.schedule, request.hardware)
-            # A trace does not give the times of copies to host memory, so predict these.
-            measured = replace(measured, copies=copy_seconds(memory))
-        prediction = predict(request.job, plan, request.hardware, measured=measured, simulator=simulator)
+        measured = None if trace is None else traced_costs(trace, whole, plan)
+        found = predict(whole, plan, request.hardware, measured)
         if plan.offload_chunks:
-            check_offload(prediction)
-        found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, request.job)
-        match output_format:
-            case Format.TABLE:
-                next_start = gain_of_next_start(request.config, own, request.job, request.hardware)
-                content: str | bytes = _table(request, found, next_start)
-            case Format.JSON:
-                content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
-            case Format.PNG:
-                from megatron_vp.cost.planning.charts import rank_chart
-
-                content = rank_chart(found, request.limit, request.title)
+            check_offload(found)
+        if output_format is TableOrJson.JSON:
+            content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
+        else:
+            next_start = gain_of_next_start(config, plan_of(config), whole, request.hardware)
+            content = _table(request, found, next_start)
         write(content, output)
 
 
@@ -121,11 +99,11 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         )
 
 
-def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
+def _table(request: Request, found: Prediction, next_start: str | None) -> str:
     from megatron_vp.cost.layers.job_plan import bars_of
     from megatron_vp.schedule import VocabMethod
 
-    makespan = found.iteration_seconds - found.loss.step
+    makespan, peak = found.iteration_seconds - found.step, request.hardware.peak_flops
     memory = table(
         ["rank", "busy s", "idle %", "GiB", *found.memory[0].parts()],
         (
@@ -142,8 +120,7 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
         ),
         "number of communicators that this project adds, and estimated memory in GiB outside PyTorch's allocator",
     )
-    bars = bars_of(request.config, found.candidate.plan, request.job)
-    plan, loss = found.candidate.plan, found.loss
+    bars, plan, part = bars_of(request.config, found.plan, request.job), found.plan, found.seconds
     fits = "fits" if found.fits(request.limit) else "does not fit"
     return "\n".join(
         [
@@ -155,13 +132,12 @@ def _table(request: Request, found: Evaluation, next_start: str | None) -> str:
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "
-            f"{found.mfu * request.hardware.peak_flops / 1e12:.0f} TFLOP/s per GPU (by Megatron's formula), "
-            f"MFU {100 * found.mfu:.1f} % of {request.hardware.peak_flops / 1e12:.0f} TFLOP/s, "
-            f"bubble {100 * found.bubble_fraction:.1f} %",
-            f"iteration time: mean work per rank {seconds(loss.work)} s, "
-            f"excess work of the busiest rank {loss.imbalance:.3g} s, bubble {loss.bubble:.3g} s, "
-            f"communication {loss.communication:.3g} s, gradient synchronisation and optimizer {loss.step:.3g} s"
-            + (f", copies to the host and back {loss.copies:.3g} s" if found.copies else ""),
+            f"{found.mfu * peak / 1e12:.0f} TFLOP/s per GPU (by Megatron's formula), "
+            f"MFU {100 * found.mfu:.1f} % of {peak / 1e12:.0f} TFLOP/s, bubble {100 * found.bubble_fraction:.1f} %",
+            f"iteration time: mean work per rank {seconds(part['work'])} s, "
+            f"excess work of the busiest rank {part['imbalance']:.3g} s, bubble {part['bubble']:.3g} s, "
+            f"communication {part['communication']:.3g} s, gradient synchronisation and optimizer {found.step:.3g} s"
+            + (f", copies to the host and back {part['copies']:.3g} s" if found.copies else ""),
             f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; the run is "
             f"bound by {found.bound_by(request.limit)}",
             *memory_room(request, found),
@@ -177,48 +153,49 @@ def _sizes(memory: RankMemory | OutsideMemory, digits: int) -> list[str]:
     return [f"{size / GIB:.{digits}f}" for size in (memory.total, *memory.parts().values())]
 
 
-def _copies(request: Request, found: Evaluation) -> str:
-    from megatron_vp.cost.planning.copies import fullest_node, host_room
+def _copies(request: Request, found: Prediction) -> str:
+    from megatron_vp.cost.planning.offloading import fullest_node, host_room
     from megatron_vp.cost.planning.predict import has_one_queue
 
     if not found.copies:
         return ""
-    waits = "copy-out wait s", "copy-back wait s", "queue wait s"
-    rows = [
+    shown = table(
         [
-            str(rank),
-            ",".join(map(str, each.chunks)) or "-",
-            f"{each.host / GIB:.2f}",
-            f"{each.bytes / GIB:.3f}",
-            f"{100 * each.load:.0f}",
-            *(f"{wait:.3g}" for wait in (each.wait_out, each.wait_back, each.wait_in_queue)),
-        ]
-        for rank, each in enumerate(found.copies)
-    ]
+            *("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %"),
+            *("copy-out wait s", "copy-back wait s", "queue wait s"),
+        ],
+        (
+            [
+                str(rank),
+                ",".join(map(str, each.chunks)) or "-",
+                f"{each.host / GIB:.2f}",
+                f"{each.bytes / GIB:.3f}",
+                f"{100 * each.load:.0f}",
+                *(f"{wait:.3g}" for wait in (each.wait_out, each.wait_back, each.wait_in_queue)),
+            ]
+            for rank, each in enumerate(found.copies)
+        ),
+        "activations in host memory (predicted; never measured on a GPU)",
+    )
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
     lines = [
         f"host memory for offloaded activations on the fullest node: {taken / GIB:.0f} of "
         f"{host_room(request.hardware) / GIB:.0f} GiB"
     ]
-    if min(len(each.chunks) for each in found.copies) < found.candidate.plan.offload_chunks:
+    if min(len(each.chunks) for each in found.copies) < found.plan.offload_chunks:
         lines.append(
             "the activations of some chunks stay on the device, because the backward passes of these chunks start "
             "before a copy to the host would finish"
         )
-    slowest = max(range(len(found.copies)), key=lambda rank: found.copies[rank].load)
-    if found.copies[slowest].load > 1:
+    load, slowest = max((each.load, rank) for rank, each in enumerate(found.copies))
+    if load > 1:
         lines.append(
-            f"copies set the pace: on rank {slowest}, they take {found.copies[slowest].load:.2f} times as long as the "
-            "passes; fewer offloaded chunks shorten the iteration"
+            f"copies set the pace: on rank {slowest}, they take {load:.2f} times as long as the passes; fewer "
+            "offloaded chunks shorten the iteration"
         )
     if has_one_queue(request.job, request.hardware):
         lines.append(
             f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
             "queued after it (queue wait s)"
         )
-    shown = table(
-        ["rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %", *waits],
-        rows,
-        "activations in host memory (predicted; never measured on a GPU)",
-    )
     return shown + "\n".join(lines) + "\n"

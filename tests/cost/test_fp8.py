@@ -16,8 +16,7 @@ from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
-from megatron_vp.cost.planning.evaluation import evaluate
-from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.predict import evaluate, predict
 from megatron_vp.cost.ranks.layer_memory import layer_activations
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel

@@ -25,9 +25,8 @@ from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.layer_division import divided, layer_seconds
-from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.predict import evaluate, predict
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes

@@ -8,8 +8,8 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.planning import copies
-from megatron_vp.cost.planning.copies import copies_of, fullest_node
+from megatron_vp.cost.planning import offloading
+from megatron_vp.cost.planning.offloading import fullest_node
 from megatron_vp.cost.planning.predict import has_one_queue, predict
 from megatron_vp.cost.planning.stage_costs import copy_seconds, order_costs
 from megatron_vp.cost.ranks.layer_memory import layer_activations, small_activations
@@ -153,7 +153,7 @@ def test_megatron_wants_one_queue_for_tensor_parallelism_before_blackwell():
 def test_copies_of_a_prediction():
     plan = Plan("po", VocabMethod.VOCAB_2, 4, offload_chunks=2)
     prediction = predict(JOB, plan, H200)
-    found = copies_of(prediction)
+    found = prediction.copies
     assert [len(each.chunks) for each in found] == [2] * 8
     lane = JOB.microbatches * 2 * found[0].bytes / 50e9
     assert found[0].load == pytest.approx(lane / prediction.timeline.busy[0])
@@ -196,7 +196,7 @@ def test_too_little_host_memory_is_refused_with_what_fits(small, monkeypatch, sh
     words = [small, *WIDE, "--offload-chunks"]
     found = json.loads(run("simulate", *words, 2, "--format", "json").stdout)["plan"]["copies"]
     needed = sum(each["host"] for each in found)
-    monkeypatch.setattr(copies, "host_room", lambda hardware: share * needed)
+    monkeypatch.setattr(offloading, "host_room", lambda hardware: share * needed)
     refused = run("simulate", *words, "all")
     assert isinstance(refused.exception, UserError) and said in str(refused.exception)
 

@@ -10,15 +10,13 @@ from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.choice import simplicity
-from megatron_vp.cost.planning.copies import copies_of
-from megatron_vp.cost.planning.evaluation import evaluate
 from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.planning.offloading import (
     copy_load,
     offloaded_evaluations,
     with_chosen_offload,
 )
-from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.predict import evaluate, predict
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -43,7 +41,7 @@ def counts(found):
 
 def test_the_load_of_copies_is_that_of_the_simulation():
     for chunks in (1, 2):
-        found = copies_of(predict(JOB, replace(PLAN, offload_chunks=chunks), H200))
+        found = predict(JOB, replace(PLAN, offload_chunks=chunks), H200).copies
         assert copy_load(JOB, PLAN, chunks, H200) == pytest.approx(max(each.load for each in found), rel=1e-6)
     assert copy_load(JOB, PLAN, 2, WIDE) < copy_load(JOB, PLAN, 4, WIDE) < 1
 

@@ -10,13 +10,12 @@ from megatron_vp.cli.planning import gains
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.layers.job_plan import settings_of
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.planning import evaluation, samples
+from megatron_vp.cost.planning import predict, samples
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
-from megatron_vp.cost.planning.evaluation import Loss, evaluate
 from megatron_vp.cost.planning.layer_division import divided
-from megatron_vp.cost.planning.limit import with_limit
-from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
+from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates, with_limit
+from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.ranks.communication import CommunicationModel
@@ -75,8 +74,10 @@ def test_redistributed_is_what_has_uneven_layers():
 
 
 def test_what_costs_little_has_no_name():
-    losses = {"imbalance": 0.1, "bubble": 2.0, "communication": 1.0, "step": 0.5}
-    assert Loss(work=10, **losses).largest() == "bubble" and Loss(work=100, **losses).largest() == "compute"
+    for work, name in ((10, "bubble"), (100, "compute")):
+        found = _made("1f1b", "plain", 1.0)
+        found.seconds = {"work": work, "imbalance": 0.1, "bubble": 2.0, "communication": 1.0, "step": 0.5}
+        assert found.bound_by(H100.memory) == name
 
 
 def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
@@ -90,9 +91,9 @@ def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     times = [each.iteration_seconds for each in evaluations]
     assert times == sorted(times)
     for each in evaluations:
-        assert sum(vars(each.loss).values()) == pytest.approx(each.iteration_seconds)
-        assert min(vars(each.loss).values()) >= 0
-        assert each.bubble_fraction == pytest.approx(1 - each.loss.work / (each.iteration_seconds - each.loss.step))
+        assert sum(each.seconds.values()) == pytest.approx(each.iteration_seconds)
+        assert min(each.seconds.values()) >= 0
+        assert each.bubble_fraction == pytest.approx(1 - each.seconds["work"] / (each.iteration_seconds - each.step))
         assert len(each.busy) == len(each.memory) == 4
     fastest = {each.candidate.method: each for each in reversed(evaluations)}
     assert fastest["vocab-2"].iteration_seconds < fastest["redistributed"].iteration_seconds
@@ -169,7 +170,7 @@ def test_uneven_chunks_leave_the_ranks_even(place, total):
 )
 def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
     with (
-        mock.patch.object(evaluation, "make_simulator", side_effect=AssertionError("a schedule was generated")),
+        mock.patch.object(predict, "make_simulator", side_effect=AssertionError("a schedule was generated")),
         pytest.raises(UserError, match=words),
     ):
         check_pipeline(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)))

@@ -16,7 +16,7 @@ from megatron_vp.cost.layers.layouts import redistributed_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.paper.runs import predict_cell
-from megatron_vp.cost.planning.limit import with_limit
+from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import _pace, expected_maximum
 from megatron_vp.cost.ranks.communication import CommunicationModel
@@ -70,7 +70,7 @@ def test_every_schedule_is_predicted(schedule):
     assert found.fits() and not found.fits(GIB)
     worst = max(found.memory, key=lambda rank: rank.total)
     assert found.fits(worst.total) and not found.fits(worst.total - 1)
-    assert found.peak_memory == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.outside.total)
+    assert found.allocated == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.outside.total)
 
 
 def test_measured_costs_replace_the_modelled_ones():

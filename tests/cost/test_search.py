@@ -24,10 +24,9 @@ from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import charts, search
 from megatron_vp.cost.planning.bounds import Bound, HeldBytes
 from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.front import SLOWEST, Front, time_and_memory
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
-from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.predict import Prediction, evaluate, predict
 from megatron_vp.cost.planning.samples import extended, sampled
 from megatron_vp.cost.planning.variants import variants
 from megatron_vp.errors import UserError
@@ -114,7 +113,7 @@ def frontier(points, limit: float) -> list[tuple[float, float]]:
 KINDS = ("in_megatron", "without_split")
 
 
-def fastest(runs: list[Evaluation], kind: str) -> float:
+def fastest(runs: list[Prediction], kind: str) -> float:
     return min(each.iteration_seconds for each in runs if getattr(each.candidate, kind))
 
 

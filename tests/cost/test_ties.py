@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cli.memory_room import memory_room
-from megatron_vp.cli.planning import read_request
+from megatron_vp.cli.planning import memory_room, read_request
 from megatron_vp.cost.hardware.constants import ERROR_BAND, compared
 from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning.candidates import Candidate
 from megatron_vp.cost.planning.choice import choose
-from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import CONFIGS
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.planning.own_plan import traced_costs
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import order_costs
-from megatron_vp.cost.planning.traced_costs import traced_costs
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import PassCosts, Simulator, VocabMethod, generate, simulate
 from megatron_vp.schedule.perfetto import Lane

@@ -14,8 +14,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.job_sizes import job_of
-from megatron_vp.cost.planning.chosen_shards import with_shards
+from megatron_vp.cost.planning.own_plan import with_shards
 from megatron_vp.cost.planning.predict import make_simulator
+from megatron_vp.cost.planning.stage_costs import order_costs
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.virtual_stages import SHIFTS, shifted_layers
@@ -53,9 +54,7 @@ def ordered_for(**changes):
     config = read_job_config([], words)
     job, plan = job_of(config.values), plan_of(config)
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
-    with mock.patch("megatron_vp.cost.planning.predict._simulator") as made:
-        make_simulator(job, plan, HARDWARE["cpu"])
-    return settled.order, made.call_args.args[0].costs
+    return settled.order, order_costs(job, plan, HARDWARE["cpu"])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
@@ -282,9 +281,6 @@ def test_all_ranks_take_the_order_of_rank_0_whatever_their_devices():
     config = read_job_config([], job)
     sizes = job_of(config.values), plan_of(config)
     assert sizes[1].vocab is VocabMethod.VOCAB_2
-    with mock.patch("megatron_vp.cost.planning.predict._simulator") as made:
-        for kind in ("cpu", "b200"):
-            make_simulator(*sizes, HARDWARE[kind])
-    expected, other = (call.args[0].costs for call in made.call_args_list)
+    expected, other = (order_costs(*sizes, HARDWARE[kind]) for kind in ("cpu", "b200"))
     assert expected != other
     assert run_ranks(2, order_of, job) == [expected, expected]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cost.layers.job_plan import plan_of
-from megatron_vp.cost.planning import limit, predict, stage_costs
+from megatron_vp.cost.planning import offloading, stage_costs
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.mcore import settled
@@ -118,11 +118,11 @@ def test_a_start_with_balanced_rows_generates_no_more_schedules_for_a_fitted_sha
     asked = []
     generate = ScheduleRequest.schedule
     monkeypatch.setattr(ScheduleRequest, "schedule", lambda self: (asked.append(self), generate(self))[1])
-    monkeypatch.setattr(limit, "fitted", lambda request, most: shaped(request.family, "slack=4,gap=1"))
+    monkeypatch.setattr(offloading, "fitted", lambda request, most: shaped(request.family, "slack=4,gap=1"))
 
     def count(*schedule):
         asked.clear()
-        for cached in (predict._simulator, predict._schedule, stage_costs._schedule):
+        for cached in (stage_costs.schedule_of,):
             cached.cache_clear()
         job = check_job([*words, "--pipeline-schedule", *schedule], 4)
         assert job.shards.rows is not None

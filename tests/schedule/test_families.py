@@ -9,7 +9,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning.bounds import bound
 from megatron_vp.cost.planning.candidates import Candidate, candidates
-from megatron_vp.cost.planning.evaluation import evaluate
+from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.schedule import (
     FAMILIES,
     Family,

@@ -76,7 +76,7 @@ def predict_cell(cell: Cell, constants: Constants = FITTED, plan: Plan | None = 
     """Predict `cell`, with `plan` instead of its own plan if it is given."""
     plan = plan or plan_of(cell)
     found = predict(jobs()[cell], plan, machine(cell.table, constants), simulator=simulator_of(cell))
-    return Row(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.peak_memory / GIB, found.fits())
+    return Row(cell, paper_mfu(found, PEAK_FLOPS[cell.table]), found.allocated / GIB, found.fits())
 
 
 def paper_mfu(found: Prediction, peak_flops: float) -> float:

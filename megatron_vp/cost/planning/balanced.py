@@ -18,7 +18,7 @@ from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
 from megatron_vp.cost.planning.layer_division import divisions, fill, layer_seconds
 from megatron_vp.cost.planning.predict import make_simulator, predict
-from megatron_vp.cost.planning.samples import iteration_seconds, sampled
+from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
@@ -167,11 +167,9 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def outcome(self, plan: Plan) -> _Outcome:
-        simulator = make_simulator(self.sample, plan, self.hardware)
-        found = predict(self.sample, plan, self.hardware, simulator=simulator)
-        seconds = iteration_seconds(found, self.job)
-        memory = max(rank.total for rank in found.memory)
-        return _Outcome(plan, seconds, memory, self.limit is None or memory <= self.limit)
+        found = predict(self.job, plan, self.hardware, sample=self.sample)
+        memory = found.peak_memory
+        return _Outcome(plan, found.iteration_seconds, memory, self.limit is None or memory <= self.limit)
 
     def least(self, plan: Plan) -> float:
         """Lower bound on the iteration time, in seconds, if no rank holds more activations than `promised_peak`."""

@@ -1,4 +1,4 @@
-"""Draws charts of predicted time and memory: for all runs of a plan or a search, or for every rank under one plan."""
+"""Draws a chart of the predicted time and memory of all runs of a plan or a search."""
 
 from __future__ import annotations
 
@@ -12,51 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megatron_vp.cost.planning.evaluation import Evaluation
+    from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.cost.planning.search import Search
 
 GIB = 2**30
-PARTS = {
-    "parameters": "#4C78A8",
-    "gradients": "#59A14F",
-    "optimizer": "#B6C95B",
-    "activations": "#F28E2B",
-    "vocabulary": "#E15759",
-    "communication": "#B07AA1",
-    "outside": "#BAB0AC",
-}
 
 
-def rank_chart(evaluation: Evaluation, limit: float, title: str) -> bytes:
-    """Draw a PNG with one row per rank: its computing and waiting time, and what its memory contains."""
-    from matplotlib.figure import Figure
-
-    plan = evaluation.candidate.plan
-    figure = Figure(figsize=(11, 0.26 * len(evaluation.busy) + 1.8), layout="constrained")
-    times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    _entitle(figure, f"{title}\n{plan.label}, {evaluation.candidate.method}")
-    rows = range(len(evaluation.busy))
-    makespan = evaluation.iteration_seconds - evaluation.loss.step
-    times.barh(rows, evaluation.busy, color="#59A14F", label="computes")
-    waits = [makespan - busy for busy in evaluation.busy]
-    times.barh(rows, waits, left=evaluation.busy, color="#BAB0AC", label="waits")
-    step = [evaluation.loss.step] * len(rows)
-    times.barh(rows, step, left=makespan, color="#B07AA1", label="after the passes")
-    times.set_yticks(rows, [f"rank {rank}" for rank in rows])
-    times.invert_yaxis()
-    times.set_xlabel("seconds per iteration")
-    left = [0.0] * len(rows)
-    for part, colour in PARTS.items():
-        widths = [rank.parts()[part] / GIB for rank in evaluation.memory]
-        memory.barh(rows, widths, left=left, color=colour, label=part)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    memory.set_yticks(rows, [""] * len(rows))
-    memory.set_ylim(times.get_ylim())
-    memory.set_xlabel(f"peak memory in GiB{_limit(memory, limit)}")
-    return _png(figure)
-
-
-def runs_chart(search: Search, chosen: Evaluation, title: str) -> bytes:
+def runs_chart(search: Search, chosen: Prediction, title: str) -> bytes:
     """Draw a PNG of iteration time against memory, with the frontier and the recommended run. Runs are coloured by
     pipeline size or, if all have the same, by schedule. Slow runs are left out.
     """
@@ -65,11 +27,11 @@ def runs_chart(search: Search, chosen: Evaluation, title: str) -> bytes:
     jobs, best = [each.job for each in search.tried], search.frontier
     one_size = len({job.pipeline for job in jobs}) == 1
 
-    def group(each: Evaluation) -> str:
+    def group(each: Prediction) -> str:
         pipeline = jobs[each.variant].pipeline
         return each.candidate.plan.schedule if one_size else f"{pipeline:3d} pipeline rank{'s' * (pipeline > 1)}"
 
-    def words(each: Evaluation) -> str:
+    def words(each: Prediction) -> str:
         job = jobs[each.variant]
         sizes = {"tensor": job.tensor, "context": job.context, "expert": job.expert}
         parallel = [f"{name}-parallel size {size}" for name, size in sizes.items() if size > 1 and len(jobs) > 1]

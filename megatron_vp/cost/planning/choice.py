@@ -9,7 +9,7 @@ from megatron_vp.cost.hardware.constants import ERROR_BAND, compared, compared_e
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED
-from megatron_vp.cost.planning.evaluation import Evaluation
+from megatron_vp.cost.planning.predict import Prediction
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
 
@@ -60,12 +60,12 @@ def tie_of(job: Job, hardware: Hardware) -> Tie:
 class Choice:
     """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared."""
 
-    chosen: Evaluation
-    tied: Sequence[Evaluation]
+    chosen: Prediction
+    tied: Sequence[Prediction]
     """The fastest run that fits, followed by the runs that tie with it."""
-    without_split: Evaluation | None
+    without_split: Prediction | None
     """The fastest run without vocabulary parallelism that fits."""
-    in_megatron: Evaluation | None
+    in_megatron: Prediction | None
     """The fastest run that Megatron itself supports and that fits."""
 
     @property
@@ -79,12 +79,12 @@ class Choice:
         return gain_over(self.in_megatron, self.chosen)
 
 
-def gain_over(other: Evaluation | None, chosen: Evaluation) -> float | None:
+def gain_over(other: Prediction | None, chosen: Prediction) -> float | None:
     """Speed-up of `chosen` over another run; None if there is no other run."""
     return None if other is None else other.iteration_seconds / chosen.iteration_seconds
 
 
-def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
+def simplicity(evaluation: Prediction) -> tuple[float, ...]:
     """Sort key for tied runs (see `choose`): the lowest key wins.
 
     The key prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
@@ -106,17 +106,17 @@ def simplicity(evaluation: Evaluation) -> tuple[float, ...]:
 
 
 def choose(
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Prediction],
     limit: float,
     band: float = ERROR_BAND["time"],
-    key: Callable[[Evaluation], tuple[float, ...]] = simplicity,
+    key: Callable[[Prediction], tuple[float, ...]] = simplicity,
     slowest: float = float("inf"),
 ) -> Choice:
     """Choose one run of `evaluations`, which must be sorted with the fastest first.
 
     Runs tie if they fit and take at most (1 + `band`) times as long as the fastest run that fits (see `tie_of`), and at
     most `slowest` seconds. The choice is the simplest tied run (by `key`) whose free memory exceeds the error of
-    predicted memory (see `Evaluation.is_tight`) or, if there is none, the simplest of all tied runs. Interlaced runs
+    predicted memory (see `Prediction.is_tight`) or, if there is none, the simplest of all tied runs. Interlaced runs
     serve only as a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]

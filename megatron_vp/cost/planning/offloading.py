@@ -1,4 +1,4 @@
-"""Fits runs to the available memory: by offloading chunks to host memory, and by shaping flexible schedules."""
+"""Fits runs to memory: by offloading chunks to host memory, and by shaping flexible schedules."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import Bound, bound
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
-from megatron_vp.cost.planning.copies import fullest_node, host_room
-from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.front import frontier, thinned
-from megatron_vp.cost.planning.limit import largest_microbatch, with_limit
-from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
+from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator, memory_model, predict
+from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS
+from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import FAMILIES, VocabMethod, family
+from megatron_vp.schedule import FAMILIES, Costs, VocabMethod, family
+from megatron_vp.schedule.flex import fitted, microbatches_of_limit
+from megatron_vp.schedule.ledger import peak
+from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.placed_copies import check_offloaded
 from megatron_vp.schedule.request import AUTO
+
+HOST_SHARE = 0.8
+"""Share of a node's host memory that activations may use; the rest is for processes, data and checkpoint writing."""
 
 MOST_LOAD = 0.9
 """Largest ratio of a rank's copy time to its pass time that `plan` allows; above it, passes would wait for copies."""
@@ -40,7 +46,7 @@ training job searches with all its microbatches and may find a different shape.
 """
 
 
-def offloaded_evaluations(base: Evaluation, job: Job, hardware: Hardware, limit: float | None) -> list[Evaluation]:
+def offloaded_evaluations(base: Prediction, job: Job, hardware: Hardware, limit: float | None) -> list[Prediction]:
     """Offload different numbers of chunks in the plan of `base`, which does not offload, and evaluate each variant.
 
     The numbers tried first are half of all chunks and the largest number that MOST_LOAD allows. The numbers directly
@@ -139,7 +145,7 @@ def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidat
     return [candidate for _, _, candidate in best.values()]
 
 
-def offloaded_runs(base: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Evaluation]:
+def offloaded_runs(base: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Prediction]:
     """Evaluate `base` without offloading, and with the numbers of offloaded chunks that `offloaded_evaluations`
     chooses. The list is empty if the job cannot run under the plan of `base`.
     """
@@ -166,7 +172,7 @@ def flexible_candidates(job: Job, hardware: Hardware) -> list[Candidate]:
     return found
 
 
-def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Evaluation | None:
+def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Prediction | None:
     """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it; None if its largest base fits,
     or if no shape does.
     """
@@ -182,10 +188,104 @@ def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit:
         chunks = family(plan.schedule).chunks_of(None)
         first = math.floor(chunks * room / largest_microbatch(job, found.candidate.plan, hardware))
         for count in range(first, max(0, first - STEPS), -1):
-            fitted = with_limit(sample, plan, hardware, f"{count / chunks:g}")
-            found = evaluate(replace(candidate, plan=fitted), job, hardware)
+            shaped = with_limit(sample, plan, hardware, f"{count / chunks:g}")
+            found = evaluate(replace(candidate, plan=shaped), job, hardware)
             if found.fits(limit):
                 return found
     except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.
         pass
     return None
+
+
+def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:
+    """Fit the shape of `plan`'s flexible schedule to `limit`: activations per rank, in microbatches or in GiB.
+
+    The order of the passes follows from `costs`. If `costs` is None, `order_costs` computes them. Of the shape that
+    `fitted` finds and of the bases that fit, the plan gets the one that is predicted to be fastest. Raises UserError if
+    none fits and `fitted` does, or if the limit is less than the activations of one chunk.
+    """
+    request = plan.request(job, costs=order_costs(job, plan, hardware) if costs is None else costs)
+    text = limit.strip()
+    in_bytes = text.endswith("GiB")
+    room = microbatches_of_limit(text.removesuffix("GiB"), "GiB" if in_bytes else "microbatches")
+    microbatches = room * GIB / largest_microbatch(job, plan, hardware) if in_bytes else room
+    if in_bytes and microbatches * request.chunks < 1:
+        raise UserError(
+            f"--activation-limit {limit} is too small: one chunk's activations alone take "
+            f"{room / microbatches / request.chunks:.3g} GiB; give at least that much"
+        )
+
+    def fits(found: Prediction) -> bool:
+        if in_bytes:
+            return max(rank.activations for rank in found.memory) <= room * GIB
+        return max(found.timeline.peak_activation) <= room + 1e-9
+
+    plans = [replace(plan, shape=base.name, activation_limit=text) for base in request.family.bases]
+    found = [each for each in (predict(job, own, hardware) for own in plans) if fits(each)]
+    try:
+        shape = fitted(request, math.floor(microbatches * request.chunks + 1e-9) / request.chunks).shape
+        found.insert(0, predict(job, replace(plan, shape=shape, activation_limit=text), hardware))
+    except UserError:
+        if not found:
+            raise
+    return min(found, key=lambda each: each.timeline.makespan).plan
+
+
+def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
+    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError if `with_limit` does."""
+    limit = config.values.get("activation_limit")
+    return plan if limit is None else with_limit(job, plan, hardware, str(limit))
+
+
+def largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
+    """Bytes of a microbatch's activations on the rank where they take the most memory."""
+    schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
+    model = MemoryModel(job, schedule, layers_of(job, plan, schedule.placement), hardware)
+    held = [peak(order, Held.ACTIVATIONS) / schedule.chunks for order in schedule.ranks]
+    return max(model.rank(rank).activations / level for rank, level in enumerate(held))
+
+
+def host_room(hardware: Hardware) -> float:
+    """Bytes of a node's host memory that offloaded activations may use."""
+    return HOST_SHARE * hardware.host.memory * hardware.gpus_per_node
+
+
+def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
+    """Bytes of host memory that the fullest node needs; `host[r]`: bytes that each GPU of pipeline rank r needs.
+
+    The ranks of a stage have consecutive numbers.
+    """
+    each, size = job.gpus_per_stage, hardware.gpus_per_node
+    if each % size == 0:
+        return size * max(host)
+    nodes = -(-job.gpus // size)
+    return max(
+        sum(host[place // each] for place in range(node * size, min((node + 1) * size, job.gpus)))
+        for node in range(nodes)
+    )
+
+
+def check_offload(prediction: Prediction) -> None:
+    """Raise UserError if no activations are offloaded or, with the number of chunks that fit, if a node has too little
+    memory for them.
+    """
+    schedule, plan, hardware = prediction.timeline.schedule, prediction.plan, prediction.hardware
+    check_offloaded(schedule)
+    job = replace(prediction.job, microbatches=schedule.microbatches)
+
+    def needed(chunks: int) -> float:
+        other = replace(plan, offload_chunks=chunks)
+        memory = memory_model(job, other, make_simulator(job, other, hardware).schedule, hardware)
+        return fullest_node(job, hardware, list(map(memory.host, range(job.pipeline))))
+
+    room, asked = host_room(hardware), needed(plan.offload_chunks)
+    if asked <= room:
+        return
+    fits = next((chunks for chunks in range(plan.offload_chunks - 1, 0, -1) if needed(chunks) <= room), 0)
+    least = (
+        f"use --offload-chunks {fits}" if fits else "not even one chunk per rank fits, so leave --offload-chunks out"
+    )
+    raise UserError(
+        f"--offload-chunks {plan.offload_chunks} needs {asked / GIB:.0f} GiB of host memory per node, but activations "
+        f"may use only {room / GIB:.0f} of its {hardware.host.memory * hardware.gpus_per_node / GIB:.0f} GiB: {least}"
+    )

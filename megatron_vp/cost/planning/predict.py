@@ -1,37 +1,89 @@
-"""Predicts a plan's time, MFU, bubble and memory by simulating its real schedule with modelled or measured costs."""
+"""Predicts a plan's time, how the time is spent, and its memory, by simulating its real schedule with modelled or
+measured costs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.flops import model_flops
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, stage_costs, stage_times
+from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, method_of, too_few_layers
+from megatron_vp.cost.planning.samples import extended, sampled
+from megatron_vp.cost.planning.stage_costs import (
+    copy_seconds,
+    layers_of,
+    order_costs,
+    schedule_of,
+    stage_costs,
+    stage_times,
+)
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
-from megatron_vp.schedule import (
-    PassCosts,
-    Schedule,
-    ScheduleRequest,
-    Simulator,
-    StageCosts,
-    Timeline,
-)
+from megatron_vp.errors import UserError
+from megatron_vp.schedule import Schedule, Simulator, StageCosts, Timeline
+from megatron_vp.schedule.gc_paused import gc_paused
+
+SMALL = 0.05
+"""A bottleneck is named only if it takes at least this fraction of the iteration time."""
 
 
 @dataclass(frozen=True)
+class RankCopies:
+    """Seconds and bytes of the copies between device and host on one rank.
+
+    chunks: the offloaded chunks; fewer than requested if activations would be needed before they are copied out.
+    host: peak bytes in host memory.
+    bytes: bytes copied per microbatch in one direction.
+    load: ratio of copy time to computing time.
+    wait_out, wait_back, wait_in_queue: seconds per iteration; see `Timeline.copy_waits`.
+    """
+
+    chunks: tuple[int, ...]
+    host: float
+    bytes: float
+    load: float
+    wait_out: float
+    wait_back: float
+    wait_in_queue: float
+
+
+@dataclass
 class Prediction:
-    """The prediction for `plan` of `job` on `hardware`, with times in seconds and memory in bytes."""
+    """The prediction for one candidate of a job, with times in seconds and memory in bytes.
+
+    step: time after the passes, for gradient synchronisation and the optimizer.
+    memory: by pipeline rank.
+    timeline, simulator: of all microbatches of the job, or of some of them (see `samples`). A worker process does not
+        send them back.
+    variant: in a search, the index of the run's parallel sizes in `Search.tried`.
+    given: whether this is the job as its configuration describes it.
+    """
 
     job: Job
-    plan: Plan
+    candidate: Candidate
     hardware: Hardware
-    timeline: Timeline
     iteration_seconds: float
+    step: float
     memory: tuple[RankMemory, ...]
+    timeline: Timeline = field(compare=False, repr=False)
+    simulator: Simulator = field(compare=False, repr=False)
+    variant: int = 0
+    given: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        figures = {name: getattr(self, name) for name in ("busy", "seconds", "copies")}
+        return self.__dict__ | figures | {"timeline": None, "simulator": None}
+
+    @property
+    def plan(self) -> Plan:
+        """The candidate's plan."""
+        return self.candidate.plan
 
     @property
     def mfu(self) -> float:
@@ -44,38 +96,162 @@ class Prediction:
         job = self.job
         return job.sequence * job.micro_batch * job.microbatches * job.data / self.iteration_seconds
 
-    @cached_property
-    def peak_memory(self) -> float:
+    @property
+    def allocated(self) -> float:
         """The largest peak of any rank in bytes, as counted by PyTorch's allocator."""
         return max(rank.allocated for rank in self.memory)
 
+    @property
+    def peak_memory(self) -> float:
+        """Bytes that the fullest rank needs."""
+        return max(rank.total for rank in self.memory)
+
     def fits(self, limit: float | None = None) -> bool:
-        """Whether every rank's total memory stays within `limit` bytes (default: the device's memory)."""
-        return max(rank.total for rank in self.memory) <= (limit or self.hardware.memory)
+        """Whether every rank stays within `limit` bytes (default: the device's memory)."""
+        return self.peak_memory <= (limit or self.hardware.memory)
+
+    def is_tight(self, limit: float) -> bool:
+        """Whether peak memory would exceed `limit` bytes if the prediction were too low by the largest known error."""
+        return (1 + ERROR_BAND["memory"]) * self.peak_memory > limit
+
+    @property
+    def vocab_rows(self) -> tuple[int, ...] | None:
+        """Vocabulary rows of every pipeline rank, summed over its tensor ranks; None if the vocabulary is not split."""
+        return self.plan.rows_by_rank(self.job)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time for which each rank computes."""
+        timeline = self.timeline
+        return tuple(each * self.job.microbatches / timeline.schedule.microbatches for each in timeline.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Fraction of the time of the passes during which a rank is idle, averaged over ranks."""
+        return 1 - self.seconds["work"] / (self.iteration_seconds - self.step)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """How the iteration's time is spent; the parts add up to the iteration time.
+
+        work: mean work of the ranks.
+        imbalance: excess of the busiest rank's work over the mean.
+        bubble: time that the busiest rank would wait if communication were free.
+        communication: time that communication adds.
+        step: time after the passes.
+        copies: time that copies of offloaded activations add. It includes the time for which the busiest lane of copies
+            is longer than the work of the busiest rank.
+        """
+        costs = self.timeline.costs
+        assert isinstance(costs, StageCosts)
+        quiet = replace(costs, messages={}, collectives={})
+        silent = uncopied = extended(self.simulator.simulate(quiet), self.job.microbatches)
+        if costs.copies:
+            uncopied = extended(self.simulator.simulate(replace(quiet, copies={})), self.job.microbatches)
+        lane = max((each.load * own for each, own in zip(self.copies, self.busy, strict=False)), default=0.0)
+        mean, most = sum(self.busy) / len(self.busy), max(self.busy)
+        bubble = max(0.0, uncopied - max(most, lane))
+        return {
+            "work": mean,
+            "imbalance": most - mean,
+            "bubble": bubble,
+            "communication": max(0.0, self.iteration_seconds - self.step - max(silent, most)),
+            "step": self.step,
+            "copies": max(silent, most) - most - bubble,
+        }
+
+    @cached_property
+    def copies(self) -> tuple[RankCopies, ...]:
+        """Copies between device and host, by pipeline rank; empty without offloading."""
+        if not self.plan.offload_chunks:
+            return ()
+        timeline, schedule = self.timeline, self.timeline.schedule
+        memory = memory_model(self.job, self.plan, schedule, self.hardware)
+        took, found = copy_seconds(memory), []
+        for rank, waits in enumerate(timeline.copy_waits):
+            chunks = tuple(chunk for where, chunk in schedule.offloaded if where == rank)
+            lane = schedule.microbatches * sum(took[way, rank, chunk] for way in (True, False) for chunk in chunks)
+            moved, stages = memory.offloaded(rank), schedule.placement.stage_of[rank]
+            sizes = sum(moved[stages[chunk]] for chunk in chunks)
+            found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank], *waits))
+        return tuple(found)
+
+    def bound_by(self, limit: float) -> str:
+        """The candidate's bottleneck, in one or two words; `compute` if all parts other than the work are small."""
+        if not self.fits(limit):
+            return "memory"
+        name = max((each for each in self.seconds if each != "work"), key=self.seconds.__getitem__)
+        if self.seconds[name] < SMALL * sum(self.seconds.values()):
+            return "compute"
+        return f"rank {self.busy.index(max(self.busy))}" if name == "imbalance" else name
+
+    def document(self, limit: float) -> dict[str, Any]:
+        """The prediction as a JSON document."""
+        plan = self.plan
+        return {
+            "schedule": plan.schedule,
+            "activation_limit": plan.activation_limit or None,
+            "method": self.candidate.method,
+            "chunks": plan.chunks,
+            "layers": plan.layers,
+            "vocab_rows": self.vocab_rows,
+            "offload_chunks": plan.offload_chunks,
+            "iteration_seconds": self.iteration_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "seconds": {name: value for name, value in self.seconds.items() if name != "copies" or self.copies},
+            "busy_seconds": self.busy,
+            "peak_memory_bytes": self.peak_memory,
+            "memory_bytes": [rank.parts() for rank in self.memory],
+            "outside_bytes": [rank.outside.parts() for rank in self.memory],
+            "communicators": [rank.outside.communicators for rank in self.memory],
+            "fits": self.fits(limit),
+            "free_bytes": limit - self.peak_memory,
+            "tight": self.is_tight(limit),
+            "bound_by": self.bound_by(limit),
+        } | ({"copies": list(map(asdict, self.copies))} if self.copies else {})
 
 
 def predict(
     job: Job,
     plan: Plan,
     hardware: Hardware,
-    measured: PassCosts | StageCosts | None = None,
+    measured: StageCosts | None = None,
     simulator: Simulator | None = None,
+    sample: Job | None = None,
 ) -> Prediction:
     """Predict time and memory of `job` under `plan`.
 
     Args:
-        measured: pass times in seconds from the trace of a run, which replace the modelled times.
+        measured: pass times in seconds from the trace of a run, which replace the modelled times. A trace does not give
+            the times of copies to host memory, so these are always modelled.
         simulator: a simulator of the schedule; by default, that of `make_simulator`.
+        sample: the job with as many microbatches as are simulated, such as `sampled(job)`; by default, all of them.
 
     Raises UserError if the schedule is unknown or cannot run the job, or if the layers do not fit the schedule.
     """
-    simulator = simulator or make_simulator(job, plan, hardware)
-    costs = measured or stage_costs(job, plan, simulator.schedule, hardware)
-    timeline = simulator.simulate(costs)
-    memory = memory_model(job, plan, simulator.schedule, hardware)
-    ranks = tuple(map(memory.rank, range(job.pipeline)))
-    after = after_passes(job, plan, simulator.schedule, hardware)
-    return Prediction(job, plan, hardware, timeline, timeline.makespan + after, ranks)
+    sample = sample or job
+    simulator = simulator or make_simulator(sample, plan, hardware)
+    schedule, memory = simulator.schedule, memory_model(sample, plan, simulator.schedule, hardware)
+    costs = measured or stage_costs(sample, plan, schedule, hardware)
+    if measured is not None and plan.offload_chunks:
+        costs = replace(measured, copies=copy_seconds(memory))
+    timeline, step = simulator.simulate(costs), after_passes(sample, plan, schedule, hardware)
+    seconds, ranks = extended(timeline, job.microbatches) + step, tuple(map(memory.rank, range(job.pipeline)))
+    return Prediction(job, Candidate(method_of(plan), plan), hardware, seconds, step, ranks, timeline, simulator)
+
+
+@gc_paused()
+def evaluate(candidate: Candidate, job: Job, hardware: Hardware) -> Prediction:
+    """Predict one candidate. Raises UserError if the job cannot run the candidate.
+
+    If there are very many microbatches, only some of them are simulated; see `samples`.
+    """
+    layers = candidate.plan.layers or ()
+    if 0 in layers and candidate.method != REDISTRIBUTED:
+        raise UserError(too_few_layers(job, len(layers)))
+    return replace(predict(job, candidate.plan, hardware, sample=sampled(job)), candidate=candidate)
 
 
 def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> MemoryModel:
@@ -107,28 +283,17 @@ def make_simulator(
     hardware: Hardware,
     further_orders: bool = True,
 ) -> Simulator:
-    """Return a simulator of `plan`'s schedule, whose passes are ordered by the same costs as in training. Results are
-    cached.
+    """Return a simulator of `plan`'s schedule, whose passes are ordered by the same costs as in training.
 
     `further_orders`: see `ScheduleRequest`. Raises UserError for plans that training refuses.
     """
     plan.check(job)
     costs = order_costs(job, plan, hardware)
-    request = plan.request(job, costs=costs, further_orders=further_orders)
-    return _simulator(request, bool(plan.offload_chunks) and has_one_queue(job, hardware))
+    schedule = schedule_of(plan.request(job, costs=costs, further_orders=further_orders))
+    return Simulator(schedule, costs, bool(plan.offload_chunks) and has_one_queue(job, hardware))
 
 
 def has_one_queue(job: Job, hardware: Hardware) -> bool:
     """Whether copies and passes share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS is 1, or Megatron requires 1)."""
     demanded = hardware.needs_one_queue and max(job.tensor, job.context) > 1
     return hardware.is_gpu and (job.one_queue or demanded)
-
-
-@lru_cache(maxsize=8)
-def _simulator(request: ScheduleRequest, one_queue: bool) -> Simulator:
-    return Simulator(_schedule(request), request.costs, one_queue)
-
-
-@lru_cache(maxsize=64)  # Schedules take much less memory than simulators, so more of them are cached.
-def _schedule(request: ScheduleRequest) -> Schedule:
-    return request.schedule()

@@ -8,7 +8,6 @@ from dataclasses import replace
 from statistics import fmean
 
 from megatron_vp.cost.layers.shapes import Job
-from megatron_vp.cost.planning.predict import Prediction
 from megatron_vp.schedule import PassKind, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
@@ -62,9 +61,3 @@ def _steady_seconds(timeline: Timeline) -> float:
         first = min(first, len(each) - 1 - count)
         found.append((each[first + count] - each[first]) / count)
     return fmean(found)
-
-
-def iteration_seconds(prediction: Prediction, job: Job) -> float:
-    """Seconds of an iteration of `job`, extrapolated from a `prediction` for `sampled(job)`."""
-    after = prediction.iteration_seconds - prediction.timeline.makespan
-    return extended(prediction.timeline, job.microbatches) + after

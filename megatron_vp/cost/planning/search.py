@@ -28,7 +28,6 @@ from megatron_vp.cost.planning.balanced import balanced, least_of_all
 from megatron_vp.cost.planning.bounds import Bound, HeldBytes, bound
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, REDISTRIBUTED, Candidate, candidates, method_of, refusal
 from megatron_vp.cost.planning.choice import Choice, choose, simplicity
-from megatron_vp.cost.planning.evaluation import Evaluation, evaluate
 from megatron_vp.cost.planning.front import SLOWEST, Front, frontier, time_and_memory
 from megatron_vp.cost.planning.offloading import (
     bases_to_offload,
@@ -37,6 +36,7 @@ from megatron_vp.cost.planning.offloading import (
     offloaded_runs,
     sizes_to_offload,
 )
+from megatron_vp.cost.planning.predict import Prediction, evaluate
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
@@ -102,7 +102,7 @@ class Search:
     given: Plan | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
-    found: list[Evaluation] = field(default_factory=list)
+    found: list[Prediction] = field(default_factory=list)
     impossible: list[Infeasible] = field(default_factory=list)
     count: int = 0
     untried: list[Option] = field(default_factory=list)
@@ -142,12 +142,12 @@ class Search:
         return self
 
     @property
-    def fitting(self) -> list[Evaluation]:
+    def fitting(self) -> list[Prediction]:
         """Runs that need at most `limit` bytes per rank, fastest first."""
         return [each for each in self.found if each.fits(self.limit)]
 
     @property
-    def frontier(self) -> list[Evaluation]:
+    def frontier(self) -> list[Prediction]:
         """Runs within the limit that no other run beats in both time and memory, fastest first.
 
         Runs that take more than SLOWEST times as long as the fastest run are left out.
@@ -161,7 +161,7 @@ class Search:
         Raises UserError if nothing fits.
         """
 
-        def simplest(each: Evaluation) -> tuple[float, ...]:
+        def simplest(each: Prediction) -> tuple[float, ...]:
             job = self.tried[each.variant].job
             return job.context, job.recompute is not Recompute.NONE, job.tensor, job.expert, *simplicity(each)
 
@@ -232,13 +232,13 @@ class Search:
         if option.variant in self.own:
             self.impossible.append(Infeasible(option.candidate, reason))
 
-    def _add(self, runs: Iterable[Evaluation], variant: int) -> None:
+    def _add(self, runs: Iterable[Prediction], variant: int) -> None:
         """Add simulated runs that are not known yet."""
         known = {(each.variant, each.candidate) for each in self.found}
         for each in runs:
             if (variant, each.candidate) not in known:
-                given = variant in self.own and each.candidate.plan == self.given
-                self.found.append(replace(each, variant=variant, given=given))
+                each.variant, each.given = variant, variant in self.own and each.plan == self.given
+                self.found.append(each)
                 if each.candidate.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
@@ -305,7 +305,7 @@ def is_balanced(candidate: Candidate, job: Job) -> bool:
     return candidate.plan.vocab.is_sharded and candidate.plan.layers is not None and job.pipeline <= MOST_BALANCED
 
 
-def evaluations(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Evaluation] | str:
+def evaluations(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Prediction] | str:
     """Evaluate a candidate and, if `balanced` chooses uneven shards for it, also with these. Return the reason if the
     job cannot run the candidate.
     """

@@ -39,11 +39,12 @@ def layers_of(job: Job, plan: Plan, placement: Placement) -> tuple[int, ...]:
 
 def single_microbatch(plan: Plan, job: Job) -> Schedule:
     """The schedule of `plan` for one microbatch, which shows the stages and the passes of every rank."""
-    return _schedule(plan.request(job, microbatches=1))
+    return schedule_of(plan.request(job, microbatches=1))
 
 
-@lru_cache(maxsize=512)
-def _schedule(request: ScheduleRequest) -> Schedule:
+@lru_cache(maxsize=256)
+def schedule_of(request: ScheduleRequest) -> Schedule:
+    """The schedule of a request. Cached, because generating a schedule takes longer than simulating it."""
     return request.schedule()
 
 

@@ -6,8 +6,7 @@ import os
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.planning.copies import check_offload
-from megatron_vp.cost.planning.offloading import with_chosen_offload
+from megatron_vp.cost.planning.offloading import check_offload, with_chosen_offload
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.errors import UserError

@@ -15,7 +15,7 @@ from megatron_vp.cost.layers.fp8 import rate_of
 from megatron_vp.cost.layers.job_plan import plan_of, uncounted
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.limit import with_limit
+from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.cost.planning.stage_costs import order_costs
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig, read_job_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_vp.cost.layers.job_plan import layout_option
 from megatron_vp.cost.planning.balanced import Shards, balanced, most_rows
-from megatron_vp.cost.planning.chosen_shards import with_partition
 from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows
+from megatron_vp.cost.planning.own_plan import with_partition
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import layout_of

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from megatron_vp.cost.planning.candidates import Candidate, method_of
-from megatron_vp.cost.planning.evaluation import evaluation_of
-from megatron_vp.cost.planning.predict import make_simulator, predict
+from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of
 from megatron_vp.errors import UserError
@@ -75,9 +73,7 @@ def describe_prediction(job: SettledJob) -> list[str]:
     try:
         whole, plan, hardware = Prediction(job.given).planned(job.arguments, job.settings)
         with gc_paused():
-            simulator = make_simulator(sampled(whole), plan, hardware)
-            prediction = predict(sampled(whole), plan, hardware, simulator=simulator)
-            found = evaluation_of(Candidate(method_of(plan), plan), prediction, simulator, whole)
+            found = predict(whole, plan, hardware, sample=sampled(whole))
     except UserError as error:
         return [f"bubble and memory cannot be predicted: {error}"]
     fullest = max(range(whole.pipeline), key=lambda rank: found.memory[rank].total)
