@@ -1,9 +1,9 @@
-"""Write `megatron_vp/jobs/known_options.txt`, which lists all training options for commands without Megatron.
+"""Write `megatron_vp/jobs/known_options.jsonl`, which lists all training options for commands without Megatron.
 
     python scripts/known_options.py [--check]
 
 If the installed Megatron is of a later series than the first supported one, the script writes
-`known_options_SERIES.txt` with the options that this series adds or changes. `--check` writes nothing and exits with
+`known_options_SERIES.jsonl` with the options that this series adds or changes. `--check` writes nothing and exits with
 status 1 if the file is out of date.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import json
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -19,12 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 FOLDER = ROOT / "megatron_vp" / "jobs"
-FILE = FOLDER / "known_options.txt"
-HEADER = f"""\
-# Made by {Path(__file__).relative_to(ROOT)} from Megatron's parser and our options; do not edit.
-# One line per option: its names, the type of its value and the number of values (as in argparse), its choices, and
-# its default after an equals sign.
-"""
+FILE = FOLDER / "known_options.jsonl"
 _KINDS = {
     **{"int": "int", "float": "float", "bool": "bool", "tuple_type": "integers"},
     **dict.fromkeys(("moe_freq_type", "la_freq_type", "no_rope_freq_type"), "pattern"),
@@ -43,25 +39,31 @@ def lines() -> Iterator[str]:
 
 
 def _line(action: argparse.Action) -> str:
+    """The option's names and the arguments of `add_argument`, as JSON."""
     from megatron.core.transformer.enums import CudaGraphModule
 
-    names = ",".join(option.lstrip("-") for option in action.option_strings)
+    options = [f"--{option.lstrip('-')}" for option in action.option_strings]
     if action.nargs == 0:
-        return f"{names} switch"
+        pair = [option for option in options if f"--no-{option[2:]}" in options]
+        return json.dumps([pair or options, {"action": "pair" if pair else "store_true"}])
     choices = list(action.choices or ())
     if choices and isinstance(choices[0], enum.Enum):
         choices = list(type(choices[0]).__members__)  # with the aliases, such as SIGCLD
     elif getattr(action.type, "__name__", "") == "_parse_cuda_graph_modules_arg":
         choices = [*CudaGraphModule.__members__, "full", "full_iteration", "full_iteration_inference"]
     kind = _KINDS.get(getattr(action.type, "__name__", ""), "text")
-    default = getattr(action.default, "name", action.default)
-    said = None if action.nargs or default in (None, False, "") else f"={default}"
-    return " ".join(filter(None, (names, f"{kind}{action.nargs or ''}", ",".join(map(str, choices)), said)))
+    default = None if action.nargs else getattr(action.default, "name", action.default)
+    if kind == "text":
+        choices = list(map(str, choices))
+    if default not in (None, False, "") and kind in ("text", "float"):
+        default = str(default) if kind == "text" else float(default)
+    how = {"type": kind, "nargs": action.nargs, "choices": choices, "default": default}
+    return json.dumps([options, {name: value for name, value in how.items() if value not in (None, False, "", [])}])
 
 
 def content(known: Container[str] = ()) -> str:
     """The content of the file, without the lines in `known`."""
-    return HEADER + "".join(f"{line}\n" for line in sorted(lines()) if line not in known)
+    return "".join(f"{line}\n" for line in sorted(lines()) if line not in known)
 
 
 def of_this_megatron() -> tuple[Path, str]:
@@ -71,7 +73,7 @@ def of_this_megatron() -> tuple[Path, str]:
     series = present_series()
     if series == SUPPORTED_SERIES[0]:
         return FILE, content()
-    return FOLDER / f"known_options_{series}.txt", content(FILE.read_text().splitlines())
+    return FOLDER / f"known_options_{series}.jsonl", content(FILE.read_text().splitlines())
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Looks up the options that a training script accepts, for commands that read a job without loading Megatron.
 
-The list is in `known_options.txt` in this folder; `known_options_SERIES.txt` has the options that a later series of
-Megatron releases adds. `scripts/known_options.py` writes these files, and a test compares them with the parser of the
+The list is in `known_options.jsonl` in this folder: a line for each option, with its names and the arguments of
+argparse's `add_argument`. `known_options_SERIES.jsonl` has the options that a later series of Megatron releases adds.
+`scripts/known_options.py` writes these files, and a test compares them with the parser of the
 installed Megatron. If the installed Megatron is older than the list, commands accept options that training refuses.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +23,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import CPU, grouped, name_of, option_of
 from megatron_vp.jobs.options import RANGES, SHORT_NAMES
 
-_FILES = sorted(Path(__file__).parent.glob("known_options*.txt"), key=lambda path: path.stem)
+_FILES = sorted(Path(__file__).parent.glob("known_options*.jsonl"), key=lambda path: path.stem)
 
 
 def pattern(text: str) -> int | str:
@@ -61,21 +63,15 @@ class Parser(argparse.ArgumentParser):
 def listed_parser() -> Parser:
     """A parser of all listed options. It accepts the same words as the parser of training."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, conflict_handler="resolve")
-    for line in (line for file in _FILES for line in file.read_text().splitlines() if not line.startswith("#")):
-        line, _, default = line.partition(" =")
-        names, kind, *choices = line.split()
-        options = [f"--{name}" for name in names.split(",")]
-        if kind == "switch":
-            pair = [option for option in options if f"--no-{option[2:]}" in options]
-            parser.add_argument(*(pair or options), action=argparse.BooleanOptionalAction if pair else "store_true")
-            continue
-        word = kind.rstrip("+*0123456789")
-        nargs = kind.removeprefix(word) or None
-        several = int(nargs) if nargs and nargs.isdecimal() else nargs
-        accepted = [_TYPES[word](choice) for choice in choices[0].split(",")] if choices else None
-        action = parser.add_argument(*options, type=_TYPES[word], nargs=several, choices=accepted)
-        if default:
-            action.default = _TYPES[word](default)
+    parser.register("action", "pair", argparse.BooleanOptionalAction)
+    for line in (line for file in _FILES for line in file.read_text().splitlines()):
+        options, how = json.loads(line)
+        if "type" in how:
+            how["type"] = _TYPES[how["type"]]
+        default = how.pop("default", None)
+        action = parser.add_argument(*options, **how)
+        if default is not None:
+            action.default = default
     return parser
 
 

@@ -3,6 +3,7 @@
 import argparse
 import enum
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def options(training):
     from megatron_vp.mcore.patches import SUPPORTED_SERIES, present_series
 
     later = known_options_files()[1:] if present_series() == SUPPORTED_SERIES[0] else []
-    changed = {name for file in later for line in file for name in line.split()[0].split(",")}
+    changed = {name[2:] for file in later for line in file for name in json.loads(line)[0]}
     return [
         (option, action)
         for option, action in training._option_string_actions.items()
@@ -51,8 +52,8 @@ def options(training):
 
 def known_options_files():
     folder = Path(sys.modules[known_options.__module__].__file__).parent
-    files = sorted(folder.glob("known_options*.txt"), key=lambda path: path.stem)
-    return [[line for line in file.read_text().splitlines() if line[0] != "#"] for file in files]
+    files = sorted(folder.glob("known_options*.jsonl"), key=lambda path: path.stem)
+    return [file.read_text().splitlines() for file in files]
 
 
 def choices_of(action):
@@ -108,9 +109,9 @@ def test_the_list_is_that_of_the_installed_megatron(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["known_options.py", "--check"])
     script.main()
-    assert "num-layers int\n" in script.content() and "vocab-parallel switch\n" in script.content()
-    monkeypatch.setattr(script, "HEADER", "another")
-    with pytest.raises(SystemExit, match=r"known_options.*\.txt is out of date: run python scripts/known_options\.py"):
+    assert '[["--num-layers"], {"type": "int"}]\n' in script.content()
+    monkeypatch.setattr(script, "content", lambda *_: "another")
+    with pytest.raises(SystemExit, match=r"known_options.*\.jsonl is out of date: run python "):
         script.main()
 
 
