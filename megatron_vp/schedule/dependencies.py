@@ -31,18 +31,11 @@ def expected_passes(schedule: Schedule, holds_rows: bool, offloaded: Sequence[in
     """The passes that a rank must run exactly once each, including vocabulary passes if it holds vocabulary rows, and O
     and R of its chunks in `offloaded`. A BW is listed as B and W.
     """
-    chunked, single = [PassKind.F], list(schedule.vocab.passes) if holds_rows else []
-    if schedule.has_backward:
-        chunked += [PassKind.B, PassKind.W] if schedule.split_backward else [PassKind.B]
-    else:
-        single = [kind for kind in single if kind.forward]
-    kinds = [(kind, range(schedule.chunks)) for kind in chunked] + [(kind, range(1)) for kind in single]
-    return [
-        Pass(kind, microbatch, chunk)
-        for microbatch in range(schedule.microbatches)
-        for kind, chunks in (*kinds, (PassKind.O, offloaded), (PassKind.R, offloaded))
-        for chunk in chunks
-    ]
+    chunked = [PassKind.F, *[PassKind.B] * schedule.has_backward, *[PassKind.W] * schedule.split_backward]
+    seats = [(kind, chunk) for kind in chunked for chunk in range(schedule.chunks)]
+    seats += [(kind, 0) for kind in schedule.vocab.passes if holds_rows and (kind.forward or schedule.has_backward)]
+    seats += [(kind, chunk) for kind in (PassKind.O, PassKind.R) for chunk in offloaded]
+    return [Pass(kind, microbatch, chunk) for microbatch in range(schedule.microbatches) for kind, chunk in seats]
 
 
 def check_passes(schedule: Schedule) -> None:

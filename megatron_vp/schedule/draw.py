@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -44,8 +43,8 @@ COMMUNICATION = (
 LINES = ((0.575, 0.045), (0.625, 0.03))
 """Place below the rank's top, and height, of the lines of collectives and copies."""
 
-WIDEST = 16.0
-"""Largest width of a picture in inches; viewers would scale down a wider one."""
+WIDTH = 13.0
+"""Width of a picture in inches; viewers would scale down a wider one. Seven entries of the legend fit."""
 
 
 def to_text(timeline: Timeline, width: int = 100) -> str:
@@ -132,12 +131,10 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
 
     schedule = timeline.schedule
     ranks, makespan = range(schedule.pipeline_size), timeline.makespan or 1.0
-    taken = [end - start for start, end in timeline.spans[0] if end > start] or [1.0]
-    width = min(WIDEST, max(9.0, 0.13 * makespan * len(taken) / sum(taken) + 2))
-    points_per_unit = 72 * (width - 1) / makespan
+    points_per_unit = 72 * (WIDTH - 1) / makespan
     # Equal schedules give equal files, so an SVG file gets a fixed hash salt. Text is stored as text, not outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(width, 1.1 + 0.55 * len(ranks)), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 1.1 + 0.55 * len(ranks)), layout="constrained")
         axes = figure.add_subplot()
         peak = max(*timeline.peak_activation, *timeline.peak_host)
         shown = list(boxes(timeline, peak or 1.0))
@@ -159,10 +156,8 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
         used = {box.colour for box in shown}
         legend = [style for style in styles([timeline]) if style.meaning and style.colour in used]
-        # The widest legend entry takes 1.7 inches.
-        columns = math.ceil(len(legend) / math.ceil(1.7 * len(legend) / width))
         patches = [Patch(facecolor=style.colour, label=style.meaning) for style in legend]
-        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
+        figure.legend(handles=patches, loc="outside lower center", ncols=7, frameon=False, fontsize=7)
         return saved(figure, file_format)
 
 

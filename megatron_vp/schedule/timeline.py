@@ -83,16 +83,14 @@ class Timeline:
         """
         graph, start, end = self.nodes
         is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
-        waits = []
+        parts, waits = {PassKind.O: 0, PassKind.B: 1, PassKind.BW: 1}, []
         for steps, order in zip(self.schedule.ranks, graph.numbers(self.schedule.ranks), strict=True):
             waited = [0.0, 0.0, 0.0]
             for step, number in zip(steps, order, strict=True):
                 needed = graph.predecessors[number]
                 if any(is_copy[before] for before in needed):
                     since = max((end[before] for before in needed if not is_copy[before]), default=0.0)
-                    wait = max(0.0, start[number] - since)
-                    part = 0 if step.kind is PassKind.O else 1 if step.kind in (PassKind.B, PassKind.BW) else 2
-                    waited[part] += wait
+                    waited[parts.get(step.kind, 2)] += max(0.0, start[number] - since)
             waits.append(tuple(waited))
         return tuple(waits)
 
@@ -133,23 +131,17 @@ class Simulator:
         if one_queue:
             self._graph.link_one_queue(self._orders)
         self._order = node_times(self._graph, self._orders, durations(self._graph, schedule, costs)).order
-        self._before, lanes = self._graph.predecessors, self._graph.lanes
         latest: dict[int, int] = {}
         for number in self._order:
-            lane = lanes[number]
+            lane = self._graph.lanes[number]
             if lane in latest:
-                self._before[number].append(latest[lane])
+                self._graph.predecessors[number].append(latest[lane])
             latest[lane] = number
 
     @gc_paused()
     def simulate(self, costs: Costs) -> Timeline:
         """Simulate with `costs`; every pass starts as early as its rank and its dependencies allow."""
-        start, end = self._times(costs)
-        spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
-        return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
-
-    def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
-        took, before = durations(self._graph, self.schedule, costs), self._before
+        took, before = durations(self._graph, self.schedule, costs), self._graph.predecessors
         start, end = [0.0] * len(took), [0.0] * len(took)
         for number in self._order:
             begin = 0.0
@@ -158,7 +150,8 @@ class Simulator:
                     begin = end[earlier]
             start[number] = begin
             end[number] = begin + took[number]
-        return start, end
+        spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
+        return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
 
 
 @gc_paused()
