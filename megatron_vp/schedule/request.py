@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.costs import Costs, PassCosts, StageCosts
+from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.gc_paused import gc_paused
@@ -33,7 +33,7 @@ class ScheduleRequest:
 
     Raises UserError if the family does not support the method, the vocabulary ranks, the number of chunks, or the
     number of offloaded chunks. Other reasons for this error are too few ranks or microbatches, more than LARGEST
-    forwards, costs for another number of stages or ranks, and a schedule file for another number of ranks. In training,
+    forwards, and a schedule file for another number of ranks. In training,
     the file must also have enough microbatches.
     """
 
@@ -93,8 +93,6 @@ class ScheduleRequest:
         for is_wrong, words in self._defects():
             if is_wrong:
                 raise UserError(words)
-        if isinstance(self.costs, StageCosts):
-            self.costs.check_size(self.family.name, self.pipeline_size, self.chunks)
 
     @gc_paused()
     def schedule(self) -> Schedule:

@@ -9,7 +9,6 @@ from megatron_vp.schedule import (
     FAMILIES,
     PassCosts,
     ScheduleRequest,
-    StageCosts,
     VocabMethod,
     family,
     generate,
@@ -44,10 +43,6 @@ def test_what_is_left_open_is_what_could_have_been_said():
             "vocabulary rows on ranks 0, 4 are not possible; give at least one of the ranks 0 to 3",
         ),
         ({"microbatches": 250_001}, "4 ranks x 250001 microbatches make more than 1,000,000 forward passes"),
-        (
-            {"costs": StageCosts((1.0,), (1.0,), (1.0,))},
-            "1 durations of F, but schedule v-half has 8 stages",
-        ),
     ],
 )
 def test_a_changed_request_is_checked_again(changes, words):

@@ -259,16 +259,3 @@ def test_a_file_says_which_ranks_hold_rows(tmp_path):
     for forward_only in (False, True):
         with pytest.raises(UserError, match=r"ranks 1 cannot be used with schedule .*, which have .* on ranks 0, 3;"):
             ScheduleRequest.of(record, 4, 6, vocab_ranks=(1,), forward_only=forward_only)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"F": (1.0,) * 3, "B": (1.0,) * 3, "W": (1.0,) * 3}, "3 durations of F, but schedule 1f1b has 4 stages"),
-        ({"S": (1.0,) * 3}, "3 durations of S, but schedule 1f1b has 4 ranks"),
-    ],
-)
-def test_costs_of_another_number_of_stages_or_ranks_are_refused(changes, words):
-    costs = replace(StageCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), **changes)
-    with pytest.raises(UserError, match=words):
-        generate("1f1b", 4, 8, vocab="vocab-2", costs=costs)
