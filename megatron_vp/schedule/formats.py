@@ -22,8 +22,6 @@ from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
 
-LONGEST_NAME = 200
-
 CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
 TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 METHOD = "# vocab="
@@ -112,17 +110,13 @@ def from_json(text: str) -> Schedule:
     """
     try:
         document = json.loads(text)
-        name, shape, microbatches = document["schedule"], document.get("shape", ""), _whole(document["microbatches"])
+        name, shape = (str(each) for each in (document["schedule"], document.get("shape", "")))
+        microbatches = _whole(document["microbatches"])
         placement = Placement(tuple(tuple(map(_whole, row)) for row in document["placement"]))
         orders = tuple(
             tuple(_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order))
             for rank, order in enumerate(document["ranks"])
         )
-        for words in (name, shape):
-            if not isinstance(words, str) or not words.isprintable() or len(words) > LONGEST_NAME:
-                raise ValueError(
-                    f"the schedule's name and shape must be printable lines of at most {LONGEST_NAME} characters"
-                )
         schedule = _checked(Schedule(name, VocabMethod(document["vocab"]), placement, microbatches, orders, shape))
         own = {"offloaded": ()} | _head(schedule)
         for key in ("pipeline_size", "chunks", "offloaded"):

@@ -24,8 +24,7 @@ class VocabShards:
     norms, over the tensor ranks. Each parameter must therefore be at the same offset on all tensor ranks.
 
     Raises:
-        UserError: a size is not positive, the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not
-            add up to `vocab_size`.
+        UserError: the tensor ranks cannot share the vocabulary equally, or `stage_rows` do not add up to it.
     """
 
     vocab_size: int
@@ -34,16 +33,10 @@ class VocabShards:
     stage_rows: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1 or self.count < 1:
+        if self.vocab_size % self.tensor:
             raise UserError(
-                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards: both numbers must be "
-                "positive"
-            )
-        if self.count % self.tensor or self.vocab_size % self.tensor:
-            raise UserError(
-                f"cannot split a vocabulary of {self.vocab_size} rows into {self.count} shards for {self.tensor} "
-                f"tensor ranks, because the numbers of rows and of shards must be multiples of {self.tensor}: use a "
-                "padded vocabulary size that is a multiple of --tensor-model-parallel-size"
+                f"a vocabulary of {self.vocab_size} rows cannot be divided among {self.tensor} tensor ranks: use "
+                "a padded vocabulary size that is a multiple of --tensor-model-parallel-size"
             )
         if self.stage_rows is not None:
             check_stage_rows(self.stage_rows, self.vocab_size, self.stages, self.tensor)

@@ -204,8 +204,3 @@ def test_a_token_outside_the_vocabulary_is_refused():
     for token in (50, -1):
         with pytest.raises(UserError, match=f"token id {token} is outside the vocabulary of 50"):
             _planned(torch.tensor([3, token, 7]), VocabShards(50, 3)).counts  # noqa: B018
-
-
-def test_no_shards_are_refused():
-    with pytest.raises(UserError, match="must be positive"):
-        VocabShards(50, 0)
