@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_vp.cli.planning import OutputOption
 from megatron_vp.cli.result_output import format_for, write
 
 
@@ -32,7 +33,7 @@ def report(
         ),
     ] = None,
     asked: Annotated[Format | None, typer.Option("--format", help="Output format; png needs -o FILE.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+    output: OutputOption = None,
 ) -> None:
     """Compare a plain run with a vocabulary-parallel run of the same job, rank by rank.
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_vp.cli.planning import OutputOption
 from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
 from megatron_vp.cli.sbatch import batch_files
 from megatron_vp.errors import UserError
@@ -50,9 +51,7 @@ def tables(
             "--format", help="Output format (default: the one that the -o file's suffix names, else a table)."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
-    ] = None,
+    output: OutputOption = None,
 ) -> None:
     """Predict the paper's tables 5 (1F1B) and 6 (V-Half). No GPU is needed.
 
@@ -109,7 +108,7 @@ def collect(
             help="GPU, such as h100, whose peak FLOP/s are taken as 100 % MFU (default: the paper's A100s).",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV file to write.")] = None,
+    output: OutputOption = None,
 ) -> None:
     """Extract results from the logs of the runs that `megatron-vp paper jobs` listed. The output is CSV that
     `megatron-vp paper tables --published` reads.
@@ -146,7 +145,7 @@ def collect(
             peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
             mfu = f"{100 * paper_flops(job) / run.seconds / job.gpus / peak:.4g}"
         memory = "" if run.memory is None else f"{run.memory:.2f}"
-        rows.append((cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, mfu, memory))
+        rows.append((*cell, mfu, memory))
     if not rows:
         raise UserError(
             f"{folder} contains no finished run ({missing[0]}); submit the runs that `megatron-vp paper jobs` lists"

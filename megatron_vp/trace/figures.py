@@ -113,7 +113,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     placement = Placement(traces[0].placement)
     ranks = range(placement.ranks)
     passes: dict[str, Any] = {}
-    for kind in map(PassKind, _TIMED):
+    for kind in (PassKind[name] for name in _TIMED):
         of_stages = ((placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.stages))
         seats = of_stages if kind.per_chunk else ((rank, 0) for rank in ranks)
         passes[kind.value] = tuple(fmean(took.get((kind, *seat), (0.0,))) for seat in seats)

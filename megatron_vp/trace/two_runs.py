@@ -27,8 +27,10 @@ ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ (?:.*?lm loss: (\S+))?(?:.* skipped iterations:\s+(\d+))?")
 """Matches the iteration, the loss, which is missing if every iteration was skipped, and the skipped iterations."""
 
-_SHOWN = ("iteration_seconds", "busy_seconds", "waiting_seconds", "peak_memory_bytes", "peak_microbatches_in_flight")
-_SHOWN += ("parameters",)
+_SHOWN = (
+    *("iteration_seconds", "busy_seconds", "waiting_seconds", "peak_memory_bytes", "peak_microbatches_in_flight"),
+    "parameters",
+)
 GIB = 2**30
 
 

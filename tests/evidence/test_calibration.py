@@ -1,6 +1,6 @@
 """Test the fit of the constants to the paper's tables."""
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from statistics import fmean
 
 import pytest
@@ -27,7 +27,7 @@ def test_cells_are_predicted_by_constants_that_have_not_seen_them(monkeypatch):
     seen = []
     monkeypatch.setattr(calibration, "fit", lambda cells: seen.append(set(cells)) or FITTED)
     eight, sixteen = Cell(5, 8, 2048, "vocab-2", 64), Cell(5, 16, 2048, "vocab-2", 64)
-    longer, unknown = replace(sixteen, sequence=4096), replace(sixteen, method="redis")
+    longer, unknown = sixteen._replace(sequence=4096), sixteen._replace(method="redis")
     parts = [eight.setup, sixteen.setup, (5, 16)]
     found = leave_out({cell: known_cells()[cell] for cell in (eight, sixteen, longer, unknown)}, parts)
     assert seen == [{sixteen, longer, unknown}, {eight, longer}, {eight}]

@@ -93,7 +93,8 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
     for sized in (row, host):
         sized["memory"] *= GIB
     if rates is not None:
-        rates = Rates(**{each: tuple(rate) if isinstance(rate, list) else rate for each, rate in rates.items()})
+        shares = {each: tuple(share) for each, share in rates.items() if isinstance(share, list)}
+        rates = Rates(**rates | shares)
     return Hardware(name, host=HostLink(**host), rates=rates, **row)
 
 

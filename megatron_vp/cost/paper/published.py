@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.errors import UserError
@@ -32,8 +33,7 @@ LARGEST = 10_000
 """The largest MFU in percent, and the largest memory in GiB, that a file of published cells may give."""
 
 
-@dataclass(frozen=True, order=True)
-class Cell:
+class Cell(NamedTuple):
     """One run of the paper, on `gpus` pipeline ranks, with a vocabulary of `vocab_k` thousand tokens."""
 
     table: int
@@ -49,11 +49,10 @@ class Cell:
     @property
     def setup(self) -> tuple[int, int, int]:
         """Table, GPUs and sequence length."""
-        return self.table, self.gpus, self.sequence
+        return self[:3]
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """A cell's published MFU in percent and memory in GiB; both are None if the run did not fit into memory."""
 
     mfu: float | None
@@ -115,7 +114,7 @@ def read_cells(path: Path) -> dict[Cell, Measurement]:
             entry = Measurement(*(float(value) if value else None for value in values))
         except ValueError as error:
             raise UserError(f"{where}: {error}; correct the number") from None
-        if not all(value is None or 0 < value <= LARGEST for value in (entry.mfu, entry.memory)):
+        if not all(value is None or 0 < value <= LARGEST for value in entry):
             raise UserError(f"{where}: MFU and memory are {entry}; give numbers above 0 and at most {LARGEST}")
         if cell not in jobs():
             raise UserError(f"{where}: the paper's tables do not contain this cell ({cell})")

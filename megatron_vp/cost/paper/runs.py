@@ -58,7 +58,7 @@ def machine(table: int, constants: Constants = FITTED) -> Hardware:
 def simulator_of(cell: Cell) -> Simulator:
     """The simulator of `cell`'s pass order. All cells with the same model and method share this simulator."""
     plan = plan_of(cell)
-    return _simulator(replace(cell, method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab)
+    return _simulator(cell._replace(method="baseline", **NOMINAL_CELL), plan.schedule, plan.vocab)
 
 
 @cache

@@ -49,10 +49,9 @@ def to_csv(rows: Iterable[Row]) -> str:
     published = [f"published_{column}" for column in COLUMNS[-2:]]
     writer.writerow((*COLUMNS, *published, *(f"{quantity}_error_percent" for quantity in _QUANTITIES)))
     for row in rows:
-        cell = row.cell
         numbers = [getattr(of, quantity, None) for of in (row, row.published) for quantity in _QUANTITIES]
         texts = ("" if number is None else f"{number:.2f}" for number in (*numbers, *map(row.error, _QUANTITIES)))
-        writer.writerow((cell.table, cell.gpus, cell.sequence, cell.method, cell.vocab_k, *texts))
+        writer.writerow((*row.cell, *texts))
     return out.getvalue()
 
 
