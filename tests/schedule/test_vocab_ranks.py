@@ -189,14 +189,6 @@ def test_members_are_holders_readers_and_both_ends():
     assert generate("interlaced", 4, 2).vocab_members == (0, 1, 2, 3)
 
 
-def test_a_rank_outside_that_posts_a_collective_is_refused():
-    programs = list(lower(generate("1f1b", 4, 2, vocab="vocab-2", vocab_ranks=(0,))))
-    collective = Post(programs[0].collectives[0])
-    programs[1] = replace(programs[1], instructions=(*programs[1].instructions, collective))
-    with pytest.raises(ScheduleError, match="rank 1 posts TOKENS:0, but is not one of its members"):
-        validate_programs(programs)
-
-
 def by_hand(*ranks, method=VocabMethod.VOCAB_2):
     orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
     return Schedule("by hand", method, Placement.round_robin(len(ranks)), 1, orders)
