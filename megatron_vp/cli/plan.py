@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -173,10 +172,12 @@ def _answer(
             )
         plan_of(config)
         tried = [Variant(job, {}, own=True)]
-    given = None
+    given, refused = None, ""
     if tried[0].own:
-        with suppress(UserError):
+        try:
             given = own_plan(config, tried[0].job, hardware, limit)
+        except UserError as error:
+            refused = f"the job as given cannot run: {error}"
     with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -189,7 +190,7 @@ def _answer(
         search = Search(
             tried, hardware, limit, budget or BUDGET, chunks, offload, given, config.values, progress=progress
         ).run()
-    return Answer(config, search, search.choice(tie_of(tried[0].job, hardware).share), searching)
+    return Answer(config, search, search.choice(tie_of(tried[0].job, hardware).share), searching, refused)
 
 
 @dataclass(frozen=True)
@@ -197,12 +198,14 @@ class Answer:
     """The compared runs of a job, and the recommended one.
 
     searching: whether the runs have different parallel sizes.
+    refused: why the job cannot run as given; empty if it can.
     """
 
     config: JobConfig
     search: Search
     choice: Choice
     searching: bool
+    refused: str
 
     def request_of(self, found: Prediction) -> Request:
         """The planning request for the job with the parallel sizes of the run `found`."""
@@ -264,23 +267,19 @@ class Answer:
 
     def table(self) -> str:
         """The answer as text."""
-        from megatron_vp.cost.layers.job_plan import plan_of
         from megatron_vp.cost.planning.front import thinned
-        from megatron_vp.cost.planning.own_plan import gain_of_next_start
 
         search, chosen, limit = self.search, self.choice.chosen, self.search.limit
-        listed, next_start = search.found, None
+        listed = search.found
         if self.searching or search.offload:
             kept = thinned(search.frontier, SHOWN)
             listed = [each for each in search.found if each in kept or each is chosen or each.given]
-        if not self.searching:
-            next_start = gain_of_next_start(self.config, plan_of(self.config), self.request.job, search.hardware)
         columns = self._columns()
         rows = [
             [text(each) for _, text in columns]
             for each in sorted(listed, key=lambda one: (not one.fits(limit), one.iteration_seconds))
         ]
-        given = [] if self.given is None else ["*: the job as given"]
+        given = [self.refused] if self.refused else [] if self.given is None else ["*: the job as given"]
         lines = [*self.heading, self.request.job.layers.line, *([] if self.searching else [self.request.shards])]
         lines += [table([heading for heading, _ in columns], rows) + "\n".join([*given, *self.request.notes])]
         lines += [f"not possible: {one.plan.schedule}, {one.method}: {reason}" for one, reason in search.impossible]
@@ -292,7 +291,6 @@ class Answer:
             )
         lines += gains(self.choice, self._name) + self._tie()
         lines += memory_room(self.request, chosen, [] if self.searching else search.found, self.searching)
-        lines += [next_start] if next_start else []
         return "\n".join([*lines, *how_to_run(self.settings(chosen), self.request, self.choice)])
 
     def _columns(self) -> list[tuple[str, Callable[[Prediction], str]]]:

@@ -64,7 +64,7 @@ def simulate(
     """
     from megatron_vp.cost.layers.job_plan import plan_of
     from megatron_vp.cost.planning.offloading import check_offload
-    from megatron_vp.cost.planning.own_plan import gain_of_next_start, own_plan, traced_costs
+    from megatron_vp.cost.planning.own_plan import own_plan, traced_costs
     from megatron_vp.cost.planning.predict import predict
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
@@ -83,8 +83,7 @@ def simulate(
         if output_format is TableOrJson.JSON:
             content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
         else:
-            next_start = gain_of_next_start(config, plan_of(config), whole, request.hardware)
-            content = _table(request, found, next_start)
+            content = _table(request, found)
         write(content, output)
 
 
@@ -99,7 +98,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         )
 
 
-def _table(request: Request, found: Prediction, next_start: str | None) -> str:
+def _table(request: Request, found: Prediction) -> str:
     from megatron_vp.cost.layers.job_plan import bars_of
     from megatron_vp.schedule import VocabMethod
 
@@ -128,7 +127,6 @@ def _table(request: Request, found: Prediction, next_start: str | None) -> str:
             f"schedule {plan.schedule}{f' ({plan.shape})' if plan.shape else ''}, vocabulary {found.candidate.method}"
             + (f"; {request.shards_of(plan)}" if plan.vocab is not VocabMethod.NONE else ""),
             *([] if bars is None else [f"segments by stage: {bars}"]),
-            *([next_start] if next_start else []),
             request.job.layers.line,
             "",
             f"{seconds(found.iteration_seconds)} s per iteration, {found.tokens_per_second:,.0f} tokens/s, "

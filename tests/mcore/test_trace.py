@@ -121,7 +121,7 @@ def test_the_report_counts_every_iteration_beside_the_trace(folders):
 
 def test_the_report_tells_the_next_start_how_fast_each_rank_was(folders):
     run = read_run(folders / "report")
-    assert (run.schedule, run.vocab, run.iterations) == ("1f1b", "vocab-2", 5)
+    assert (run.schedule, run.vocab) == ("1f1b", "vocab-2")
     rows = run.partition.vocab_rows
     assert len(set(rows)) == 1 and len(rows) == RANKS and run.partition.tensor == 1
     assert all(min(each[kind] for kind in ("F", "B", "S", "T")) > 0 for each in run.seconds)

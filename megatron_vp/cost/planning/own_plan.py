@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.job_plan import layout_option, plan_of
+from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced, most_rows
-from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows, next_start, read_run, refilled
+from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows
 from megatron_vp.cost.planning.offloading import with_chosen_offload, with_given_limit
-from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import single_microbatch
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -86,28 +84,12 @@ def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
     layers = None if layers_given(config.values) is None else plan.layers
     sizes = job.pipeline, job.tensor, job.model.vocab
     method = plan.vocab.value
-    return MeasuredJob(*sizes, plan.schedule, method, config.values, layers, layout_option(config.values))
+    return MeasuredJob(*sizes, plan.schedule, method, config.values, layers)
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:
     """Return `plan` with the rows of `partition`, and with `partition.layers` if it is not None."""
     return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
-
-
-def gain_of_next_start(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> str | None:
-    """Describe what `--vocab-shards measured:DIR` would change at the next start; None if the job does not use it.
-
-    Raises UserError if the folder does not contain a measurement of this job.
-    """
-    choice = shard_choice(config, plan)
-    if choice.folder is None or not plan.vocab.is_sharded:
-        return None
-    run = read_run(choice.folder)
-    measured_job(config, plan, job).check(choice.folder, run)
-    sample, before = sampled(job), with_partition(plan, run.partition)
-    after = refilled(run.partition, run.seconds).plan(before)
-    took = [predict(sample, each, hardware).timeline.makespan for each in (before, after)]
-    return next_start(choice.folder, run, took[0] / took[1])
 
 
 def traced_costs(folder: Path, job: Job, plan: Plan) -> StageCosts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_vp.cost.layers.job_plan import layout_option
 from megatron_vp.cost.planning.balanced import Shards, balanced, most_rows
 from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows
 from megatron_vp.cost.planning.own_plan import with_partition
@@ -98,10 +97,10 @@ def _measured(args: Arguments, settings: RunSettings, prediction: Prediction, fo
         except UserError:  # The cost model does not cover this job.
             return None
 
-    layers, option = layers_given(args) if is_laid_out(args) else None, layout_option(vars(args))
+    layers = layers_given(args) if is_laid_out(args) else None
     method = settings.family.method(VocabMethod(args.vocab_parallel_algorithm))
     sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, prediction.vocabulary
-    job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers, option)
+    job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers)
     chosen = next_rows(folder, job, room)
     return _chosen(
         args,
