@@ -128,15 +128,15 @@ def test_a_layout_of_the_user_stays():
 @pytest.mark.parametrize("limit", [None, 22e9])
 def test_what_cannot_be_chosen_is_not_simulated(monkeypatch, schedule, layers, limit):
     job, plan = replace(JOB, model=replace(MODEL, layers=layers), microbatches=64), Plan(schedule, vocab=TWO)
-    outcome, tried, least = _Search.outcome, [], []
+    outcome, tried, least = _Search.predict, [], []
 
     def noted(search, each):
         found = outcome(search, each)
         tried.append(found)
-        least.append((search.least_of_all(), search.least(each), found.seconds))
+        least.append((search.least_of_all(), search.least(each), found.iteration_seconds))
         return found
 
-    monkeypatch.setattr(_Search, "outcome", noted)
+    monkeypatch.setattr(_Search, "predict", noted)
     found, simulated = balanced(job, plan, H100, memory_limit=limit), len(tried)
     assert all(of_all <= of_this <= seconds for of_all, of_this, seconds in least)
     for bound in ("least", "least_of_all"):
@@ -146,8 +146,8 @@ def test_what_cannot_be_chosen_is_not_simulated(monkeypatch, schedule, layers, l
 
 
 def test_even_shards_stay_where_they_are_good_enough(monkeypatch):
-    few = [_Search.outcome]
-    monkeypatch.setattr(_Search, "outcome", lambda *each: few.append(each) or few[0](*each))
+    few = [_Search.predict]
+    monkeypatch.setattr(_Search, "predict", lambda *each: few.append(each) or few[0](*each))
     long = replace(JOB, model=replace(MODEL, layers=8), microbatches=512)
     assert balanced(long, Plan(vocab=TWO), H100).rows is None and len(few) == 2, "even shards alone are simulated"
     job = replace(JOB, model=replace(MODEL, layers=8))

@@ -8,22 +8,21 @@ schedule, and the fastest is kept. All GPUs count as equally fast; `measured_row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
 from megatron_vp.cost.planning.layer_division import divisions, fill, layer_seconds
-from megatron_vp.cost.planning.predict import make_simulator, predict
+from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
-from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Schedule, VocabMethod, family
+from megatron_vp.schedule import Schedule, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -90,32 +89,29 @@ def balanced(
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
     even = search.even
-    if not plan.vocab.is_sharded or search.unit is None or family(plan.schedule).fixed is not None:
-        return Shards(even.layers, None)
-    if not hardware.is_gpu and even.layers is None:
-        return Shards(None, None)
-    first = search.outcome(even)
+    kept = Shards(even.layers, None)
+    if not plan.vocab.is_sharded or search.unit is None or not (hardware.is_gpu or even.layers):
+        return kept
+    first = search.predict(even)
     # If the even shards fit, they are kept unless another plan takes at most `longest` seconds. No plan whose lower
-    # bound exceeds `longest` is simulated.
-    longest = first.seconds / (1 + EVEN_BAND) if first.fits else math.inf
+    # bound exceeds `longest` is simulated: it is too slow to replace the even shards, or to tie with the fastest plan.
+    longest = first.iteration_seconds / (1 + EVEN_BAND) if search.fits(first) else math.inf
     if search.least_of_all() > longest:
-        return Shards(even.layers, None)
-    least = {each: search.least(each) for each in search.candidates}
-    simulated: dict[Plan, _Outcome] = {}
+        return kept
+    found = [first]
+    least = {each: search.least(each) for each in search.candidates()}
     for each in sorted(least, key=least.__getitem__):
-        # A plan slower than `longest` is not needed: it is too slow to replace the even shards, or too slow to tie with
-        # the fastest plan.
         if least[each] <= longest:
-            found = simulated[each] = search.outcome(each)
-            if found.fits:
-                longest = min(longest, (1 + TIE) * found.seconds)
-    outcomes = [first, *(simulated[each] for each in least if each in simulated)]
-    outcomes = [each for each in outcomes if each.fits] or outcomes
-    limit = min(each.seconds for each in outcomes)
-    if first in outcomes and first.seconds <= (1 + EVEN_BAND) * limit:
-        return Shards(even.layers, None)
-    best = min((each for each in outcomes if each.seconds <= (1 + TIE) * limit), key=lambda each: each.memory)
-    return Shards(best.plan.layers, best.plan.vocab_rows, first.seconds / best.seconds)
+            found.append(search.predict(each))
+            if search.fits(found[-1]):
+                longest = min(longest, (1 + TIE) * found[-1].iteration_seconds)
+    found = list(filter(search.fits, found)) or found
+    fastest = min(each.iteration_seconds for each in found)
+    if first in found and first.iteration_seconds <= (1 + EVEN_BAND) * fastest:
+        return kept
+    tied = (each for each in found if each.iteration_seconds <= (1 + TIE) * fastest)
+    best = min(tied, key=lambda each: each.peak_memory)
+    return Shards(best.plan.layers, best.plan.vocab_rows, first.iteration_seconds / best.iteration_seconds)
 
 
 def most_rows(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> tuple[int, ...] | None:
@@ -124,10 +120,8 @@ def most_rows(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> 
     Returns None on CPU hardware, if only even shards are possible, or if no distribution of the rows fits into memory.
     Raises UserError if the layers cannot be distributed over the stages.
     """
-    if not hardware.is_gpu:
-        return None
     search = _Search(job, replace(plan, vocab_rows=None), hardware, memory_limit)
-    if search.unit is None or family(plan.schedule).fixed is not None:
+    if search.unit is None or not hardware.is_gpu:
         return None
     room = search.room(layers_of(job, search.even, search.placement))
     return tuple(search.unit * units for units in room) if sum(room) * search.unit >= job.model.vocab else None
@@ -140,36 +134,28 @@ def least_of_all(job: Job, plan: Plan, hardware: Hardware) -> float:
     cannot be distributed over the stages.
     """
     search = _Search(job, replace(plan, vocab_rows=None, layers=None), hardware, None)
-    return math.inf if search.unit is None or family(plan.schedule).fixed is not None else search.least_of_all()
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    plan: Plan
-    seconds: float
-    memory: float
-    fits: bool
+    return math.inf if search.unit is None else search.least_of_all()
 
 
 class _Search:
-    """Finds candidate plans for one job, predicts their time and memory, and caches values that several plans need."""
+    """Finds candidate plans for one job. `unit` is None if only even shards are possible."""
 
     def __init__(self, job: Job, plan: Plan, hardware: Hardware, memory_limit: float | None) -> None:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware.alike, memory_limit
-        self.sample = sampled(job)
-        self.single = single_microbatch(plan, job)
+        self.sample, self.single, self.times = sampled(job), single_microbatch(plan, job), PassTimes(job, hardware)
         self.placement = self.single.placement
-        self.times = PassTimes(job, hardware)
-        self.unit = unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
+        fixed = family(plan.schedule).fixed is not None
+        self.unit = None if fixed else unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
         even = _none_if_equal(even_layers(job.model.layers, self.placement.stages))
         self.even = replace(plan, layers=even if plan.layers is None else plan.layers)
-        self._ends_of_memory: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
+        self.ends_of_memory: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = {}
         layers_of(job, self.even, self.placement)
 
-    def outcome(self, plan: Plan) -> _Outcome:
-        found = predict(self.job, plan, self.hardware, sample=self.sample)
-        memory = found.peak_memory
-        return _Outcome(plan, found.iteration_seconds, memory, self.limit is None or memory <= self.limit)
+    def predict(self, plan: Plan) -> Prediction:
+        return predict(self.job, plan, self.hardware, sample=self.sample)
+
+    def fits(self, found: Prediction) -> bool:
+        return self.limit is None or found.fits(self.limit)
 
     def least(self, plan: Plan) -> float:
         """Lower bound on the iteration time, in seconds, if no rank holds more activations than `promised_peak`."""
@@ -179,83 +165,82 @@ class _Search:
         """Lower bound in seconds on the iteration time, however layers and rows are divided among the ranks. It assumes
         that all ranks have the same work, and that every row takes as long as in a shard of the most efficient size.
         """
-        layers = layers_of(self.job, self.even, self.placement)
-        stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
-        units = len(self.row_seconds) - 1
-        rows = units * min(seconds / count for count, seconds in enumerate(self.row_seconds) if count)
+        stages = self.stage_times(layers_of(self.job, self.even, self.placement))
+        rows = (len(self.row_seconds) - 1) * min(took / count for count, took in enumerate(self.row_seconds) if count)
         return self.job.microbatches * (sum(map(sum, stages)) + rows) / self.job.pipeline
 
-    @cached_property
+    def stage_times(self, layers: tuple[int, ...]) -> list[Split]:
+        return stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
+
     def candidates(self) -> list[Plan]:
         """The plans worth simulating: of each group of divisions, the one whose busiest rank has the least work."""
         if self.plan.layers is None:
             groups = divisions(layer_seconds(self.times), self.placement, self.cost)
         else:
             groups = [[(self.plan.layers, range(self.job.pipeline))]]
-        assigned = [[plan for division in group if (plan := self._assigned(*division))] for group in groups]
+        assigned = [[plan for division in group if (plan := self.assigned(*division))] for group in groups]
         return list(dict.fromkeys(min(group, key=lambda each: each[1])[0] for group in assigned if group))
 
-    def _assigned(self, layers: tuple[int, ...], holders: range) -> tuple[Plan, tuple[float, float]] | None:
+    def assigned(self, layers: tuple[int, ...], holders: range) -> tuple[Plan, tuple[float, float]] | None:
         """Assign rows to `holders`; return the plan and its sort key, or None if the rows do not fit.
 
         The key is a pair: the busiest rank's work, rounded to thousandths of the mean, and the total work of all ranks.
+        The last rank that has units of rows also gets the rows that do not fill a unit.
         """
-        stages = stage_times(self.times, self.plan.vocab, layers, self.single.split_backward)
+        stages, p = self.stage_times(layers), self.job.pipeline
         work = [sum(sum(stages[stage]) for stage in row) for row in self.placement.stage_of]
         most = [room if rank in holders else 0 for rank, room in enumerate(self.room(layers))]
         while (units := fill(work, self.cost, most)) is not None:
-            least = SMALLEST_SHARE * sum(units) / self.job.pipeline
+            least = SMALLEST_SHARE * sum(units) / p
             if all(not own or own >= least for own in units):
+                assert self.unit is not None
+                rows = [self.unit * count for count in units]
+                rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
                 loads = [own + self.cost[count] for own, count in zip(work, units, strict=True)]
-                plan = replace(self.plan, layers=_none_if_equal(layers), vocab_rows=self._rows(units))
-                return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * self.job.pipeline), sum(loads))
+                plan = replace(self.plan, layers=_none_if_equal(layers), vocab_rows=tuple(rows))
+                return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * p), sum(loads))
             most = [room if own >= least else 0 for own, room in zip(units, most, strict=True)]
         return None
 
     @cached_property
-    def cost(self) -> list[float]:
-        """Seconds that 0, 1, 2, ... units of rows add to a rank's time per microbatch; the values never decrease."""
-        return list(accumulate(self.row_seconds, max))
-
-    @property
-    def row_seconds(self) -> Sequence[float]:
-        """Like `cost`, but as predicted: the values may decrease, because more units sometimes take less time."""
+    def row_seconds(self) -> list[float]:
+        """Predicted seconds that 0, 1, 2, ... units of rows add to a rank's time per microbatch. The values may
+        decrease, because more units sometimes take less time.
+        """
         assert self.unit is not None
         units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
-        return _row_seconds(self.times, self.plan.vocab, units, each)
+        return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
 
-    def _rows(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Convert units to rows; the last rank that has units also gets the rows that do not fill a unit."""
-        assert self.unit is not None
-        rows = [self.unit * count for count in units]
-        rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
-        return tuple(rows)
+    @cached_property
+    def cost(self) -> list[float]:
+        """Like `row_seconds`, but never decreasing."""
+        return list(accumulate(self.row_seconds, max))
 
     def room(self, layers: tuple[int, ...]) -> list[int]:
         """How many units of rows fit into each rank's memory. Memory is linear in rows, so it is predicted for one unit
         and for all rows, and interpolated between them.
         """
-        total = len(self.cost) - 1
+        job, total = self.job, len(self.cost) - 1
         if self.limit is None:
-            return [total] * self.job.pipeline
+            return [total] * job.pipeline
         assert self.unit is not None
         most = []
         for rank, stages in enumerate(self.placement.stage_of):
             key = rank, tuple(layers[stage] for stage in stages)
-            if key not in self._ends_of_memory:
-                self._ends_of_memory[key] = tuple(
-                    MemoryModel(self.job, self._order, layers, self.hardware, (rows,) * self.job.pipeline)
+            if key not in self.ends_of_memory:
+                self.ends_of_memory[key] = tuple(
+                    MemoryModel(job, self.order, layers, self.hardware, (rows // job.tensor,) * job.pipeline)
                     .rank(rank)
                     .total
-                    for rows in (self.unit // self.job.tensor, self.job.model.vocab // self.job.tensor)
+                    for rows in (self.unit, job.model.vocab)
                 )
-            least, all_rows = self._ends_of_memory[key]
+            least, all_rows = self.ends_of_memory[key]
             share = (self.limit - least) / (all_rows - least)
             most.append(min(total, max(0, int(1 + share * (total - 1)))))
         return most
 
     @cached_property
-    def _order(self) -> Schedule:
+    def order(self) -> Schedule:
         """The schedule with even shards, whose pass order serves to predict the memory peak of each rank."""
         return make_simulator(self.sample, self.even, self.hardware).schedule
 
@@ -265,11 +250,6 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
     if vocab % tensor:
         return None
     return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)
-
-
-@lru_cache(maxsize=16)
-def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
-    return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 
 def _none_if_equal(layers: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -120,25 +120,18 @@ def fill(
         most: the most units that each rank can hold.
         slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.
 
-    First, each rank gets as many units as it can hold without exceeding a common load, which is found by bisection.
-    Each remaining unit goes to the rank whose load with that unit is lowest, or to the first of several such ranks.
+    First, each rank gets the units that it can hold without exceeding the mean load. Each remaining unit goes to the
+    rank whose load with that unit is lowest, or to the first of several such ranks.
     """
     total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
     most = [min(cap, total) for cap in most]
     if sum(most) < total:
         return None
-
-    def below(level: float) -> list[int]:
-        return [
-            min(cap, max(0, bisect_right(cost, (level - own) / slow) - 1))
-            for own, cap, slow in zip(work, most, slowness, strict=True)
-        ]
-
-    low, high = min(work) - 1.0, max(work) + max(slowness) * cost[-1]
-    for _ in range(_HALVINGS):
-        level = (low + high) / 2
-        low, high = (level, high) if sum(below(level)) <= total else (low, level)
-    units = below(low)
+    mean = level([own for own, cap in zip(work, most, strict=True) if cap], cost[-1])
+    ranks = list(zip(work, most, slowness, strict=True))
+    units = [min(cap, max(0, bisect_right(cost, (mean - own) / slow) - 1)) for own, cap, slow in ranks]
+    if sum(units) > total:
+        units = [0] * len(work)
 
     def after_one_more(rank: int) -> tuple[float, int]:
         return work[rank] + slowness[rank] * cost[units[rank] + 1], rank
