@@ -49,7 +49,6 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_vp.mcore.options.refusals import refuse_no_data, refuse_script_options
-from megatron_vp.mcore.options.settle import refused_by_megatron
 from megatron_vp.mcore.storage.attempt import noting_the_end
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -253,9 +252,8 @@ def main() -> None:
     args = parse_and_validate_args()
     refuse_script_options(args)
     refuse_no_data(args)
-    with refused_by_megatron():
-        model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
-        config = pretrain_cfg_container_from_args(args, model_config(args))
+    model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    config = pretrain_cfg_container_from_args(args, model_config(args))
     with noting_the_end():
         pretrain(
             config,

@@ -115,7 +115,7 @@ def _term(text: str) -> str:
 def refused() -> str:
     """The messages of all refusals. Values that are filled in from the arguments appear in capitals."""
     options = [option.message(_given(option), "") for option in OPTIONS if option.run in RUNS and not option.does]
-    combinations = [message for _, message in REFUSALS]
+    combinations = list(REFUSALS.values())
     return typed(
         "\n\n".join(
             f"### {title}\n\n" + "\n".join(map(_listed, messages))

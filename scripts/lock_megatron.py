@@ -33,11 +33,12 @@ from megatron_vp.jobs.command_line import option_of  # noqa: E402
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD  # noqa: E402
 from megatron_vp.mcore import patch_table, patches  # noqa: E402
 from megatron_vp.mcore.megatron_lock import described, original_of  # noqa: E402
+from megatron_vp.mcore.options import ROLES  # noqa: E402
 from megatron_vp.mcore.start.enabled import _GROUPS  # noqa: E402
 
 MCORE = ROOT / "megatron_vp" / "mcore"
 SOURCES = (*sorted(MCORE.rglob("*.py")), ROOT / "pretrain_gpt_vp.py")
-TABLES = {MCORE / "options", MCORE / "storage" / "optimizer_check.py"}
+TABLES = MCORE / "options"
 """Sources with tables of arguments: there, a text that is the name of an option counts as reading the option."""
 
 _BUILD_MODEL = "self, pg_collection, pre_process, post_process, vp_stage"
@@ -241,7 +242,8 @@ def argument_lines(trees: dict[Path, ast.AST]) -> Iterator[str]:
     stored = {name for tree in trees.values() for name in _stored(tree)}
     read = {name for tree in trees.values() for name in arguments_of(tree)}
     read |= {by_option.get(option_of(name), OTHER_NAMES.get(name, name)) for name in _in_records()}
-    tables = {name for path in trees for name in texts_of(trees[path]) if {path, *path.parents} & TABLES}
+    tables = {name for path in trees if TABLES in path.parents for name in texts_of(trees[path])}
+    tables |= {name for names in ROLES.values() for name in names}
     for name in sorted((read | (theirs & tables)) - ours):
         if name in theirs:
             yield f"option {name}"

@@ -170,7 +170,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 def reason(answer: str) -> str:
     """The subject of a refusal, without the cause and the remedy; jobs are counted by it."""
-    first = re.sub(r"^\d+ reasons: \(1\) |^Megatron refuses these arguments: ", "", answer)
+    first = re.sub(r"^\d+ reasons: \(1\) |^\w+Error: | \(in \w+ \([^()]*\)\)$", "", answer)
     if first != answer and not first.startswith("--"):
         return re.split(r"\. |\.?$", first)[0]
     about = re.split(r" (?:is|are) not supported|: |(?<! layers) cannot ", first)[0]

@@ -67,16 +67,16 @@ def check(
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel
     megatron-vp check configs/llama3_8b.yaml --ranks 32 --vocab-parallel --nodes "te=2.17.1,apex=no"
     """
+    from megatron_vp.mcore.replay.one_rank import run_iteration
     from megatron_vp.mcore.replay.rehearsed import rehearse
     from megatron_vp.mcore.start import preflight
 
     here, own_script = ranks_per_node is not None, script is not None
-    start = partial(rehearse, own_script=own_script, iteration=iteration)
+    start = partial(rehearse, own_script=own_script)
     with preflight.without_compilers():
         words = arguments(*files_and_flags(job, overlays))
-        checked = preflight.check_job(
-            words, ranks, here=here, nodes=nodes, files=True, own_script=own_script, rehearse=start
-        )
+        checked = preflight.check_job(words, ranks, here=here, nodes=nodes, own_script=own_script, rehearse=start)
+    not_run = run_iteration(checked, words) if iteration and script is None else []
     if ranks_per_node is not None:
         preflight.check_node(checked.args, ranks_per_node)
         if output == "text":
@@ -84,7 +84,7 @@ def check(
     if output == "json":
         typer.echo(json.dumps({"flags": list(checked.words.platform_flags), "parts": dict(checked.parts)}))
     elif os.environ.get("SLURM_PROCID", "0") == "0":
-        lines = preflight.describe_job(checked, ranks)
+        lines = preflight.describe_job(checked, ranks) + not_run
         if script is not None and (own := preflight.own_options(words)):
             lines.append(f"options not checked, because only {script} knows them: {', '.join(map(option_of, own))}")
         typer.echo(f"ok: {'\n'.join(lines)}")

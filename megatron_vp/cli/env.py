@@ -18,9 +18,8 @@ def env() -> None:
     from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, here
 
     table = Table("part", "found here", "effect of its absence", box=None, pad_edge=False)
-    for part in parts():
-        whole = part.found is not None and not part.is_broken
-        table.add_row(part.name, escape(part.found or "missing"), "" if whole else escape(part.without))
+    for row in parts():
+        table.add_row(*map(escape, row))
     Console().print(table)
     if here().engine is None:
         print(

@@ -123,7 +123,7 @@ def sbatch(
         nodes = nodes or max(1, math.ceil(math.prod(read_job_config(files, flags).parallel_sizes()) / per_node))
         ranks = nodes * per_node
         check = partial(check_job, words, ranks, nodes=software, own_script=own)
-        check_start = partial(check, files=True, rehearse=partial(rehearse, own_script=own))
+        check_start = partial(check, rehearse=partial(rehearse, own_script=own))
         checked = check() if dry_run else check_start()
     except UserError as error:
         of_slurm = "unrecognized arguments" in str(error) and "pass options of SLURM's sbatch on with --slurm"

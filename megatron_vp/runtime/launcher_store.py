@@ -41,10 +41,6 @@ class Notes:
         """Leave a text, which replaces the rank's earlier one."""
         self._store.set(str(rank), text)
 
-    def first(self) -> bool:
-        """Whether this is the first call of this method on any rank."""
-        return self._store.add("calls", 1) == 1
-
     def read(self, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, str]:
         """Return the texts of `ranks`, without those that leave none within `seconds`."""
         wanted, began = list(ranks), time.monotonic()

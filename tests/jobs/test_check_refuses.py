@@ -12,7 +12,11 @@ from tests.harness.training import tiny_model
 
 
 def check(flags, **settings):
-    check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)], 2, files=True)
+    check_job(
+        ["--cpu", *tiny_model(pipeline_model_parallel_size=2, **settings), *shlex.split(flags)],
+        2,
+        rehearse=lambda job: (),
+    )
 
 
 @pytest.mark.parametrize(

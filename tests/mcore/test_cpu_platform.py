@@ -217,7 +217,7 @@ def arguments_that_guard_a_device():
 
 
 def test_every_option_that_calls_what_needs_a_device_is_switched_off():
-    off = {name for name, _, _ in flags.OF_A_DEVICE}
+    off = flags.ROLES["of_a_device"].keys()
     found = arguments_that_guard_a_device()
     assert found > {"log_memory_to_tensorboard", "record_memory_history", "profile", "cuda_graph_impl"}
     assert found <= off | NOT_SWITCHED_OFF.keys()

@@ -5,7 +5,6 @@ Training with its layers is in test_transformer_engine.py.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import weakref
 from queue import Queue
@@ -17,6 +16,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, leave_out_hooks, take_delayed
 from megatron_vp.mcore.training import megatron_model
 from megatron_vp.mcore.training.capture import Capture
@@ -64,12 +64,12 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
         "core_attention": "megatron",
         "vocab_parallel": False,
         "offload_chunks": "0",
+        **dict.fromkeys(("vocab_label_smoothing", "vocab_z_loss"), 0.0),
         "transformer_impl": "transformer_engine",
     }
-    args = argparse.Namespace(**options | changes)
+    args = Arguments(options | changes)
     with (
         mock.patch.object(utils, "_te_version", Version(version)),
-        mock.patch.object(refusals, "REFUSALS", [each for each in refusals.REFUSALS if "needs Transf" in each[1]]),
         pytest.raises(UserError) as refused,
     ):
         refusals.refuse(args)

@@ -10,21 +10,23 @@ from megatron_vp.mcore.platform import environment
 
 
 def test_parts_are_found_or_said_to_be_missing():
-    parts = {part.name: part for part in environment.parts()}
-    assert parts["megatron-core"].found == metadata.version("megatron-core")
-    assert all(part.found or part.without for part in parts.values())
+    parts = {name: (found, effect) for name, found, effect in environment.parts()}
+    assert parts["megatron-core"] == (metadata.version("megatron-core"), "")
+    assert all(effect for found, effect in parts.values() if found == "missing")
 
 
 def test_a_broken_part_does_not_hide_the_others(monkeypatch):
     def broken():
         raise OSError("libcuda.so.1\nhas the wrong version")
 
-    monkeypatch.setattr(environment, "_PARTS", (("GPU", broken, "slow"), ("SLURM", lambda: "here", "")))
-    assert [part.found for part in environment.parts()] == ["broken: libcuda.so.1 has the wrong version", "here"]
+    monkeypatch.setitem(environment._FIND, "GPU", broken)
+    monkeypatch.setitem(environment._FIND, "SLURM", lambda: "here")
+    found = {name: (version, bool(effect)) for name, version, effect in environment.parts()}
+    assert found["GPU"] == ("broken: libcuda.so.1 has the wrong version", True) and found["SLURM"] == ("here", False)
 
 
 def _compiler():
-    return next(part for part in environment.parts() if part.name == "C compiler")
+    return environment._found("C compiler")
 
 
 def test_the_c_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
@@ -34,12 +36,12 @@ def test_the_c_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
         command.write_text("#!/bin/sh\n")
         command.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert _compiler().found == str(command)
+        assert _compiler() == str(command)
     monkeypatch.setenv("CC", f"{tmp_path / 'clang'} -m64")
-    assert _compiler().found == str(tmp_path / "clang")
+    assert _compiler() == str(tmp_path / "clang")
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert _compiler().found is None and "C compiler" in _compiler().without
+    assert _compiler() == "missing"
 
 
 def test_the_command_prints_a_line_for_each():

@@ -167,7 +167,7 @@ def captured_on_cpu() -> Iterator[None]:
     with ExitStack() as patched:
         for target, name, value in (
             (torch.cuda, "set_stream", lambda stream: None),
-            (flags, "OF_A_DEVICE", ()),
+            (flags, "ROLES", {"of_a_device": {}}),
             (tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed, *_, **__: seeded(seed)),
             (cuda_graphs, "HAVE_TE_GRAPHS", True),
             (cuda_graphs, "make_graphed_callables", capture),

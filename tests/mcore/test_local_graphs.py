@@ -64,7 +64,7 @@ def replayed_on_cpu() -> Iterator[None]:
     with ExitStack() as patched:
         for target, name, value in (
             (tensor_parallel, "model_parallel_cuda_manual_seed", seed),
-            (flags, "OF_A_DEVICE", ()),
+            (flags, "ROLES", {"of_a_device": {}}),
             (cuda_graphs, "torch", device),
             (cuda_graphs, "get_all_rng_states", dict),
         ):

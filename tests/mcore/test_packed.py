@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.storage.dataset import check_conversations
 from megatron_vp.mcore.training.packed_sequences import check_packed
 from megatron_vp.runtime.buffers import Shapes
@@ -273,15 +274,13 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
         ('{"text": "no conversation"}', "the first line of .* is not a conversation, but --sft needs"),
         ('{"messages": ["be brief"]}', "is not a conversation"),
         ("be brief", "is not a conversation"),
-        (None, "cannot read the conversations in .*No such file"),
     ],
 )
 def test_a_file_without_conversations_is_refused(tmp_path, line, said):
     path = tmp_path / "talks.jsonl"
-    if line is not None:
-        path.write_text(f"{line}\n")
+    path.write_text(f"{line}\n")
     with pytest.raises(UserError, match=said) if said else nullcontext():
-        check_conversations(path)
+        check_conversations(Arguments.given({"sft": True, "data_path": [str(path)]}))
 
 
 def captured(**changes: object) -> SimpleNamespace:

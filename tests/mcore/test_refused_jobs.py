@@ -18,7 +18,7 @@ EVERYWHERE = [
         r"2 reasons: \(1\) .*; \(2\) ",
     ),
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "--vocab-parallel with one pipeline stage"),
-    ({"pipeline_model_parallel_size": 3, "num_layers": 3}, "Megatron refuses these arguments: world size "),
+    ({"pipeline_model_parallel_size": 3, "num_layers": 3}, "AssertionError: world size "),
     ({**VP, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
     ({**VP, "micro_batch_size": 0, "lr": "nan"}, "2 reasons: .*--micro-batch-size 0.*--lr nan is not a finite number"),
     ({**VP, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, ".*no/such/data"),

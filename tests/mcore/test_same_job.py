@@ -91,7 +91,7 @@ def state_a_default(rank, _world_size):
 
     notations = ["0.3", "/a"], {"a": 1, "b": 2}
     if rank == 1:
-        notations = [".30", "/b"], {"b": 2, "a": 1}
+        notations = ["0.3", "/b"], {"b": 2, "a": 1}
     values = {"lr_wsd_decay_style": "exponential", **dict(zip(("data_path", "of_a_model"), notations, strict=True))}
     compare(facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), 60.0)
 
@@ -188,7 +188,9 @@ def test_places_of_files_may_differ_and_versions_may_not():
     there = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.3", "/b/x", "0.7", "/b/y"]})
     assert here == there
     otherwise = facts({"rank": 1, "lr": 0.1, "save": "/b", "data_path": ["0.4", "/b/x", "0.6", "/b/y"]})
-    assert difference([here, otherwise]).startswith("data_path is [0.3, 'PATH', 0.7, 'PATH'] on rank 0, [0.4, 'PATH'")
+    assert difference([here, otherwise]).startswith(
+        "data_path is ['0.3', 'PATH', '0.7', 'PATH'] on rank 0, ['0.4', 'PATH'"
+    )
     assert facts({"vocab_rows": (300, 212)}) != facts({"vocab_rows": None}) != facts({"vocab_rows": (0, 512)})
     assert facts({"vocab_shards": "measured:/a"}) == facts({"vocab_shards": "measured:/b"})
     older = {**here, "alike": here["alike"] | {"the version of torch": "2.6"}}

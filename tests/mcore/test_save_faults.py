@@ -159,10 +159,3 @@ def test_a_rank_that_dies_while_it_names_the_last_checkpoint_leaves_the_name_bef
     (tmp_path / TRACKER).write_text("2")
     assert run_ranks_to_their_end(1, replace_the_tracker, tmp_path)[0][0] == -signal.SIGKILL
     assert (tmp_path / TRACKER).read_text() == "2"
-
-
-def test_the_first_save_says_once_which_runs_can_load_it(tmp_path):
-    words = few_steps(save=tmp_path, save_interval=2, train_iters=4, use_distributed_optimizer=True)
-    (_, first), (_, last) = run_ranks_to_their_end(2, train_with_fault, words)
-    assert first.count("warning: only a run with the same model split, with --vocab-parallel, can load") == 1
-    assert "warning: only a run" not in last

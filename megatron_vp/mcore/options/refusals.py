@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import get_te_version, is_te_min_version
@@ -24,10 +26,12 @@ from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
+from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.settled import process, run_settings
+from megatron_vp.mcore.storage.optimizer_check import one_way
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -50,20 +54,8 @@ def _delays_weights(a: Arguments) -> bool:
     return run_settings(a).splits_backward and a.transformer_impl == "transformer_engine"
 
 
-def _cannot_resume(a: Arguments) -> bool:
-    """Whether Transformer Engine would refuse to load the delayed-scaling state in this job's checkpoints."""
-    guarded = is_te_min_version(FIRST_WITHOUT_PICKLES) and os.environ.get(UNSAFE_STATE) != "1"
-    return guarded and a.fp8 and a.fp8_recipe == "delayed" and (a.save or a.load)
-
-
 def _chunks(a: Arguments) -> int:
     return a.virtual_pipeline_model_parallel_size or 1
-
-
-def _chunks_fit(a: Arguments) -> bool:
-    """Whether the job has as many chunks per rank as its schedule."""
-    chunks = run_settings(a).family.chunks
-    return _chunks(a) > 1 if chunks is None else _chunks(a) == chunks
 
 
 def _holders(a: Arguments) -> tuple[int, ...]:
@@ -84,7 +76,7 @@ def _misplaced(a: Arguments, file: Schedule) -> bool:
     return bool(file.placement.stage_of[0][0]) or not (last_anywhere or last_chunk) or not linear
 
 
-def _starts_late(_: Arguments, schedule: Schedule) -> bool:
+def _starts_late(schedule: Schedule) -> bool:
     """Whether, in some chunk, the first weight gradient to be computed belongs to a microbatch other than 0."""
     gives = {PassKind.W if schedule.split_backward else PassKind.B, PassKind.BW}
     firsts = (
@@ -93,120 +85,52 @@ def _starts_late(_: Arguments, schedule: Schedule) -> bool:
     return any(any(first.values()) for first in firsts)
 
 
-_FAULTS_OF_FILES: tuple[tuple[Callable[[Arguments, Schedule], Any], str], ...] = (
-    (
-        lambda a, file: a.vocab_parallel and file.vocab not in (VocabMethod.INTERLACED, a.vocab_parallel_algorithm),
-        "has the vocabulary passes of {file_method}, but --vocab-parallel-algorithm is {vocab_parallel_algorithm}: "
-        "change the algorithm, or write a schedule file with its passes (megatron-vp schedule NAME --vocab "
-        "{vocab_parallel_algorithm} --format json)",
-    ),
-    (
-        lambda a, file: a.offload_chunks != "0",
-        "with --offload-chunks {offload_chunks} is not supported: the schedule file decides which chunks are "
-        "offloaded; leave --offload-chunks out, or write a schedule file that offloads them (megatron-vp schedule NAME "
-        "--offload-chunks {offload_chunks} --format json)",
-    ),
-    (
-        lambda a, file: file.pipeline_size != a.pipeline_model_parallel_size,
-        "has {file_ranks} ranks, but --pipeline-model-parallel-size is {pipeline_model_parallel_size}: use "
-        "--pipeline-model-parallel-size {file_ranks}",
-    ),
-    (
-        lambda a, file: file.vocab.is_sharded and file.vocab_ranks != _holders(a),
-        "has vocabulary passes on ranks {file_holders}, but vocabulary rows are on ranks {row_holders}: use "
-        "--vocab-shards with rows on ranks {file_holders} only",
-    ),
-    (
-        lambda a, file: not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
-        "has no backward passes, so it cannot train: use a schedule file with backward passes, or add --skip-train to "
-        "evaluate only",
-    ),
-    (
-        lambda a, file: a.step_batch_size_schedule or file.microbatches != _microbatches(a),
-        "has {file_microbatches} microbatches, but the job has {microbatches}, or a growing number: use a constant "
-        "--global-batch-size that gives every data-parallel replica {file_microbatches} microbatches",
-    ),
-    (
-        _misplaced,
-        "does not place the first stage in chunk 0 of rank 0, the last stage in the last chunk of a rank (required "
-        "without --vocab-parallel or with --mtp-num-layers), or, with one chunk per rank, stage r on rank r: use a "
-        "placement that does",
-    ),
-    (
-        _starts_late,
-        "is not supported: in every chunk, the weight gradient of microbatch 0 must be computed first, because it "
-        "initialises the sum; use an order in which it comes first",
-    ),
-)
-"""What is wrong with a schedule file for a job, and how the message goes on behind the file's name."""
+def _faults(a: Arguments) -> dict[str, Any]:
+    """Which of REFUSALS apply to validated arguments."""
+    settings, chunks, smoothing = run_settings(a), _chunks(a), a.vocab_label_smoothing
+    ours, file, own_chunks = settings.replaces_schedule, settings.family.fixed, settings.family.chunks
+    of_file = file and {
+        "file_method": a.vocab_parallel and file.vocab not in (VocabMethod.INTERLACED, a.vocab_parallel_algorithm),
+        "file_offload": a.offload_chunks != "0",
+        "file_ranks": file.pipeline_size != a.pipeline_model_parallel_size,
+        "file_holders": file.vocab.is_sharded and file.vocab_ranks != _holders(a),
+        "file_without_backward": not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
+        "file_microbatches": a.step_batch_size_schedule or file.microbatches != _microbatches(a),
+        "file_placement": _misplaced(a, file),
+        "file_starts_late": _starts_late(file),
+    }
+    return (of_file or {}) | {
+        "offloaded_chunks": a.offload_chunks.isdecimal() and int(a.offload_chunks) > chunks,
+        "one_stage": ours and a.pipeline_model_parallel_size < 2,
+        "old_engine": _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
+        "delayed_scaling": a.fp8
+        and a.fp8_recipe == "delayed"
+        and (a.save or a.load)
+        and is_te_min_version(FIRST_WITHOUT_PICKLES)
+        and os.environ.get(UNSAFE_STATE) != "1",
+        "algorithm_alone": not a.vocab_parallel and "vocab_parallel_algorithm" in process.words.options,
+        "shards_alone": not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
+        "even_alone": a.vocab_rows is not None and needs_even_shards(settings),
+        "chunks": ours and (chunks < 2 if own_chunks is None else chunks != own_chunks),
+        "shifted_v": settings.places_chunks and shifts_given(vars(a)),
+        "heads_without_rows": a.vocab_parallel and a.mtp_num_layers and not _mtp_rank_holds_rows(a),
+        "loss_terms": not (0 <= smoothing < 1 and 0 <= a.vocab_z_loss < math.inf),
+        "uneven_heads": a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1),
+        "late_trace": a.pipeline_trace
+        and a.train_iters
+        and iterations_in(a.pipeline_trace_iterations)[0] > a.train_iters,
+    }
 
-REFUSALS: tuple[tuple[Callable[[Arguments], Any], str], ...] = (
-    *(
-        (
-            lambda a, fault=fault: (file := run_settings(a).family.fixed) and fault(a, file),
-            f"--pipeline-schedule {{pipeline_schedule}} {message}",
-        )
-        for fault, message in _FAULTS_OF_FILES
-    ),
-    (
-        lambda a: a.offload_chunks.isdecimal() and int(a.offload_chunks) > _chunks(a),
-        "--offload-chunks {offload_chunks} exceeds the number of chunks per rank of --pipeline-schedule "
-        "{pipeline_schedule}: use half, all, or a smaller number",
-    ),
-    (
-        lambda a: run_settings(a).replaces_schedule and a.pipeline_model_parallel_size < 2,
-        "{our_schedule} with one pipeline stage has nothing to split, to order, or to overlap with copies: use "
-        "--pipeline-model-parallel-size 2 or more, or leave the option out",
-    ),
-    (
-        lambda a: _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
-        f"--pipeline-schedule {{pipeline_schedule}} needs Transformer Engine {MINIMUM_VERSION} or newer, whose layers "
-        "can delay weight gradients until pass W, but {transformer_engine_version} is installed: update Transformer "
-        "Engine, add --transformer-impl local, or use 1f1b",
-    ),
-    (
-        _cannot_resume,
-        "--fp8-recipe delayed cannot resume from a checkpoint: Transformer Engine {transformer_engine_version} loads "
-        f"the scaling factors only if {UNSAFE_STATE}=1 is set; set it on every rank if you trust the checkpoints, or "
-        "use another --fp8-recipe",
-    ),
-    (lambda a: not a.vocab_parallel and "vocab_parallel_algorithm" in process.words.options, ALGORITHM_ALONE),
-    (
-        lambda a: not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
-        NEEDS_VOCAB_PARALLEL,
-    ),
-    (lambda a: a.vocab_rows is not None and needs_even_shards(run_settings(a)), EVEN_ALONE),
-    (
-        lambda a: run_settings(a).replaces_schedule and not _chunks_fit(a),
-        "--pipeline-schedule {pipeline_schedule} has {own_chunks} per rank, but this job has {chunks}: change "
-        "--num-virtual-stages-per-pipeline-rank, or the segments of --pipeline-model-parallel-layout or "
-        "--hybrid-layer-pattern; interleaved takes any number from 2",
-    ),
-    (lambda a: run_settings(a).places_chunks and shifts_given(vars(a)), SHIFTED_V),
-    (
-        lambda a: a.vocab_parallel and a.mtp_num_layers and not _mtp_rank_holds_rows(a),
-        "--vocab-shards without rows for the rank of the MTP layers is not supported if a later stage computes the "
-        "loss: change --vocab-shards, or put every m of --pipeline-model-parallel-layout into its last segment",
-    ),
-    (
-        lambda a: not (0 <= a.vocab_label_smoothing < 1 and 0 <= a.vocab_z_loss < math.inf),
-        "--vocab-label-smoothing {vocab_label_smoothing} or --vocab-z-loss {vocab_z_loss} is out of range: use a total "
-        "probability of all tokens other than the target, such as 0.1, and a small positive coefficient, such as 1e-4",
-    ),
-    (
-        lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1),
-        "--num-attention-heads {num_attention_heads} is not divisible by --num-query-groups {num_query_groups}: use a "
-        "number of groups that divides the number of heads",
-    ),
-    (
-        lambda a: a.pipeline_trace and a.train_iters and iterations_in(a.pipeline_trace_iterations)[0] > a.train_iters,
-        "--pipeline-trace-iterations {pipeline_trace_iterations} begins after the last iteration (--train-iters "
-        "{train_iters}): choose earlier iterations",
-    ),
-)
-"""Combinations of arguments that cannot work: the condition, and a message that says what cannot work, why, and what to
-do instead. In it, {name} stands for the value of an argument or a word of `_words`. Conditions on single arguments are
-records in `jobs/options.toml`.
+
+REFUSALS = {
+    "algorithm_alone": ALGORITHM_ALONE,
+    "shards_alone": NEEDS_VOCAB_PARALLEL,
+    "even_alone": EVEN_ALONE,
+    "shifted_v": SHIFTED_V,
+    **tomllib.loads(Path(__file__).with_suffix(".toml").read_text().replace("MINIMUM_ENGINE", MINIMUM_VERSION)),
+}
+"""Combinations of arguments that cannot work: what cannot work, why, and what to do instead. Conditions on single
+arguments are records in `jobs/options.toml`.
 """
 
 
@@ -305,9 +229,8 @@ def refuse(args: Arguments) -> None:
     reasons, found = Reasons(), _words(args)
     with reasons.collected():
         _refuse(message.format_map(found) for message in _said(args, warnings=False))
-    for applies, message in REFUSALS:
-        with reasons.collected():
-            _refuse([message.format_map(found)] if applies(args) else ())
+    with reasons.collected():
+        _refuse(REFUSALS[name].format_map(found) for name, applies in _faults(args).items() if applies)
     reasons.refuse()
 
 
@@ -323,7 +246,7 @@ def warnings_of(args: Arguments) -> tuple[str, ...]:
         f"{ONE_QUEUE}=1 lets a collective or copy that waits block all passes issued after it, because all streams "
         "share one hardware queue: unset the variable, which only tensor and context parallelism need"
     )
-    return (*_said(args, warnings=True), *([blocks] if one_queue else []))
+    return (*_said(args, warnings=True), *filter(None, [one_queue and blocks, one_way(args)]))
 
 
 def check_numbers(args: Arguments) -> None:
@@ -349,9 +272,6 @@ MOCK_DATA = (
 )
 
 
-_DATA = ("mock_data", "data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
-
-
 def refuse_script_options(args: Arguments) -> None:
     """Raise a UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
     values = values_of(args)
@@ -362,7 +282,7 @@ def refuse_script_options(args: Arguments) -> None:
 
 def refuse_no_data(args: Arguments) -> None:
     """Raise UserError if no argument names the data of `pretrain_gpt_vp.py`."""
-    if not any(getattr(args, name) for name in _DATA):
+    if not any(getattr(args, name) for name in ROLES["data"][:5]):
         raise UserError(
             "the job has no data: add --data-path PREFIX (`megatron-vp data` writes a dataset), or --mock-data to "
             "train on random tokens"

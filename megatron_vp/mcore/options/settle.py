@@ -7,10 +7,7 @@ This module runs on every rank, before any process group exists.
 from __future__ import annotations
 
 import argparse
-import re
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +26,7 @@ from megatron_vp.mcore.platform.parts import parts_of_job
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, process, run_settings
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_inputs
+from megatron_vp.mcore.storage.dataset import check_conversations
 from megatron_vp.mcore.storage.save_folder import saves_to
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
@@ -143,8 +140,7 @@ def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: 
     # Local layers do not use grouped GEMMs, so Megatron must not require a device that supports them.
     grouped = args.moe_grouped_gemm
     args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
-    with refused_by_megatron():
-        megatron(args, defaults)
+    megatron(args, defaults)
     args.moe_grouped_gemm = grouped
 
 
@@ -152,15 +148,14 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
 def check_files(args: Arguments) -> str | None:
-    """Check the data, the tokenizer, the checkpoint and the output folders that validated arguments name. Creates
-    nothing.
+    """Check the conversations, the checkpoint and the output folders that validated arguments name. Creates nothing.
 
     Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if any file or folder
     cannot be used.
     """
     reasons, checkpoint = Reasons(), None
     with reasons.collected():
-        check_inputs(args)
+        check_conversations(args)
     with reasons.collected():
         checkpoint = check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
@@ -170,28 +165,6 @@ def check_files(args: Arguments) -> str | None:
                 check_writable(option, folder)
     reasons.refuse()
     return checkpoint
-
-
-@contextmanager
-def refused_by_megatron() -> Iterator[None]:
-    """If Megatron rejects arguments with a failed assertion or another error, raise UserError instead."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (AssertionError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        # Some of Megatron's assertions have no message, or divide by zero: show the condition instead.
-        said = "" if isinstance(error, ZeroDivisionError) else " ".join(str(error).split())
-        said = said or f"it requires {_condition(error)}"
-        raise UserError(f"Megatron refuses these arguments: {said}") from error
-
-
-def _condition(error: Exception) -> str:
-    """The condition of the assertion that failed, with each `args.name` replaced by its command-line option."""
-    condition = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ").rstrip(" ,\\")
-    condition = re.sub(r"\bargs\.(\w+)", lambda name: option_of(name[1]), condition)
-    condition = re.sub(r"(--[\w-]+) is not None", r"\1", condition)
-    return re.sub(r"(--[\w-]+) is None", r"not \1", condition)
 
 
 def _refuse_numbers_of_chunks(args: Arguments, settings: RunSettings) -> None:

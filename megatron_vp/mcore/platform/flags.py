@@ -6,12 +6,12 @@ import argparse
 import logging
 import os
 import warnings
-from typing import Any
 
 import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of
+from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
 from megatron_vp.mcore.settled import replay
 
@@ -46,31 +46,13 @@ def _choices(cpu: bool, local: bool, torch_norm: bool, machine: Installed) -> tu
     )
 
 
-OF_A_DEVICE: tuple[tuple[str, str, Any], ...] = (
-    ("log_memory_to_tensorboard", "CUDA's allocator", False),
-    ("record_memory_history", "CUDA's allocator", False),
-    ("profile", "CUDA's profiler", False),
-    ("log_device_memory_used", "NVIDIA's management library", False),
-    ("log_energy", "NVIDIA's management library", False),
-    ("gpu_sniff_test_interval", "a GPU", None),
-    ("cuda_graph_impl", "CUDA graphs", "none"),
-    ("optimizer_cuda_graph", "CUDA graphs", False),
-    ("init_model_with_meta_device", "a GPU", False),
-    ("use_sharp", "NCCL", False),
-    ("nccl_ub", "NCCL", False),
-    ("nccl_communicator_config_path", "NCCL", None),
-)
-"""Megatron's arguments that only have a meaning on a GPU: the name, what the option needs, and the value that switches
-it off. A test compares this table with the functions of `torch.cuda` that Megatron calls.
-"""
-
-
 def switch_off_what_needs_a_gpu(args: argparse.Namespace) -> str:
     """Switch off the options in validated arguments that need a GPU. Return a line that names them, or "" if no such
     option was given.
     """
     off = []
-    for name, need, value in OF_A_DEVICE:
+    for name, (need, *off_value) in ROLES["of_a_device"].items():
+        value = next(iter(off_value), None)
         without_device = name == "profile" and args.use_pytorch_profiler
         if getattr(args, name) not in (None, value) and not without_device:
             setattr(args, name, value)

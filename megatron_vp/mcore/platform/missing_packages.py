@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron_vp.errors import UserError
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
 from megatron_vp.vocab.operations import operations_for
@@ -115,15 +114,8 @@ def accumulate_product(rows_ni: torch.Tensor, output_gradient_no: torch.Tensor, 
 def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(original)
     def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-            return
-        try:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             original()
-        except SystemExit as error:
-            raise UserError(
-                "Megatron could not compile its index helpers (the output of make is above): install what is missing, "
-                "or install megatron-core from its wheel, which contains the helpers"
-            ) from error
 
     return compile_helpers
 

@@ -13,6 +13,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,27 +30,15 @@ from megatron_vp.jobs.command_line import grouped, name_of
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
+from megatron_vp.mcore.options import ROLES
+from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
-from megatron_vp.mcore.settled import current, replaying
+from megatron_vp.mcore.settled import SettledJob, current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
-
-LEFT_OUT = {
-    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path"),
-    *("data_args_path", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
-    # The data of a replay has no document boundaries: its attention takes at least the time and memory of packed data.
-    *("sft", "sft_tokenizer_prompt_format", "dataloader_inter_document_masking"),
-    *("save", "load", "save_interval", "async_save", "tensorboard_dir", "wandb_project", "log_interval"),
-    *("train_iters", "train_samples", "eval_iters", "eval_interval", "exit_interval", "rank_report", "pipeline_trace"),
-    *("lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
-}
-"""Arguments of the job that a replay ignores: data, checkpoints, logs, and the length of the run."""
 
 ROUNDS = 3
 """With p pipeline ranks, activation memory reaches its peak within ROUNDS * p microbatches, under every schedule."""
-
-ENGINES_ALONE = {"window_size", "window_attn_skip_freq", "softmax_type", "apply_layernorm_1p"}
-"""Options that --shapes-only ignores: they need Transformer Engine, but do not change which tensors are saved."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +128,8 @@ def run_alone(
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "job.yaml"
-        left_out = LEFT_OUT | (ENGINES_ALONE if engine and shapes_only else set())
+        left_out = {*ROLES["data"], *ROLES["not_replayed"]}
+        left_out |= set(ROLES["not_replayed_on_shapes"] if engine and shapes_only else ())
         kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in left_out}))
         given = (words for words in grouped(flags) if name_of(words[0].partition("=")[0]) not in left_out)
         fakes = fake_tensors(engine) if shapes_only else nullcontext()
@@ -167,6 +158,25 @@ def run_alone(
     if not shapes_only:
         return found
     return replace(found, microbatches=max(microbatches, found.microbatches), played=found.microbatches, layers=kind)
+
+
+def run_iteration(job: SettledJob, words: Sequence[str]) -> list[str]:
+    """Run an iteration of rank 0 and of the last rank of a job, whose words are `words`, on fake tensors. Returns a
+    line if it could not be run. Raises UserError if the job is the reason.
+    """
+    if job.arguments.num_experts:
+        return ["no iteration was run, because its shapes depend on routing"]
+    ranks, vocabulary = job.arguments.world_size, Prediction(job.given, job.words).vocabulary
+    for rank in dict.fromkeys((0, ranks - 1)):
+        own = [f"--rank={rank}", f"--ranks={ranks}", "--iterations=1", "--shapes-only"]
+        command = [sys.executable, "-m", "megatron_vp", "replay", *own, *words, f"--vocab-size={vocabulary}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == 2:
+            raise UserError(last.partition("error: ")[2])
+        if done.returncode:
+            return [f"an iteration could not be run on fake tensors: {last}"]
+    return []
 
 
 def _microbatches(job: JobConfig, each: int, growing: str | None) -> tuple[int, int]:

@@ -29,32 +29,14 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 from megatron_vp.mcore import patch_table, patches
+from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed
-from megatron_vp.mcore.replay import one_rank, shapes_only
+from megatron_vp.mcore.replay import shapes_only
 from megatron_vp.mcore.settled import SettledJob, current, note
 from megatron_vp.mcore.start.launch import as_one_line, is_raised_on_purpose, line_of
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-
-_OUTPUTS = (
-    *("save", "tensorboard_dir", "wandb_save_dir", "rank_report", "pipeline_trace", "config_logger_dir"),
-    *("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "logits_save_dir"),
-    *("moe_routing_trace_path", "rl_profile_dir", "result_rejected_tracker_filename"),
-)
-"""Arguments that name a file or folder which a start may write."""
-
-_CHANGES = {
-    "fake_process_group": True,
-    "use_gloo_process_groups": False,
-    "check_for_nan_in_loss_and_grad": False,
-    **dict.fromkeys(("load", "pretrained_checkpoint", "ckpt_convert_format", "dump_param_to_param_group_map"), None),
-    **dict.fromkeys(("async_save", "moe_use_upcycling", "log_progress"), False),
-    **dict.fromkeys(("exit_signal_handler", "exit_signal_handler_for_training"), False),
-    "num_workers": 0,
-}
-"""Arguments that a rehearsal changes: it has no peers, loads no checkpoint, and starts no process."""
-
 
 _CACHE = "--data-cache-path"
 
@@ -63,9 +45,9 @@ class _Started(Exception):
     """Raised where the first iteration would begin."""
 
 
-def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False) -> list[str]:
-    """Start rank 0 and the last rank of a job without their peers, until their first iteration would begin or, with
-    `iteration`, until it ends. Returns a line if this machine cannot rehearse a part of the start.
+def rehearse(job: SettledJob, own_script: bool = False) -> list[str]:
+    """Start rank 0 and the last rank of a job without their peers, until their first iteration would begin. Returns a
+    line if this machine cannot rehearse a part of the start.
 
     The job must be settled, with its patches in force. Of a job with its own script, only the tokenizer and the loggers
     are built, because Megatron builds them when it parses the arguments. Raises UserError with the first error of the
@@ -74,21 +56,16 @@ def rehearse(job: SettledJob, own_script: bool = False, iteration: bool = False)
     from megatron.training import arguments
 
     patch_table.apply(job.arguments, early=False)
-    patches.apply((*shapes_only.PATCHES, *one_rank.PATCHES))
+    patches.apply(shapes_only.PATCHES)
     if uses_cpu([]):
         switch_off_what_needs_a_gpu(job.args)
     else:
         patches.apply(patch_table.patches_of("cpu platform"))
-    script, rehearsal = None if own_script else _script(), _Rehearsal(job.nodes, iteration)
+    script, rehearsal = None if own_script else _script(), _Rehearsal(job.nodes)
     offline = mock.patch.dict(os.environ, WANDB_MODE="disabled")
     with shapes_only.silent(errors=True), offline, tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
         for rank in dict.fromkeys((0, job.args.world_size - 1)):
             args = _arguments_of(job.args, rank, Path(folder))
-            if iteration and args.step_batch_size_schedule is None and job.settings.digest is None:
-                # With more microbatches, the passes repeat.
-                each = args.micro_batch_size * args.data_parallel_size
-                most = one_rank.ROUNDS * args.pipeline_model_parallel_size
-                args.global_batch_size = min(args.global_batch_size, each * most)
             note(job=job.of(args))
             with as_one_line(), _alone(args, rehearsal):
                 arguments.set_global_variables(args)
@@ -105,10 +82,9 @@ class _Rehearsal:
     purpose, may be due to the rehearsal itself, so it is reported but does not refuse the job.
     """
 
-    def __init__(self, nodes: Installed | None, iteration: bool) -> None:
+    def __init__(self, nodes: Installed | None) -> None:
         self.said: list[str] = []
         self._differs = nodes is not None and nodes.engine != installed.here().engine
-        self._iteration = iteration
 
     def start(self, main: Callable[[], None]) -> None:
         """Run a script until its first iteration would begin."""
@@ -135,22 +111,6 @@ class _Rehearsal:
         current().args.iteration = 0
         return [SimpleNamespace(config=SimpleNamespace())], None, None
 
-    def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """End the rehearsal, after one iteration of Megatron's loop if it was asked for."""
-        job = current().args
-        if self._iteration and not self.said:
-            if job.num_experts or job.sft or job.dataloader_inter_document_masking:
-                self.said.append("no iteration was run, because its shapes depend on routing or on the data")
-                raise _Started
-            job.save = None
-            try:
-                original(*args, **kwargs)
-            except Exception as error:
-                if isinstance(error, _Started) or is_raised_on_purpose(error):
-                    raise
-                self.said.append(f"an iteration could not be run on fake tensors: {line_of(error)}")
-        raise _Started
-
 
 def _script() -> ModuleType:
     """Import the training script, which is not part of the package."""
@@ -162,9 +122,9 @@ def _script() -> ModuleType:
 
 def _arguments_of(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
     args = copy.deepcopy(args)
-    args.rank, args.local_rank, args.do_train = rank, 0, True
-    vars(args).update({name: value for name, value in _CHANGES.items() if hasattr(args, name)})
-    for name in _OUTPUTS:
+    args.rank, args.local_rank, args.do_train, args.fake_process_group = rank, 0, True, True
+    vars(args).update(dict.fromkeys(ROLES["unset_in_rehearsals"]) | dict.fromkeys(ROLES["off_in_rehearsals"], 0))
+    for name in ROLES["written"]:
         if getattr(args, name, None):
             setattr(args, name, str(folder / name))
     return args
@@ -186,13 +146,10 @@ def _alone(args: argparse.Namespace, rehearsal: _Rehearsal) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(mock.patch.dict(os.environ, RANK=str(args.rank), LOCAL_RANK="0"))
         for owner, name, replacement in (
-            (training, "train", partial(rehearsal.train, training.train)),
-            (training, "training_log", _stop),
+            (training, "train", _stop),
             (training, "evaluate_and_print_results", _stop),
             (training, "setup_model_and_optimizer", partial(rehearsal.build, training.setup_model_and_optimizer)),
             (ft_integration, "setup", _without_monitor),
-            (GPTDataset, "__getitem__", _made_up_sample),
-            (BlendedDataset, "__getitem__", _made_up_sample),
             (GPTDataset, samples.__name__, partialmethod(_unbuilt_samples, samples)),
             (BlendedDataset, blend.__name__, partialmethod(_unbuilt_blend, blend)),
         ):
@@ -216,54 +173,23 @@ def _stop(*_: Any, **__: Any) -> None:
     raise _Started
 
 
-def _made_up_sample(self: Any, _index: int | None) -> dict[str, torch.Tensor]:
-    length = self.config.sequence_length
-    made_up = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
-    mask = {"attention_mask": torch.zeros(1, length, length, dtype=torch.bool)}
-    made_up |= mask if self.config.create_attention_mask else {}
-    return made_up | {"loss_mask": torch.ones(length)}
-
-
 def _unbuilt_samples(self: Any, original: Callable[..., Any]) -> Any:
     """Instead of the indices of samples, return arrays of the right length. Indices that must exist are loaded."""
-    if (found := _existing(self, original, "document_index", "sample_index", "shuffle_index")) is not None:
-        return found
+    if self.config.defer_npy_index_mmap or self.config.fast_cache_load:
+        return original(self)
     tokens = self._get_num_tokens_per_epoch()
     whole = (tokens - self.config.add_extra_token_to_sequence) // self.config.sequence_length
     samples = self.num_samples or whole + (not self.config.drop_last_partial_validation_sequence)
     if not self.config.mock:
-        _check_length(self.dataset)
         kind = f"{type(self).__name__}_indices"
         check_writable(_CACHE, self.config.path_to_cache or os.path.join(self.dataset.path_prefix, "cache", kind))
     return tuple(numpy.broadcast_to(numpy.zeros(1, numpy.int64), max(samples, 0) + 1) for _ in range(3))
 
 
 def _unbuilt_blend(self: Any, original: Callable[..., Any]) -> Any:
-    if (found := _existing(self, original, "dataset_index", "dataset_sample_index")) is not None:
-        return found
+    if self.config.defer_npy_index_mmap or self.config.fast_cache_load:
+        return original(self)
     if self.config.path_to_cache:
         check_writable(_CACHE, self.config.path_to_cache)
     size = sum(self.weights) if self.size is None else self.size
     return (numpy.broadcast_to(numpy.zeros(1, numpy.int64), size),) * 2
-
-
-def _existing(dataset: Any, original: Callable[..., Any], *names: str) -> Any:
-    """Load indices that a job expects in its cache; None if the job would build those that are missing."""
-    if not (dataset.config.defer_npy_index_mmap or dataset.config.fast_cache_load):
-        return None
-    found = original(dataset)
-    for path in (getattr(dataset, f"path_to_{name}", None) for name in names):
-        if path is not None:
-            Path(path).stat()
-    return found
-
-
-def _check_length(dataset: Any) -> None:
-    """Raise UserError if a dataset's file of tokens is not as long as its index says, which training finds out late."""
-    file, index = Path(f"{dataset.path_prefix}.bin"), dataset.index
-    described = int(index.sequence_lengths.sum(dtype="int64")) * index.dtype_size
-    if file.exists() and file.stat().st_size != described:
-        raise UserError(
-            f"{file} has {file.stat().st_size} bytes, but its index describes {described} bytes; write the dataset "
-            "again with 'megatron-vp data'"
-        )

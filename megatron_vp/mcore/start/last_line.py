@@ -33,41 +33,33 @@ def refuse_together(reason: str, seconds: float) -> None:
     refuse do not call this function.
     """
     at_last(lambda: None)  # Flush this rank's output, which must precede the line.
-    printed, who = False, os.environ.get("RANK")
+    who, printed = os.environ.get("RANK"), None
+    reasons = {reason: "" if who is None else f"rank {printable(who, 20)}"}
     with suppress(Exception):  # The store may be unreachable, for example because its address is wrong.
+        from megatron_vp.runtime.launcher_store import Notes, counted, launcher_store
+
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or replay().job is not None:  # A replay has no peers.
-            who = None
+            reasons = {reason: ""}
         elif 0 <= rank < ranks:
-            printed = _speak_for_all(rank, ranks, reason, seconds)
-    if not printed:
-        _print({reason: "" if who is None else f"rank {printable(who, 20)}"})
-
-
-def _speak_for_all(rank: int, ranks: int, reason: str, seconds: float) -> bool:
-    """Print the line, or wait until another rank has printed it; return whether this rank's reason was printed."""
-    from megatron_vp.runtime.launcher_store import Notes, counted, launcher_store
-
-    store, topic = launcher_store(seconds), f"refused/{next(_refusals)}"
-    reasons, said, heard = (Notes(f"{topic}/{what}", store) for what in ("reasons", "said", "heard"))
-    reasons.leave(rank, reason)
-    known = reasons.read(range(ranks), seconds)
-    together = len(known) == ranks
-    if (rank == 0 or not together) and said.first():
-        known = reasons.read(range(ranks))
-        who: dict[str, list[int]] = {}
-        for each, told in known.items():
-            who.setdefault(told, []).append(each)
-        _print({told: "" if len(who) == 1 and together else counted(whose) for told, whose in who.items()})
-        said.leave(0, json.dumps(list(who)))
-        # The other ranks must read the line before this rank exits: this rank may serve their store, and a launcher
-        # stops all other ranks when one rank exits.
-        heard.read(known.keys() - {rank}, seconds)
-        return True
-    [spoken] = said.read([0], seconds).values()
-    heard.leave(rank)
-    return reason in json.loads(spoken)
+            store, topic = launcher_store(seconds), f"refused/{next(_refusals)}"
+            given, printed = Notes(f"{topic}/given", store), Notes(f"{topic}/printed", store)
+            given.leave(rank, reason)
+            known = given.read(range(ranks), seconds)
+            if rank != min(known):
+                with suppress(Exception):  # The rank that prints may serve the store, and has printed if it is gone.
+                    printed.read([0], seconds)
+                return
+            groups: dict[str, list[int]] = {}
+            for each, told in known.items():
+                groups.setdefault(told, []).append(each)
+            alike = len(groups) == 1 and len(known) == ranks
+            reasons = {told: "" if alike else counted(whose) for told, whose in groups.items()}
+    _print(reasons)
+    if printed is not None:
+        with suppress(Exception):
+            printed.leave(0)
 
 
 def _listen() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from megatron_vp.errors import PeerLost, UserError, at_last, printable, say, storage_failure
@@ -135,18 +134,6 @@ def _end_interrupted() -> NoReturn:
     _exit(128 + signal.SIGINT)
 
 
-def _end_quietly_when_interrupted() -> None:
-    """Let Ctrl-C end this process without a traceback even outside `one_line_errors`, such as during imports."""
-    before = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            _end_interrupted()
-        before(kind, error, trace)
-
-    sys.excepthook = excepthook
-
-
 def _report(error: BaseException) -> None:
     line = _known_line(error)
     if line is None:
@@ -232,7 +219,6 @@ def prepare() -> None:
     one-line message, without patching anything, if the process was not started by a launcher, if Megatron's version is
     not supported, or if an essential patch does not fit the installed Megatron.
     """
-    _end_quietly_when_interrupted()
     with one_line_errors():
         _require_launcher(sys.argv[0])
         patch_megatron(sys.argv)

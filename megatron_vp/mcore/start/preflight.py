@@ -30,7 +30,6 @@ def check_job(
     ranks: int,
     here: bool = False,
     nodes: str | None = None,
-    files: bool = False,
     own_script: bool = False,
     rehearse: Callable[[SettledJob], Sequence[str]] | None = None,
 ) -> SettledJob:
@@ -40,8 +39,8 @@ def check_job(
     "te=2.17.1,apex=no", describes the GPU nodes for which arguments are checked. Without it, they are checked for this
     machine's GPUs. On a machine without GPUs, the check assumes typical GPU nodes if Transformer Engine is installed,
     or if the job asks for Transformer Engine's layers or for NCCL. Otherwise, it assumes CPUs. `here` or --cpu forces a
-    check for this machine. With `files`, the files that the job reads and writes are checked as well. `rehearse` starts
-    the settled job, and returns warnings. With `own_script`, unknown options are accepted, because they may belong to
+    check for this machine. `rehearse` starts the settled job, whose files are then checked as well, and returns
+    warnings. With `own_script`, unknown options are accepted, because they may belong to
     the user's script. Raises UserError for anything that the job would refuse at startup.
     """
     with (
@@ -55,15 +54,14 @@ def check_job(
         from megatron.training.argument_utils import core_transformer_config_from_args
 
         from megatron_vp.mcore.options.refusals import refuse_script_options
-        from megatron_vp.mcore.options.settle import refused_by_megatron, settled_from_flags
+        from megatron_vp.mcore.options.settle import settled_from_flags
 
         if args.use_checkpoint_args:
             _take_sizes_of_checkpoint(args)
-        job = settled_from_flags(megatron.validate_args.__wrapped__, args, {}, files)
+        job = settled_from_flags(megatron.validate_args.__wrapped__, args, {}, files=rehearse is not None)
         if not own_script:
             refuse_script_options(job.arguments)
-        with refused_by_megatron():
-            core_transformer_config_from_args(args)
+        core_transformer_config_from_args(args)
         if rehearse is not None:
             job = replace(job, warnings=(*job.warnings, *rehearse(job)))
         return job
@@ -112,11 +110,8 @@ def _take_sizes_of_checkpoint(args: argparse.Namespace) -> None:
     """Apply --use-checkpoint-args: take the model's sizes from the run that wrote the checkpoint."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    from megatron_vp.mcore.options.settle import refused_by_megatron
-
-    with refused_by_megatron():
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
+    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    load_args_from_checkpoint(args)
 
 
 def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
@@ -140,20 +135,16 @@ def check_node(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 def describe_node() -> str:
     """One line with what a run would use on this node, and the variables that NCCL will read."""
-    found = [
-        f"{part.name}: {part.found or 'missing'}{f' ({part.without})' * part.is_broken}" for part in environment.parts()
-    ]
+    found = [f"{name}: {version}" for name, version, _ in environment.parts()]
     nccl = [f"{name}={value}" for name, value in sorted(os.environ.items()) if "NCCL_" in name]
     return f"{socket.gethostname()}: {'; '.join([*found, *nccl])}"
 
 
 def describe_job(job: SettledJob, ranks: int) -> list[str]:
     """Lines that describe a checked job on `ranks` ranks, and what follows from where it saves."""
-    # Imported late, because these modules import Megatron.
-    from megatron_vp.mcore.start.banner import describe_run
-    from megatron_vp.mcore.storage.optimizer_check import one_way
+    from megatron_vp.mcore.start.banner import describe_run  # It imports Megatron.
 
-    return [*describe_run(job, ranks), *describe_start(job), *filter(None, [one_way(job.arguments)])]
+    return [*describe_run(job, ranks), *describe_start(job)]
 
 
 def describe_start(job: SettledJob) -> list[str]:

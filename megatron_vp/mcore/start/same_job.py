@@ -74,16 +74,8 @@ def facts(
 def _place(value: Any) -> str:
     """Return the text that ranks compare instead of the value of a place."""
     if isinstance(value, list):
-        return str(["PATH" if (number := _number(word)) is None else number for word in value])
+        return str([word if re.fullmatch(r"[\d.]+", word) else "PATH" for word in map(str, value)])
     return "given" if isinstance(value, str) else "not given" if value is None else str(plain(value))
-
-
-def _number(word: Any) -> float | None:
-    """The number that `word` stands for, or None if it is not a number."""
-    try:
-        return float(word)
-    except (TypeError, ValueError):
-        return None
 
 
 def code(package: Path) -> str:

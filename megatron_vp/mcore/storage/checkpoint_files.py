@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.files import warn_once
 from megatron_vp.mcore.patches import Patch
-from megatron_vp.mcore.settled import current
 from megatron_vp.mcore.storage import attempt, save_folder
-from megatron_vp.mcore.storage.optimizer_check import one_way
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -58,8 +55,6 @@ def _noted(tracker: AbstractContextManager[IO[str]]) -> Iterator[IO[str]]:
     with tracker as file:
         yield file
     attempt.remove("unsaved")
-    if line := one_way(current().arguments):
-        warn_once(f"warning: {line}")
 
 
 @contextmanager

@@ -185,40 +185,24 @@ def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
         yield batch
 
 
-def check_inputs(args: Arguments) -> None:
-    """Raise UserError if files of the data are missing that Megatron's parsed arguments name, or for conversations that
-    Megatron cannot read. Megatron checks indices, splits and blends itself when it opens the data.
+def check_conversations(args: Arguments) -> None:
+    """Raise UserError if, with --sft, the first line of a file is not a conversation that Megatron's `SFTDataset` can
+    read, which training would find out in its first iteration. Megatron checks other data when it opens them.
     """
-    from megatron.core.datasets.object_storage_utils import is_object_storage_path
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    blend, by_split = (None, None) if args.mock_data else get_blend_and_blend_per_split(args)
+    blend, by_split = get_blend_and_blend_per_split(args) if args.sft else (None, None)
     for path in (path for part in (blend, *(by_split or ())) if part for path in part[0]):
-        if args.sft:
-            check_conversations(path)
-        elif not is_object_storage_path(path) and not all(map(os.path.isfile, (f"{path}.bin", f"{path}.idx"))):
+        try:
+            with open(path, encoding="utf-8") as file:
+                fits = all({"role", "content"} <= message.keys() for message in json.loads(file.readline())["messages"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            fits = False
+        if not fits:
             raise UserError(
-                f"the dataset {path} has no file {path}.bin or no file {path}.idx: correct the path, or write the "
-                "dataset with 'megatron-vp data'"
+                f"the first line of {path} is not a conversation, but --sft needs a conversation on every line: write "
+                'each line in the form {"messages": [{"role": "system", "content": "..."}, ...]}'
             )
-
-
-def check_conversations(path: str) -> None:
-    """Raise UserError unless the first line of a file is a conversation that Megatron's `SFTDataset` can read."""
-    complete = False
-    try:
-        with open(path, encoding="utf-8") as file:
-            messages = json.loads(file.readline())["messages"]
-            complete = bool(messages) and all({"role", "content"} <= message.keys() for message in messages)
-    except OSError as error:
-        raise UserError(f"cannot read the conversations in {path}: {error.strerror}; check --data-path") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    if not complete:
-        raise UserError(
-            f"the first line of {path} is not a conversation, but --sft needs a conversation on every line: write each "
-            'line in the form {"messages": [{"role": "system", "content": "..."}, ...]}'
-        )
 
 
 def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:

@@ -10,23 +10,8 @@ from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
+from megatron_vp.mcore.options import ROLES
 from megatron_vp.schedule import Placement
-
-# The arguments that determine the positions of a rank's parameters in the distributed optimizer's buffers. The value
-# given here is assumed if a checkpoint does not record the argument.
-_LAYOUT: dict[str, Any] = {
-    "expert_model_parallel_size": 1,
-    "vocab_parallel": False,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "hybrid_layer_pattern": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
 
 
 def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
@@ -81,18 +66,18 @@ def one_way(args: Arguments) -> str | None:
 
 
 def _layout(args: Arguments) -> dict[str, Any]:
-    layout = {name: getattr(args, name, absent) for name, absent in _LAYOUT.items()}
+    layout = {name: getattr(args, name, None) or "not set" for name in ROLES["split"]}
     rows = getattr(args, "vocab_rows", None)
     layout["--vocab-shards"] = "even" if rows is None else ",".join(map(str, rows))
     # If chunks are placed differently, the same layout string puts different layers on a rank.
-    layout["the placement of chunks"] = _placement(args, layout)
+    layout["the placement of chunks"] = _placement(args)
     return layout
 
 
-def _placement(args: Arguments, layout: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+def _placement(args: Arguments) -> tuple[tuple[int, ...], ...]:
     """Return the virtual stages of each rank's chunks. Our runs record the placement if it differs from Megatron's."""
     recorded = getattr(args, "chunk_placement", None)
     if recorded is not None:
         return tuple(map(tuple, recorded))
-    ranks, chunks = layout["pipeline_model_parallel_size"], layout["virtual_pipeline_model_parallel_size"] or 1
-    return Placement.round_robin(ranks, chunks).stage_of
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    return Placement.round_robin(args.pipeline_model_parallel_size, chunks).stage_of
