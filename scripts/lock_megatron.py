@@ -33,7 +33,7 @@ from megatron_vp.jobs.command_line import option_of  # noqa: E402
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD  # noqa: E402
 from megatron_vp.mcore import patch_table, patches  # noqa: E402
 from megatron_vp.mcore.megatron_lock import described, original_of  # noqa: E402
-from megatron_vp.mcore.options import ROLES  # noqa: E402
+from megatron_vp.mcore.settled import ROLES  # noqa: E402
 from megatron_vp.mcore.start.enabled import _GROUPS  # noqa: E402
 
 MCORE = ROOT / "megatron_vp" / "mcore"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from pathlib import Path
@@ -41,10 +40,6 @@ def data(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing results that have the same --name.")
     ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, max=256, help="Number of threads (default: one per core)."),
-    ] = None,
 ) -> None:
     """Turn text into a tokenizer and a dataset for Megatron.
 
@@ -54,8 +49,6 @@ def data(
     from megatron_vp.data.texts import TextFiles
     from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare
 
-    if workers is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(workers)
     texts = TextFiles.find(inputs, json_key, split_lines)
     said_at = time.monotonic()
 

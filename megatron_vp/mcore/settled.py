@@ -15,10 +15,12 @@ not import Megatron.
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -29,7 +31,8 @@ from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Plac
 from megatron_vp.schedule.families import family_of_text, is_file, megatrons_own, text_of_file
 from megatron_vp.schedule.request import chunks_to_offload
 
-ALGORITHMS = tuple(method.value for method in VocabMethod if method.is_sharded)
+ROLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("roles.toml").read_text())
+"""Megatron's arguments by what we do with them."""
 
 
 @dataclass(frozen=True)

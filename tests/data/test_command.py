@@ -10,7 +10,6 @@ from megatron_vp.errors import UserError
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # the command sets it for its own process
     return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 
@@ -18,7 +17,7 @@ def test_prints_flags_that_train(run, tmp_path):
     (tmp_path / "in").mkdir()
     for number in range(30):
         (tmp_path / "in" / f"{number}.txt").write_text(f"Sample text {number}, with words and more words.\n" * 5)
-    result = run(tmp_path / "in", "-o", tmp_path / "out", "--vocab-size", 280, "--name", "mine", "--workers", 1)
+    result = run(tmp_path / "in", "-o", tmp_path / "out", "--vocab-size", 280, "--name", "mine")
     assert result.exit_code == 0, result.output
     assert "30 documents" in result.stdout and "vocabulary size 280" in result.stdout
     flags = result.stdout.splitlines()[-1].split()

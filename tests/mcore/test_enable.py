@@ -138,11 +138,11 @@ def output(rank, ranks, settings, chunks):
 
 def test_a_loop_is_told_nothing_of_batches_and_groups_that_it_did_not_give():
     said, _ = run_ranks(2, output, V_HALF, 2)
-    assert "2 ranks = 2 pipeline x 1 data; v-half, vocab-1" in said and "pass global_batch_size" in said
+    assert "2 ranks = 2 pipeline x 1 data; v-half, vocab-1" in said
     assert "--microbatch-group-size-per-virtual-pipeline-stage" not in said
     batch = {"global_batch_size": own_loop.BATCH * own_loop.MICROBATCHES, "micro_batch_size": own_loop.BATCH}
     said, _ = run_ranks(2, output, V_HALF | batch, 2)
-    assert "; 4 microbatches; v-half, vocab-1" in said and "predicted for" in said
+    assert "; 4 microbatches; v-half, vocab-1" in said
 
 
 def without_wrapper(rank, ranks):

@@ -39,7 +39,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
         *("sbatch", *LLAMA, "--nodes", "4", "--vocab-parallel", "--lr", "1e-4"),
         *("--slurm", "time=1:00:00", "--slurm", "--qos=high", "--slurm", "", "--dry-run"),
     )
-    job, *_, checkpoints, _, command = printed.splitlines()
+    job, *_, checkpoints, command = printed.splitlines()
     assert status == 0
     assert job == "4 nodes x 8 ranks; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
     assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and starts at iteration 0 of 100000"
@@ -105,7 +105,7 @@ def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
     status, printed, errors = said("sbatch", "configs/llama3_8b.yaml", "--dry-run")
     assert status == 0
     assert printed.splitlines()[-1].startswith("sbatch --nodes=1")
-    assert "the job would not start on this machine" in errors and "data/corpus_text_document" in errors
+    assert "the job would not start on this machine" in errors and "data/llama3_tokenizer" in errors
 
 
 def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
@@ -136,10 +136,10 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
         (("sbatch", "--vocab-parallel"), "the job has no configuration file: give CONFIG first"),
         (
             ("sbatch", *LLAMA, "--nodes", "3", "--gpus-per-node", "5", "--dry-run"),
-            "15 ranks cannot be divided into replicas of 8 ranks",
+            "world size (15) is not divisible by total_model_size (total_model_size=8)",
         ),
-        (("sbatch", "configs/llama3_8b.yaml"), "data/corpus_text_document"),
-        (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "1 ranks cannot be divided into replicas"),
+        (("sbatch", "configs/llama3_8b.yaml"), "data/llama3_tokenizer"),
+        (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
         (("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--load", "configs"), "no checkpoint"),
         (
             ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "setup.py"),

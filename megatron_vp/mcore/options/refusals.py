@@ -21,16 +21,15 @@ from megatron_vp.jobs.division import TWO_BATCHES
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE
 from megatron_vp.jobs.known_options import Arguments, out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
-from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD
+from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, RUNS, UNREAD
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
-from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.reports.job_partition import iterations_in
-from megatron_vp.mcore.settled import process, run_settings
+from megatron_vp.mcore.settled import ROLES, process, run_settings
 from megatron_vp.mcore.storage.optimizer_check import one_way
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 
@@ -206,10 +205,7 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "V without shards": settings.last_stage_elsewhere and not a.vocab_parallel,
         "vocabulary passes": VocabMethod.NONE not in settings.family.methods,
         "pattern without heads": a.vocab_parallel and "/" not in (a.hybrid_layer_pattern or "/"),
-        "no emerging-optimizers": lacks("emerging_optimizers"),
-        "no einops": lacks("einops"),
-        "no datasets": lacks("datasets"),
-    }
+    } | {name: lacks(name[3:].replace("-", "_")) for name in RUNS if name.startswith("no ")}
 
 
 def _said(a: Arguments, warnings: bool) -> Iterator[str]:

@@ -11,9 +11,8 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of
-from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
-from megatron_vp.mcore.settled import replay
+from megatron_vp.mcore.settled import ROLES, replay
 
 _FALLBACK_WARNINGS = (
     "Transformer Engine and Apex are not installed",

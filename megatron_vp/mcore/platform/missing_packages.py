@@ -1,8 +1,7 @@
 """Patches Megatron for machines without Transformer Engine, without Apex, or without a compiler for its index helpers.
 
-For all but two of the patches for Transformer Engine, we tested that Megatron fails without the patch. We did not test
-`_final_norm` on machines with Apex, but Megatron's code shows that this patch is needed there. Without the warm-up
-patch, a job merely starts later.
+For all but one of the patches for Transformer Engine, we tested that Megatron fails without the patch. Without the
+warm-up patch, a job merely starts later.
 """
 
 from __future__ import annotations
@@ -45,19 +44,6 @@ def _torch_norm(original: type) -> Callable[..., torch.nn.Module]:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         return WrappedTorchNorm(config, hidden_size, eps)
-
-    return norm
-
-
-def _final_norm(original: Any) -> Any:
-    """Use PyTorch's RMSNorm after the last layer if Megatron would use Apex's norms, which include no RMSNorm."""
-    if getattr(original, "__name__", None) != "FusedLayerNorm":
-        return original
-
-    def norm(config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-        return (original if config.normalization == "LayerNorm" else WrappedTorchNorm)(config, *args, **kwargs)
 
     return norm
 
@@ -132,13 +118,6 @@ NORM_PATCHES = (
 """These patches are always applied, because local layers use torch's norms even if Transformer Engine is installed."""
 
 PATCHES = (
-    Patch(
-        "megatron.core.transformer.transformer_block:LayerNormImpl",
-        _final_norm,
-        "if Apex is installed, Megatron takes the final norm from Apex, which has no RMSNorm",
-        "(config, hidden_size, eps=1e-05, persist_layer_norm=True, zero_centered_gamma=False, "
-        "normalization='LayerNorm') or (config, hidden_size, eps=1e-05, has_residual=False)",
-    ),
     Patch(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _torch_norm,

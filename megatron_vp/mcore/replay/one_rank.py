@@ -30,11 +30,10 @@ from megatron_vp.jobs.command_line import grouped, name_of
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
-from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
-from megatron_vp.mcore.settled import SettledJob, current, replaying
+from megatron_vp.mcore.settled import ROLES, SettledJob, current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 ROUNDS = 3

@@ -29,12 +29,11 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.options import ROLES
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.mcore.replay import shapes_only
-from megatron_vp.mcore.settled import SettledJob, current, note
+from megatron_vp.mcore.settled import ROLES, SettledJob, current, note
 from megatron_vp.mcore.start.launch import as_one_line, is_raised_on_purpose, line_of
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 

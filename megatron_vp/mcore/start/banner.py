@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
@@ -16,22 +14,15 @@ from megatron_vp.mcore.platform.installed import versions
 from megatron_vp.mcore.platform.parts import describe
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.schedule.gc_paused import gc_paused
-
-_GIB = 2**30
-
-_NO_BATCH = "bubble and memory are not predicted: pass global_batch_size and micro_batch_size to megatron_vp.enable"
 
 
 def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
     """Print the banner of this process's job. Call this function on one rank only.
 
-    knows_batch: whether the job's arguments contain its real batch sizes; otherwise there are no predictions.
+    knows_batch: whether the job's arguments contain its real batch sizes.
     """
-    described = describe_run(job, job.arguments.world_size, knows_batch)
-    predicted = describe_prediction(job) if knows_batch else [_NO_BATCH]
     software = ", ".join(f"{package} {found}" if found else f"no {package}" for package, found in versions().items())
-    lines = [software, *described, *predicted]
+    lines = [software, *describe_run(job, job.arguments.world_size, knows_batch)]
     print(*(f"megatron_vp: {line}" for line in lines), sep="\n", flush=True)
 
 
@@ -62,25 +53,6 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
         *(f"warning: {each}" for each in job.warnings),
     )
     return [line for line in lines if line]
-
-
-def describe_prediction(job: SettledJob) -> list[str]:
-    """A list with one line: the predicted bubble and memory, or the reason why they cannot be predicted. Without
-    pipeline parallelism, the list is empty.
-    """
-    if job.arguments.pipeline_model_parallel_size < 2:
-        return []
-    try:
-        whole, plan, hardware = Prediction(job.given).planned(job.arguments, job.settings)
-        with gc_paused():
-            found = predict(whole, plan, hardware, sample=sampled(whole))
-    except UserError as error:
-        return [f"bubble and memory cannot be predicted: {error}"]
-    fullest = max(range(whole.pipeline), key=lambda rank: found.memory[rank].total)
-    return [
-        f"predicted for {hardware.title}: bubble {100 * found.bubble_fraction:.1f} %, peak memory "
-        f"{found.memory[fullest].total / _GIB:.3g} GiB (on pipeline rank {fullest})"
-    ]
 
 
 def _partition(job: SettledJob) -> list[str]:

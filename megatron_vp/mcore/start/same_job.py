@@ -29,7 +29,7 @@ from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import versions
 from megatron_vp.mcore.settled import SettledJob, current, note
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
-from megatron_vp.runtime.launcher_store import Notes, counted, named
+from megatron_vp.runtime.launcher_store import Notes, named
 
 OF_A_RANK = {"rank", "local_rank", "node_rank", "config"}
 """Arguments that are not compared between ranks; the options in configuration files are compared instead."""
@@ -86,25 +86,19 @@ def code(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def difference(ranks: list[dict[str, dict[str, str]]]) -> str:
-    """Describe the first argument in which `ranks` differ: its name, and each value with its ranks. Returns "" if all
+def difference(first: dict[str, dict[str, str]], own: dict[str, dict[str, str]], rank: int) -> str:
+    """Describe the first argument in which `rank` differs from rank 0: its name, and both values. Returns "" if all
     arguments are equal, as when only one rank states a default. Options that were given are compared first, because
     arguments derived from them may differ as well.
     """
-    given: dict[str, str] = {}
-    for each in ranks:
-        given |= each["given"]
-    alike = [each["alike"] for each in ranks]
-    names = dict.fromkeys([*given, *(name for each in alike for name in each)])
-    name = next((name for name in names if len({each.get(name) for each in alike}) > 1), None)
+    given = first["given"] | own["given"]
+    here, there = first["alike"], own["alike"]
+    name = next((name for name in (*given, *here, *there) if here.get(name) != there.get(name)), None)
     if name is None:
         return ""
-    values: dict[str | None, list[int]] = {}
-    for rank, each in enumerate(alike):
-        values.setdefault(each.get(name), []).append(rank)
     option = given.get(name, name)
     called = option if option in (name, option_of(name)) else f"{name} ({option})"
-    return f"{called} is " + ", ".join(f"{value} on {counted(found)}" for value, found in values.items())
+    return f"{called} is {here.get(name)} on rank 0, {there.get(name)} on rank {rank}"
 
 
 def require_same_job(job: SettledJob) -> None:
@@ -154,15 +148,13 @@ def compare(own: dict[str, dict[str, str]], seconds: float) -> None:
     if ranks == 1:
         return
     first, others, verdict = (Notes(f"start/{topic}") for topic in ("first", "others", "verdict"))
-    text = json.dumps(own)
     if rank == 0:
-        first.leave(0, text)
-    known = _all_of(first, range(1), seconds)[0]
-    others.leave(rank, "" if text == known else text)
+        first.leave(0, json.dumps(own))
+    known = json.loads(_all_of(first, range(1), seconds)[0])
+    others.leave(rank, difference(known, own, rank))
     if rank == 0:
-        found = _all_of(others, range(ranks), seconds)
-        everyone = [json.loads(found[each] or known) for each in range(ranks)] if any(found.values()) else []
-        verdict.leave(0, difference(everyone))
+        found = list(filter(None, _all_of(others, range(ranks), seconds).values()))
+        verdict.leave(0, found[0] + f", and {len(found)} ranks differ from it" * (len(found) > 1) if found else "")
     if apart := _all_of(verdict, range(1), seconds)[0]:
         way = "start every rank with the same configuration files, flags and package versions"
         raise UserError(f"the ranks did not get the same job: {apart}; {way}")

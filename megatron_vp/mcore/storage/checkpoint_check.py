@@ -16,7 +16,6 @@ from megatron_vp.errors import UserError, printable
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.virtual_stages import chunks_asked
-from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.optimizer_check import check_optimizer
@@ -36,13 +35,8 @@ def check_checkpoint(args: Arguments) -> str | None:
     Checkpoints on object storage and node-local checkpoints (`--non-persistent-ckpt-type local`) are not checked.
     Megatron's older torch format is accepted only if ranks hold the same layers as in plain Megatron. Files in this
     format are not checked. An empty directory is accepted if the run also saves to it. Raises UserError if the
-    checkpoint cannot be used, or if asynchronous saving needs a package that is not installed.
+    checkpoint cannot be used.
     """
-    if args.async_save and args.async_strategy == "nvrx" and lacks("nvidia_resiliency_ext"):
-        raise UserError(
-            "--async-save needs the package nvidia-resiliency-ext, which is not installed: install it, or use "
-            "Megatron's own writer with --async-strategy mcore"
-        )
     chosen = _chosen(args)
     if chosen is None:
         return None

@@ -10,7 +10,7 @@ from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.options import ROLES
+from megatron_vp.mcore.settled import ROLES
 from megatron_vp.schedule import Placement
 
 
