@@ -79,13 +79,5 @@ def _table(found: Replayed) -> str:
     ]
     if not on_a_device:
         lines.append("activations and buffers: not measured without a GPU; --shapes-only counts their bytes")
-    else:
-        times = found.pass_milliseconds.items()
-        held_up = [kind for kind, value in times if found.host_milliseconds[kind] > 0.9 * value]
-        if held_up:
-            lines.append(
-                f"{', '.join(held_up)}: the host took about as long as the device, so these times may include time in "
-                "which the device waited for kernel launches"
-            )
     lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
     return "\n".join(lines)

@@ -66,7 +66,8 @@ def places_of(name: str, before: str = "") -> list[str]:
     """Return where our sources name a symbol or an argument (`before` a mark), such as `megatron_vp/mcore/x.py:7`."""
     package = Path(megatron_vp.__file__).parent
     records = package / "jobs" / "options.toml"
-    files = (*sorted((package / "mcore").rglob("*.py")), package.with_name("pretrain_gpt_vp.py"), records)
+    ours = (file for file in sorted((package / "mcore").rglob("*.*")) if file.suffix in (".py", ".toml"))
+    files = (*ours, package.with_name("pretrain_gpt_vp.py"), records)
     word = re.compile(rf"\b{re.findall(r'\w+', name)[-1]}\b{before}")
     return [
         f"{file.relative_to(package.parent)}:{number}"

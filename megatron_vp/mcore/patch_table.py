@@ -116,7 +116,7 @@ CONDITIONS: dict[str, Callable[[Arguments], object]] = {
     "only after `megatron_vp.enable`, in a process that uses one of our schedules and has imported Megatron-Bridge's "
     "training loop": lambda args: _in_own_loop(args) and _with_bridges(_CHECKPOINTS),
 }
-"""The conditions of `applies`. Until Megatron has parsed the arguments, they get those of `early_arguments`."""
+"""The conditions of `applies`. Until Megatron has parsed the arguments, they get those of `settled.early_arguments`."""
 
 GROUPS = tuple(PatchGroup(**group) for group in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["group"])
 
@@ -151,26 +151,24 @@ def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
     return declared, patches.check(declared)
 
 
-def require_fit(args: Arguments) -> list[Patch]:
-    """Return all patches that a run needs, at any time of its start. Raises UserError if one does not fit."""
-    return _fitting(selected(args))
+def require_fit(args: Arguments) -> None:
+    """Check all patches that a run needs, at any time of its start. Raises UserError if one does not fit."""
+    patches.refuse(patches.check(_patches(selected(args))))
 
 
 def apply(args: Arguments, early: bool) -> None:
     """Apply the patches that a run needs before or after Megatron has its arguments. If one does not fit, apply none
     and raise UserError.
     """
-    patches.apply(_fitting(selected(args, early)))
+    patches.apply(_patches(selected(args, early)))
 
 
 def apply_early(args: Arguments, *names: str) -> None:
     """Apply the patch groups in `names` that the run needs, earlier in startup than `apply` would. Raises UserError if
     a patch does not fit the installed packages.
     """
-    patches.apply([patch for group in selected(args) if group.name in names for patch in patches_of(group.name)])
+    patches.apply(_patches(group for group in selected(args) if group.name in names))
 
 
-def _fitting(groups: Iterable[PatchGroup]) -> list[Patch]:
-    examined = [examine(group) for group in groups]
-    patches.refuse([problem for _, found in examined for problem in found])
-    return [patch for declared, _ in examined for patch in declared]
+def _patches(groups: Iterable[PatchGroup]) -> list[Patch]:
+    return [patch for group in groups for patch in group.declared()]

@@ -15,6 +15,7 @@ not import Megatron.
 from __future__ import annotations
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig
+from megatron_vp.jobs.command_line import split_config
+from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, Costs, Family, Placement, VocabMethod, family
@@ -134,7 +136,7 @@ class SettledJob:
     order: Costs | None
     """The pass costs that determine the order of passes; None means `PassCosts()`. All ranks use rank 0's costs."""
     parts: Mapping[str, str]
-    """The implementation used for layers, norms and other operations; see `platform.parts`."""
+    """The implementation used for layers, norms and other operations; see `parts_of_job`."""
     words: Words
     nodes: Installed | None
     """The packages installed on the nodes if the job was checked for nodes other than this machine; otherwise None."""
@@ -213,6 +215,20 @@ def note(**known: Any) -> None:
     """Store what this process knows from now on, by the fields of `process`."""
     for name, value in known.items():
         setattr(process, name, value)
+
+
+def early_arguments(words: list[str]) -> Arguments:
+    """Read the arguments of a command line that decide which patches a job needs: Megatron's parser is itself patched.
+
+    They are switches or texts. Megatron's parser reports malformed arguments. Raises UserError for a configuration file
+    that cannot be read.
+    """
+    files, flags = split_config(words)
+    first = next((place for place, word in enumerate(flags) if word.startswith("--")), len(flags))
+    given = read_job_config(files, flags[first:]).values.items()
+    texts = {name: each if each is None or isinstance(each, bool) else str(each) for name, each in given}
+    ranks = {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    return Arguments.given(texts | ranks)
 
 
 def begin(schedule: str | None = None) -> None:

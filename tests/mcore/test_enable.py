@@ -304,9 +304,9 @@ def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
 
 
 def test_a_loop_that_would_save_optimizer_state_of_one_layout_is_refused():
-    from megatron_vp.mcore.storage import optimizer_form
+    from megatron_vp.mcore.storage import optimizer_state
 
-    for patch in optimizer_form.PATCHES:
+    for patch in optimizer_state.PATCHES:
         with pytest.raises(UserError, match=r'saves .*sharded_state_dict with metadata=.*"fully_reshardable"'):
             patch.make(lambda: None)(None, {})
 

@@ -20,8 +20,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.platform import environment, flags, installed
-from megatron_vp.mcore.platform.installed import Installed
-from megatron_vp.mcore.platform.parts import parts_of_job
+from megatron_vp.mcore.platform.installed import Installed, parts_of_job
 from tests.harness.ranks import ROOT
 
 APEX = {"apex": True, "apex_accumulation": True, "apex_softmax": True}
@@ -237,7 +236,7 @@ GROWING = ("--config", "tests/mcore/configs/no_batch.yaml", "--step-batch-size-s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--async-save", "--use-persistent-ckpt-worker"), "--async-save needs the package nvidia-resiliency-ext"),
+        (("--async-save", "--use-persistent-ckpt-worker"), "the package nvidia-resiliency-ext is not installed"),
         (
             (
                 "--use-distributed-optimizer",

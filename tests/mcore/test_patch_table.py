@@ -12,10 +12,10 @@ import pytest
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore import patch_table, patches
-from megatron_vp.mcore.options.early_arguments import early_arguments
 from megatron_vp.mcore.patch_table import PatchGroup
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import Installed
+from megatron_vp.mcore.settled import early_arguments
 from tests.harness import run_ranks
 
 ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
@@ -185,7 +185,7 @@ def test_a_module_that_imports_what_megatron_lacks_does_not_fit(monkeypatch, tmp
     declared, (problem,) = patch_table.examine(group)
     assert declared == ()
     assert str(problem).startswith("the patch group 'broken' does not fit megatron_vp: expected what ")
-    with pytest.raises(UserError, match="no_such_"):
+    with pytest.raises(ImportError, match="no_such_"):
         patch_table.require_fit(argparse.Namespace())
 
 

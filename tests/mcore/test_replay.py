@@ -85,13 +85,12 @@ def test_a_rank_runs_its_passes_without_peers(job_rank, ranks, flags, pipeline_r
         assert getattr(costs, kind) == pytest.approx(found.pass_milliseconds.get(kind, 0), rel=1e-3)
 
 
-def test_passes_that_the_host_holds_up_are_named_on_a_device():
+def test_the_hosts_times_are_shown_on_a_device():
     from megatron_vp.cli.replay import _table
     from megatron_vp.mcore.replay.one_rank import Replayed
 
     memory = {"parameters": 1, "gradients": 2, "allocated": 3, "peak": 4, "reserved": 5}
     said = _table(Replayed(0, 4, 8, {"F": 2.0, "B": 4.0}, {"F": 2.1, "B": 1.0}, 50.0, memory))
-    assert "\nF: the host took about as long" in said
     assert ["B", "4.000", "1.000"] in [line.split() for line in said.splitlines()]
     on_a_cpu = {"parameters": 1, "gradients": 2}
     assert "host" not in _table(Replayed(0, 4, 8, {"F": 2.0}, {"F": 2.1}, 50.0, on_a_cpu))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.settled import ROLES, process, run_settings
-from megatron_vp.mcore.storage.optimizer_check import one_way
+from megatron_vp.mcore.storage.optimizer_state import one_way
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -57,16 +57,6 @@ def _chunks(a: Arguments) -> int:
     return a.virtual_pipeline_model_parallel_size or 1
 
 
-def _holders(a: Arguments) -> tuple[int, ...]:
-    """The pipeline ranks with vocabulary rows."""
-    rows = a.vocab_rows
-    return tuple(rank for rank in range(a.pipeline_model_parallel_size) if rows is None or any(rows[rank : rank + 1]))
-
-
-def _microbatches(a: Arguments) -> int:
-    return a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
-
-
 def _misplaced(a: Arguments, file: Schedule) -> bool:
     """Whether a file's stages are where Megatron's code cannot run them."""
     last_anywhere = a.vocab_parallel and not a.mtp_num_layers
@@ -84,17 +74,17 @@ def _starts_late(schedule: Schedule) -> bool:
     return any(any(first.values()) for first in firsts)
 
 
-def _faults(a: Arguments) -> dict[str, Any]:
-    """Which of REFUSALS apply to validated arguments."""
+def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of REFUSALS apply to validated arguments, whose `_words` are given."""
     settings, chunks, smoothing = run_settings(a), _chunks(a), a.vocab_label_smoothing
     ours, file, own_chunks = settings.replaces_schedule, settings.family.fixed, settings.family.chunks
     of_file = file and {
         "file_method": a.vocab_parallel and file.vocab not in (VocabMethod.INTERLACED, a.vocab_parallel_algorithm),
         "file_offload": a.offload_chunks != "0",
         "file_ranks": file.pipeline_size != a.pipeline_model_parallel_size,
-        "file_holders": file.vocab.is_sharded and file.vocab_ranks != _holders(a),
+        "file_holders": file.vocab.is_sharded and words["file_holders"] != words["row_holders"],
         "file_without_backward": not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
-        "file_microbatches": a.step_batch_size_schedule or file.microbatches != _microbatches(a),
+        "file_microbatches": a.step_batch_size_schedule or file.microbatches != words["microbatches"],
         "file_placement": _misplaced(a, file),
         "file_starts_late": _starts_late(file),
     }
@@ -145,13 +135,14 @@ def _words(a: Arguments) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
     family = run_settings(a).family
     file, chunks = family.fixed, family.chunks
+    rows, ranks = a.vocab_rows, range(a.pipeline_model_parallel_size)
     of_file = file and {
         "file_method": file.vocab,
         "file_ranks": file.pipeline_size,
         "file_holders": ", ".join(map(str, file.vocab_ranks)),
-        "row_holders": ", ".join(map(str, _holders(a))),
+        "row_holders": ", ".join(str(rank) for rank in ranks if rows is None or any(rows[rank : rank + 1])),
         "file_microbatches": file.microbatches,
-        "microbatches": _microbatches(a),
+        "microbatches": a.global_batch_size // (a.micro_batch_size * a.data_parallel_size),
     }
     return {
         **vars(a),
@@ -226,7 +217,7 @@ def refuse(args: Arguments) -> None:
     with reasons.collected():
         _refuse(message.format_map(found) for message in _said(args, warnings=False))
     with reasons.collected():
-        _refuse(REFUSALS[name].format_map(found) for name, applies in _faults(args).items() if applies)
+        _refuse(REFUSALS[name].format_map(found) for name, applies in _faults(args, found).items() if applies)
     reasons.refuse()
 
 

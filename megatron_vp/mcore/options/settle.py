@@ -22,7 +22,7 @@ from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fi
 from megatron_vp.mcore.options.refusals import check_numbers, check_sources, refuse, warnings_of
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.platform.parts import parts_of_job
+from megatron_vp.mcore.platform.installed import parts_of_job
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, process, run_settings
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable

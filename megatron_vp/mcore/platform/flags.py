@@ -73,9 +73,6 @@ def quiet_fallback_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for start in _FALLBACK_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
-    filters = [word for word in os.environ.get("PYTHONWARNINGS", "").split(",") if word]
-    filters += [f"ignore:{start}:UserWarning" for start in _FALLBACK_WARNINGS]
-    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys(filters))
 
 
 def prepare_environment(cpu: bool) -> None:

@@ -10,8 +10,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import last_batch
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.vocab_rows import describe_rows
-from megatron_vp.mcore.platform.installed import versions
-from megatron_vp.mcore.platform.parts import describe
+from megatron_vp.mcore.platform.installed import describe, versions
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import SettledJob
 

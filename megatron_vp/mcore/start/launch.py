@@ -273,7 +273,6 @@ def patch_megatron(argv: list[str]) -> None:
     # Torch is imported only here, and Megatron only after the environment is set, so that mistakes in the launch are
     # reported before these slow imports.
     from megatron_vp.mcore import patch_table, patches, settled
-    from megatron_vp.mcore.options.early_arguments import early_arguments
     from megatron_vp.mcore.platform import installed
     from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings, uses_cpu
 
@@ -290,7 +289,7 @@ def patch_megatron(argv: list[str]) -> None:
     if (line := installed.hide_what_is_broken()) and os.environ.get("RANK", "0") == "0":
         print(f"megatron_vp: {line}", flush=True)
     patches.installed_version()
-    early = early_arguments(argv[1:])
+    early = settled.early_arguments(argv[1:])
     settled.begin(early.pipeline_schedule)
     patch_table.require_fit(early)
     patch_table.apply(early, early=True)

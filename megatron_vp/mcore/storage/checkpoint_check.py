@@ -18,7 +18,7 @@ from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
-from megatron_vp.mcore.storage.optimizer_check import check_optimizer
+from megatron_vp.mcore.storage.optimizer_state import check_optimizer
 from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import batched
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,8 @@ Progress = Callable[[str, int], None]
 MEGATRONS_SPLIT = "969,30,1"
 """Megatron's default split for --data-path."""
 
-# Documents are encoded in batches of about this many characters, enough to keep all threads of the tokenizer busy.
-_BATCH_CHARACTERS = 4_000_000
+_BATCH = 256
+"""The number of documents that are encoded together, enough to keep all threads of the tokenizer busy."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,6 @@ def prepare(
                 save_tokenizer(train_tokenizer(texts, vocab_size), folder)
             model, end_id = load_tokenizer(folder if tokenizer is None else tokenizer)
             counts = _write(_counted(documents, partial(progress, "encoding")), model, end_id, folder / prefix.name)
-            _check_names(written, overwrite)
             index.unlink(missing_ok=True)
             for path in written:
                 path.parent.mkdir(exist_ok=True)
@@ -165,24 +165,11 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.get_vocab_size()))
     with builder.data_file:
-        for batch in _batches(texts):
-            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        for batch in batched(texts, _BATCH):
+            for encoding in tokenizer.encode_batch_fast(list(batch), add_special_tokens=False):
                 builder.add_document([*encoding.ids, end_id], [len(encoding.ids) + 1])
         builder.finalize(f"{prefix}.idx")
     return len(builder.sequence_lengths), sum(builder.sequence_lengths)
-
-
-def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def check_conversations(args: Arguments) -> None:
