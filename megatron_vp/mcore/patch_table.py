@@ -1,7 +1,7 @@
 """Applies the groups of patches for Megatron that `patch_table.toml` declares, in the runs that need them.
 
-A group names the module of its patches as a string, so that importing this table does not import Megatron. Only the
-modules of groups that a run needs are imported.
+A patch names its replacement as a string. Our modules, and with them parts of Megatron, are imported only when the
+patch is applied.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
@@ -26,7 +27,9 @@ from megatron_vp.mcore.settled import own_loop, replay, run_settings
 class PatchGroup:
     """Patches that are applied together, as `patch_table.toml` declares them.
 
-    patches: `module:attribute` of a tuple of patches.
+    module: where the replacements are; a patch may name another one.
+    patch: the fields of each Patch, with the name of its `make` or, if it does not need the original, of the
+        replacement as `constant`. Several targets may share them.
     without: what happens in a run without the patches.
     given: the run gives one of these options.
     applies: a key of CONDITIONS, unless options are `given`.
@@ -36,8 +39,9 @@ class PatchGroup:
     """
 
     name: str
-    patches: str
     without: str
+    module: str
+    patch: Sequence[Mapping[str, Any]]
     given: Sequence[str] = ()
     applies: str = "always"
     early: bool = False
@@ -58,11 +62,17 @@ class PatchGroup:
         return bool(any(getattr(args, name) for name in self.given) if self.given else CONDITIONS[self.applies](args))
 
     def declared(self) -> tuple[Patch, ...]:
-        """Import the module of the patches, and with it parts of Megatron. Return those that this Megatron needs."""
-        module, _, attribute = self.patches.partition(":")
-        every: tuple[Patch, ...] = getattr(importlib.import_module(module), attribute)
+        """The patches that the present Megatron needs."""
         series = patches.present_series()
+        every = (patch for record in self.patch for patch in _made(**{"module": self.module} | dict(record)))
         return tuple(patch for patch in every if series not in patch.unneeded_in)
+
+
+def _made(
+    target: str | list[str], module: str, reason: str, make: str = "", constant: str = "", **others: Any
+) -> Iterator[Patch]:
+    for each in [target] if isinstance(target, str) else target:
+        yield Patch(each, f"{module}:{make or constant}", reason, constant=bool(constant), **others)
 
 
 def _records(args: Arguments) -> object:
@@ -133,22 +143,11 @@ def selected(args: Arguments, early: bool | None = None) -> tuple[PatchGroup, ..
 
 def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
     """Return a group's patches for the installed Megatron, and every reason why they cannot be applied."""
-    if group.package is not None:
-        try:
-            importlib.import_module(group.package)
-        except ImportError:
-            return (), []
     try:
-        declared = group.declared()
-    except ImportError as error:
-        return (), [
-            Problem(
-                f"the patch group '{group.name}'",
-                f"what {group.patches.partition(':')[0]} imports",
-                f"nothing ({error})",
-            )
-        ]
-    return declared, patches.check(declared)
+        importlib.import_module(group.package or "megatron.core")
+    except ImportError:
+        return (), []
+    return group.declared(), patches.check(group.declared())
 
 
 def require_fit(args: Arguments) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,8 @@ class Patch:
     """Replaces one symbol.
 
     target: `module:attribute.path`; a class attribute is patched on the class, which affects every alias of the class.
-    make: takes the original and returns the replacement; called once, when the patch is applied.
+    make: takes the original and returns the replacement; called once, when the patch is applied. If `constant`, it is
+        the replacement itself. A text `module:name` names either.
     reason: one line that `megatron-vp patches` shows.
     also: signatures that fit in addition to the one that `scripts/lock_megatron.py` recorded, joined by " or ", if the
         signature depends on another installed package. `nothing` means that Megatron may lack the symbol.
@@ -40,10 +41,11 @@ class Patch:
     """
 
     target: str
-    make: Callable[[Any], Any]
+    make: Any
     reason: str
     also: str = ""
-    unneeded_in: tuple[str, ...] = ()
+    unneeded_in: Sequence[str] = ()
+    constant: bool = False
 
     @property
     def fitting(self) -> str:
@@ -249,15 +251,19 @@ def _locate(target: str) -> tuple[Any, str]:
     return owner, name
 
 
+def resolved(make: Any) -> Any:
+    """Import what a text `module:name` names; anything else stands for itself."""
+    module, _, name = make.partition(":") if isinstance(make, str) else ("", "", "")
+    return getattr(importlib.import_module(module), name) if module else make
+
+
 def _prepare(patch: Patch) -> _Applied:
     owner, name = _locate(patch.target)
     raw = vars(owner).get(name, _MISSING)
     original = getattr(owner, name, None)
     static = inspect.getattr_static(owner, name, None)
-    if isinstance(static, staticmethod):
-        replacement = staticmethod(patch.make(original))
-    elif isinstance(static, classmethod):
-        replacement = classmethod(patch.make(static.__func__))
-    else:
-        replacement = patch.make(original)
+    kind = type(static) if isinstance(static, staticmethod | classmethod) else None
+    make = resolved(patch.make)
+    made = make if patch.constant else make(static.__func__ if kind is classmethod else original)
+    replacement = made if kind is None else kind(made)
     return _Applied(patch, owner, name, raw, original, replacement)

@@ -8,14 +8,15 @@ from functools import partial
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MEGATRON_VP_CPU"] = "1"
 
-from megatron_vp.mcore import patch_table
+from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.platform.flags import prepare_environment, quiet_fallback_warnings
 
 prepare_environment(cpu=True)
 quiet_fallback_warnings()
 
 for group in patch_table.GROUPS:
-    patch_table.patches_of(group.name)
+    for patch in () if group.package else patch_table.patches_of(group.name):
+        patches.resolved(patch.make)
 import megatron.core.tokenizers.text  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402

@@ -20,12 +20,11 @@ from tests.harness.training import tiny_model
 def torch_under_the_patches(_rank, _world_size):
     import torch
 
-    from megatron_vp.mcore import patches
-    from megatron_vp.mcore.platform import cpu
+    from megatron_vp.mcore import patch_table, patches
 
     before = dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))
     seen = {}
-    with patches.patched(cpu.PATCHES):
+    with patches.patched(patch_table.patches_of("cpu platform")):
         like = torch.ones(2, dtype=torch.bfloat16, device="cuda:0")
         seen["devices"] = {
             str(made.device)
@@ -53,10 +52,9 @@ def torch_under_the_patches(_rank, _world_size):
 
 def loaders_under_the_patches(_rank, _world_size):
     """Whether the same is drawn after two epochs of a loader as before them."""
-    from megatron_vp.mcore import patches
-    from megatron_vp.mcore.platform import cpu
+    from megatron_vp.mcore import patch_table, patches
 
-    with patches.patched(cpu.PATCHES):
+    with patches.patched(patch_table.patches_of("cpu platform")):
         torch.cuda.manual_seed(5)
         first = torch.rand(3)
         torch.cuda.manual_seed(5)
@@ -73,12 +71,11 @@ def unequal_parts(rank, world_size):
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
-    from megatron_vp.mcore import patches
-    from megatron_vp.mcore.platform import cpu
+    from megatron_vp.mcore import patch_table, patches
 
     lengths = [2, 0, 3]
     rows = torch.arange(5.0).reshape(5, 1) * torch.ones(1, 4)
-    with process_group(rank, world_size), patches.patched(cpu.PATCHES):
+    with process_group(rank, world_size), patches.patched(patch_table.patches_of("cpu platform")):
         part = rows.split(lengths)[rank]
         group = dist.group.WORLD
         gathered = mappings.gather_from_sequence_parallel_region(part, True, group, lengths)
@@ -92,8 +89,7 @@ def test_ranks_with_unequal_numbers_of_tokens_gather_and_reduce_them():
 
 
 def gathered_parts(rank, world_size):
-    from megatron_vp.mcore import patches
-    from megatron_vp.mcore.platform import cpu
+    from megatron_vp.mcore import patch_table, patches
 
     def gathered(sizes):
         parts = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
@@ -101,7 +97,7 @@ def gathered_parts(rank, world_size):
         torch.distributed.all_gather(parts, part, group=torch.distributed.group.WORLD)
         return torch.cat(parts).tolist()
 
-    with process_group(rank, world_size), patches.patched(cpu.PATCHES):
+    with process_group(rank, world_size), patches.patched(patch_table.patches_of("cpu platform")):
         return gathered((2, 0, 1)), gathered((1, 1, 1))
 
 

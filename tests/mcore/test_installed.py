@@ -18,7 +18,7 @@ import torch
 
 from megatron_vp.cli.app import main
 from megatron_vp.errors import UserError
-from megatron_vp.mcore import patches
+from megatron_vp.mcore import patch_table, patches
 from megatron_vp.mcore.platform import environment, flags, installed
 from megatron_vp.mcore.platform.installed import Installed, parts_of_job
 from tests.harness.ranks import ROOT
@@ -176,13 +176,11 @@ def test_a_module_without_a_spec_is_found(separately):
 def test_our_product_stands_in_for_apexs(dtype):
     from megatron.core.tensor_parallel import layers
 
-    from megatron_vp.mcore.platform.missing_packages import APEX_PATCHES
-
     rows, gradient = torch.randn(3, 2, 5, dtype=dtype), torch.randn(3, 2, 4, dtype=dtype)
     main_grad = torch.ones(4, 5)
     expected = 1 + gradient.flatten(0, 1).double().t() @ rows.flatten(0, 1).double()
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda") and not layers._grad_accum_fusion_available
-    with patches.patched(APEX_PATCHES):
+    with patches.patched(patch_table.patches_of("no fused accumulation")):
         assert layers._grad_accum_fusion_available
         layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, gradient, main_grad)
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
@@ -193,13 +191,14 @@ def test_our_product_stands_in_for_apexs(dtype):
 def test_index_helpers_are_compiled_only_where_they_are_missing(monkeypatch, tmp_path, found):
     from megatron.core.datasets import utils
 
-    from megatron_vp.mcore.platform.missing_packages import INDEX_PATCHES
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
     (tmp_path / "make").write_text("#!/bin/sh\nexit 2\n")
     (tmp_path / "make").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with patches.patched(INDEX_PATCHES), contextlib.nullcontext() if found else pytest.raises(SystemExit):
+    with (
+        patches.patched(patch_table.patches_of("wheel")),
+        contextlib.nullcontext() if found else pytest.raises(SystemExit),
+    ):
         utils.compile_helpers()
 
 

@@ -235,7 +235,7 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
     result = invoke("--dry-run")
     assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
     if tamper is not fake_module:
-        assert re.search(r"; used in megatron_vp/mcore/\w+/\w+\.py:\d+", result.output)
+        assert re.search(r"; used in megatron_vp/mcore/[\w/]+\.(py|toml):\d+", result.output)
 
 
 def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeypatch):

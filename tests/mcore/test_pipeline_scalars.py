@@ -89,8 +89,7 @@ def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys
     monkeypatch.setattr(launcher_store, "launcher_store", lambda: store)
     monkeypatch.setattr(pipeline_scalars, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
-    [patch] = pipeline_scalars.PATCHES
-    assert patch.make(lambda *given, **named: True)({}, {}, 0.1, 1) is True
+    assert pipeline_scalars._by_interval(lambda *given, **named: True)({}, {}, 0.1, 1) is True
     assert "> no pipeline metrics of iteration 1: no word from ranks 0 and 1\n" in capsys.readouterr().out
 
 

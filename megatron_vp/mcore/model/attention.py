@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
 
 
@@ -172,12 +171,3 @@ def _core_attention(original: Callable[..., type]) -> Callable[..., type]:
         return ScaledDotProductAttention
 
     return core_attention
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.models.backends:LocalSpecProvider.core_attention",
-        _core_attention,
-        "run flash attention in local layers, through PyTorch's scaled-dot-product attention",
-    ),
-)

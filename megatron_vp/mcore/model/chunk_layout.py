@@ -23,7 +23,6 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import Heterog
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 from megatron_vp.schedule import Family
 from megatron_vp.schedule.placement import Placement
@@ -98,25 +97,3 @@ def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
         return get_gpt_heterogeneous_layer_spec(layers, uses_engine, vp_stage=vp_stage)
 
     return default_layer_spec
-
-
-HETEROGENEOUS_PATCHES = (
-    Patch(
-        "megatron.training.models.gpt:default_layer_spec",
-        _of_the_chunk,
-        "the layers of a heterogeneous model would not be found if ranks have several chunks",
-    ),
-)
-
-PATCHES = (
-    Patch(
-        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
-        _placed,
-        "the schedule decides which stages of the layout each rank gets",
-    ),
-    Patch(
-        "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
-        _placed_segments,
-        "the schedule decides which segments of hybrid layers each rank gets",
-    ),
-)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import Patch
 
 MINIMUM_VERSION = "2.8"
 """Oldest Transformer Engine version with which Megatron allows delayed weight gradients together with overlapped
@@ -216,12 +215,3 @@ def delaying(config: Any) -> Iterator[None]:
         yield
     finally:
         config.delay_wgrad_compute = before
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        _delaying,
-        "let pass W compute the weight gradients of Transformer Engine's layers",
-    ),
-)

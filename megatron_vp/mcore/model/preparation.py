@@ -32,7 +32,6 @@ from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, vocab_shards
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
@@ -365,23 +364,6 @@ def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_pp_last_stage
 
 
-PATCHES = (
-    Patch(
-        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-        _constructing,
-        "place the vocabulary layers of models that a script builds without Megatron's builders",
-    ),
-)
-
-BRIDGE_PATCHES = (
-    Patch(
-        "megatron.bridge.models.model_provider:_print_num_params",
-        _preparing_before_count,
-        "shard vocabulary layers of Megatron-Bridge's models only after hooks have loaded weights or changed layers",
-    ),
-    Patch(
-        "megatron.bridge.models.gemma.gemma2_provider:is_pp_last_stage",
-        _by_stage,
-        "apply Gemma's softcap to the output layer, which V-shaped schedules place on the first rank",
-    ),
-)
+def in_no_embedding_group(self: Any) -> bool:
+    """Whether a module takes part in Megatron's synchronization of word embeddings."""
+    return False

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, take_delayed, whole_sequence
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.vocab.operations import operations_for
 
 
@@ -139,12 +138,3 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         return _InputGradientLinear.apply(input, bias, layer)
 
     return linear
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
-        _split_linear,
-        "let pass W compute the weight gradients of Megatron's local layers",
-    ),
-)

@@ -22,7 +22,6 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.groups import from_all, pipeline_device
 from megatron_vp.vocab.shards import VocabShards
@@ -216,32 +215,3 @@ def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
         # embedding.
 
     return broadcast_shared_embeddings
-
-
-_BRIDGE = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge"
-
-BRIDGE_PATCHES = (
-    *(
-        Patch(
-            f"{_BRIDGE}.{method}",
-            _viewing,
-            "let exporters find unsharded vocabulary layers on the same ranks as in plain runs",
-        )
-        for method in (
-            "stream_weights_megatron_to_hf",
-            "stream_weights_megatron_to_hf_quant",
-            "build_conversion_tasks",
-            "build_export_fp8_tasks",
-        )
-    ),
-    Patch(
-        f"{_BRIDGE}.load_weights_hf_to_megatron",
-        _refusing,
-        "refuse to load weights into vocabulary layers that are already split",
-    ),
-    Patch(
-        f"{_BRIDGE}._broadcast_shared_embeddings",
-        _tying_by_stage,
-        "load tied weights under V-shaped schedules, which place the output layer on the first rank",
-    ),
-)

@@ -25,7 +25,7 @@ from megatron_vp.jobs.known_options import Arguments, Parser
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.jobs.yaml_files import Leaf
-from megatron_vp.mcore import patch_table, patches
+from megatron_vp.mcore import patch_table
 from megatron_vp.mcore.options.settle import settled_from_flags
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.reports.job_partition import iterations_in
@@ -180,23 +180,3 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
             note(job=process.job.of(args))
 
     return set_padded_vocab_size
-
-
-PATCHES = (
-    patches.Patch(
-        "megatron.training.arguments:add_megatron_arguments",
-        with_ours,
-        "adds our options, such as --config and --vocab-parallel, and the flags that the platform needs",
-    ),
-    patches.Patch(
-        "megatron.training.arguments:validate_args",
-        _with_checks,
-        "refuses combinations of arguments that cannot work, and checks the input files",
-    ),
-    patches.Patch(
-        "megatron.core.tokenizers.utils.build_tokenizer:_set_padded_vocab_size",
-        _with_room_for_all_tokens,
-        "refuses a vocabulary smaller than the tokenizer's",
-    ),
-    *dataset.PATCHES,
-)

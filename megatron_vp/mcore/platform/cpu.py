@@ -18,8 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_vp.mcore.patches import Patch
-
 _CPU = torch.device("cpu")
 _GENERATOR = torch.default_generator
 
@@ -173,95 +171,21 @@ def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: A
             output.copy_(total)
 
 
-def _always(replacement: Any) -> Callable[[Any], Any]:
-    return lambda _original: replacement
+def _stays(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return self
 
 
-_FACTORIES = (
-    *("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange"),
-    *("zeros_like", "ones_like", "empty_like", "full_like"),
-)
-_RANDOM = "megatron.core.tensor_parallel.random"
-_ASYNC = "megatron.core.dist_checkpointing.strategies"
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return _GENERATOR.get_state()
 
-PATCHES = (
-    Patch("torch:cuda", _cuda, "Megatron calls functions of torch.cuda that fail without a device"),
-    Patch(
-        "megatron.training.initialize:torch",
-        _torch_with_a_device,
-        "initialization requires CUDA, and creates the parallel groups only if there is a device",
-    ),
-    *(
-        Patch(f"torch:{name}", _factory_on_cpu, "Megatron creates tensors on 'cuda' or in pinned memory")
-        for name in _FACTORIES
-    ),
-    Patch(
-        "torch:Tensor.cuda",
-        _always(lambda self, *_args, **_kwargs: self),
-        "Megatron moves batches and parameters to the device with Tensor.cuda",
-    ),
-    Patch(
-        "torch:Tensor.type",
-        _type_as_cuda,
-        "Megatron's optimizers compare the result of Tensor.type with names such as torch.cuda.FloatTensor",
-    ),
-    Patch(
-        f"{_RANDOM}:_get_cuda_rng_state",
-        _always(lambda device="cuda", clone=False, graph_safe=False: _GENERATOR.get_state()),
-        "Megatron's random state tracker saves the state of the device's generator",
-    ),
-    Patch(
-        f"{_RANDOM}:_set_cuda_rng_state",
-        _always(lambda new_state, device=-1, graph_safe=False: _GENERATOR.set_state(new_state)),
-        "Megatron's random state tracker restores the state of the device's generator",
-    ),
-    Patch(
-        "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
-        _with_own_generator,
-        "data loaders use the host's random generator, and dropout uses the device's; on a CPU, both would use the "
-        "same one",
-    ),
-    Patch(
-        "megatron.training.arguments:get_device_arch_version",
-        _always(lambda: 0),
-        "with tensor parallelism, Megatron asks for the architecture of the GPU",
-    ),
-    Patch(
-        f"{_ASYNC}.async_utils:PersistentAsyncCaller.async_loop",
-        _always(checkpoint_writer),
-        "the process that writes asynchronous checkpoints selects a CUDA device",
-    ),
-    Patch(
-        f"{_ASYNC}.filesystem_async:FileSystemWriterAsync.preload_tensors",
-        _always(copied_tensors),
-        "an asynchronous save shares the weights with its writer, so the next step would change what is being written",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        _always(_sizes_as_numbers),
-        "the experts' all-to-all needs its sizes as Python numbers, but Megatron converts only sizes that are on a GPU",
-    ),
-    Patch(
-        "megatron.core.optimizer.clip_grads:l2_norm_impl",
-        _always(_exact_l2_norm),
-        "torch's fp32 norm on CPU has a relative error of up to 1e-3 for a million elements, so clipping would depend "
-        "on how weights are split",
-        "builtin",
-    ),
-    Patch(
-        "torch.distributed:all_gather",
-        _all_gather,
-        "gloo gathers only tensors of equal size, but ranks have different numbers of tokens for an expert, and update "
-        "different numbers of weights with a layer-wise optimizer",
-    ),
-    Patch(
-        "torch.distributed:reduce_scatter",
-        _always(_reduce_scatter),
-        "gloo scatters only sums of equal size, but ranks have different numbers of tokens for an expert",
-    ),
-    Patch(
-        "megatron.training.training:set_jit_fusion_options",
-        _always(lambda tp_size=None: None),
-        "the fusion warm-up draws random numbers from the generator that initialises the weights",
-    ),
-)
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    _GENERATOR.set_state(new_state)
+
+
+def _no_architecture() -> int:
+    return 0
+
+
+def _no_fusion(tp_size: int | None = None) -> None:
+    pass

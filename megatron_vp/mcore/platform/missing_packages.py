@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
 from megatron_vp.vocab.operations import operations_for
 
@@ -106,84 +105,17 @@ def _compile_only_if_missing(original: Callable[[], None]) -> Callable[[], None]
     return compile_helpers
 
 
-_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+def _never(module: Any) -> bool:
+    return False
 
-NORM_PATCHES = (
-    Patch(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        _norm_under_sequence_parallelism,
-        "torch's norms support sequence parallelism if their parameters are marked for Megatron's gradient reduction",
-    ),
-)
-"""These patches are always applied, because local layers use torch's norms even if Transformer Engine is installed."""
 
-PATCHES = (
-    Patch(
-        "megatron.core.models.hybrid.hybrid_block:TENorm",
-        _torch_norm,
-        "Megatron takes a hybrid model's final norm from Transformer Engine, even if the model's layers are local",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict",
-        _with_adam_state,
-        "loading reads the step from Adam's state, which a newly created torch Adam does not have yet",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states",
-        _without_step_tensor,
-        "loading expects Adam's step count for every parameter, but checkpoints store it only once per group; loading "
-        "also writes into leaf tensors, so it must run without autograd",
-    ),
-    Patch(
-        f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict",
-        _own_step_per_parameter,
-        "a step tensor that all parameters share would be incremented once for every parameter",
-    ),
-    Patch(
-        "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
-        lambda original: lambda module: False,
-        "a layer for multi-token prediction needs classes that Megatron defines only with Transformer Engine",
-        unneeded_in=("0.19",),
-    ),
-)
+def _no_warm_up(tp_size: int | None = None) -> None:
+    pass
 
-WARM_UP_PATCHES = (
-    Patch(
-        "megatron.training.initialize:_warmup_jit_function",
-        lambda original: lambda tp_size=None: None,
-        "on a GPU, Megatron's warm-up takes minutes to compile fused kernels, which are not used without Transformer "
-        "Engine",
-    ),
-)
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
-
-APEX_PATCHES = (
-    Patch(
-        f"{_LAYERS}:_grad_accum_fusion_available",
-        lambda original: True,
-        "without Apex, Megatron refuses to build layers with fused accumulation of weight gradients",
-    ),
-    Patch(
-        f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
-        # Apex has one function for an fp32 main_grad and one for a 16-bit main_grad; our function handles both cases.
-        lambda original: SimpleNamespace(
-            wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product
-        ),
-        "our kernel that accumulates into main_grad replaces Apex's kernel",
-        "value",
-    ),
-)
-"""Megatron's linear layers, including its vocabulary layers, use Apex's extension `fused_weight_gradient_mlp_cuda`.
-Without it, Megatron builds them only if fused accumulation is switched off, also in Transformer Engine's layers, which
-do not need Apex.
+_AVAILABLE = True
+_ACCUMULATION = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate_product, wgrad_gemm_accum_fp16=accumulate_product)
+"""Stands in for Apex's extension, which has one function for an fp32 main_grad and one for a 16-bit main_grad; ours
+handles both. Megatron's linear layers use the extension, including its vocabulary layers: without it, Megatron builds
+them only if fused accumulation is switched off, also in Transformer Engine's layers, which do not need Apex.
 """
-
-INDEX_PATCHES = (
-    Patch(
-        "megatron.core.datasets.utils:compile_helpers",
-        _compile_only_if_missing,
-        "Megatron's wheel contains the compiled index helpers but no Makefile, so compiling them again would fail and "
-        "end the job",
-    ),
-)

@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import replay
 
 
@@ -100,19 +99,3 @@ def _like_input(original: Callable[..., Any]) -> Callable[..., Any]:
         return _zeros(max((first, second, *third), key=torch.Tensor.numel))
 
     return like_input
-
-
-def _compiled(name: str, make: Callable[..., Any]) -> Patch:
-    reason = "a compiled activation function is one kernel on a GPU, but several operations on a CPU without a compiler"
-    return Patch(f"megatron.core.fusions.{name}", make, reason)
-
-
-ENGINE_PATCHES = (
-    _compiled("fused_bias_gelu:bias_gelu", _like_input),
-    _compiled("fused_bias_gelu:bias_gelu_back", _like_input),
-    _compiled("fused_bias_swiglu:swiglu", _halved),
-    _compiled("fused_bias_swiglu:swiglu_back", _like_input),
-    _compiled("fused_bias_swiglu:bias_swiglu", _halved),
-    _compiled("fused_bias_swiglu:bias_swiglu_back", _like_input),
-)
-"""Applied with --shapes-only if the replay counts the memory of Transformer Engine's layers."""

@@ -31,7 +31,6 @@ from megatron_vp.jobs.division import last_batch
 from megatron_vp.jobs.job_config import JobConfig, read_job_config
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
 from megatron_vp.mcore.settled import ROLES, SettledJob, current, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
@@ -245,23 +244,3 @@ def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
         iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]) if timed else None,
         memory_bytes=report["memory_bytes"],
     )
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
-        _made_up_receives,
-        "fill receive buffers with normally distributed numbers, because a replayed rank has no peers that send data",
-    ),
-    Patch(
-        "megatron.core.utils:get_batch_on_this_tp_rank",
-        _made_up_batch,
-        "generate random tokens and labels, because a replayed rank cannot receive its batch from tensor rank 0",
-    ),
-    Patch(
-        "megatron.core.transformer.multi_token_prediction:roll_tensor",
-        _shifted_alone,
-        "shift a sequence without exchanging token ids, because a replayed rank has no context-parallel peers",
-    ),
-)
-"""Applied with --fake-process-group, before the script imports these functions by name."""

@@ -55,7 +55,7 @@ def rehearse(job: SettledJob, own_script: bool = False) -> list[str]:
     from megatron.training import arguments
 
     patch_table.apply(job.arguments, early=False)
-    patches.apply(shapes_only.PATCHES)
+    patches.apply(patch_table.patches_of("shapes only"))
     if uses_cpu([]):
         switch_off_what_needs_a_gpu(job.args)
     else:

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.replay.device_kernels import device_kernels
 from megatron_vp.mcore.settled import replaying
 
@@ -167,13 +166,3 @@ def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
         return contextlib.nullcontext()
 
     return fork
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-        _untracked,
-        "a fake tensor cannot store the state of a random number generator",
-    ),
-)
-"""Applied with --shapes-only."""

@@ -16,7 +16,6 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.training.utils import print_rank_last
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.launcher_store import Notes, named
 from megatron_vp.runtime.recorder import Recorder
@@ -84,13 +83,3 @@ def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
         return report_memory
 
     return training_log
-
-
-PATCHES = (
-    Patch(
-        "megatron.training.training:training_log",
-        _by_interval,
-        "begin a new log interval after the first iteration of a start if that iteration ends one, and write the "
-        "pipeline metrics of --log-pipeline-interval to TensorBoard and W&B",
-    ),
-)

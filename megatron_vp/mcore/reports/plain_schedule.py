@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.recorder import Recorder
@@ -88,30 +87,4 @@ def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-
-PATCHES = (
-    *(
-        Patch(
-            f"{_SCHEDULES}:forward_backward_{name}",
-            _watched_schedule,
-            f"record the iterations of Megatron's own schedule ({what})",
-        )
-        for name, what in (
-            ("no_pipelining", "no pipelining"),
-            ("pipelining_without_interleaving", "1F1B"),
-            ("pipelining_with_interleaving", "interleaved 1F1B"),
-        )
-    ),
-    Patch(
-        f"{_SCHEDULES}:forward_step",
-        _watched_step(_Steps.forward),
-        "time and count the forward passes of Megatron's own schedules",
-    ),
-    Patch(
-        f"{_SCHEDULES}:backward_step",
-        _watched_step(_Steps.backward),
-        "time and count the backward passes of Megatron's own schedules",
-    ),
-)
-"""Patches that record Megatron's own schedules. Our runtime records our schedules without patches."""
+_watched_forward, _watched_backward = _watched_step(_Steps.forward), _watched_step(_Steps.backward)

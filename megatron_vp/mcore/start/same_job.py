@@ -25,7 +25,6 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.resolved import plain
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.installed import versions
 from megatron_vp.mcore.settled import SettledJob, current, note
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
@@ -167,14 +166,3 @@ def _all_of(notes: Notes, ranks: range, seconds: float) -> dict[int, str]:
             f"the job's start needs all ranks, but there is no word from {named(silent)} after {seconds:.0f} s"
         )
     return found
-
-
-PATCHES = (
-    Patch(
-        "megatron.training.initialize:_initialize_distributed",
-        _with_the_same_job,
-        "compares the ranks' arguments and package versions, because differences would hang the job or silently "
-        "produce a different model; then makes all ranks use the pass times that rank 0 predicts, claims the folder "
-        "that this run saves to, writes the resolved configuration, and prints the banner",
-    ),
-)

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_vp.mcore.patches import Patch
-
 _told_to_stop = False
 
 
@@ -60,12 +58,3 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
         return received
 
     return signals_received
-
-
-PATCHES = (
-    Patch(
-        "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
-        _remembering,
-        "Megatron exits with status 0 if a signal stops it, which the SLURM script must not mistake for success",
-    ),
-)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.storage import attempt, save_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,23 +88,6 @@ def _without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return sharded_param_state
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
-        _without_padding,
-        "with several gradient buckets, Megatron would look up the optimizer's state at the wrong positions",
-        unneeded_in=("0.20",),  # It subtracts the padding of gradient buckets itself.
-    ),
-    Patch(
-        "megatron.training.checkpointing:maybe_msc",
-        _Files,
-        "Megatron empties its tracker file before rewriting it, so a crash could lose the last checkpoint's number",
-    ),
-    *attempt.PATCHES,
-    *save_folder.PATCHES,
-)
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> int:

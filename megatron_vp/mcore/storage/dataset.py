@@ -21,7 +21,6 @@ from megatron_vp.data.tokenizer import (
 )
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.patches import Patch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -204,15 +203,6 @@ def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:
         return tokens
 
     return _get_num_tokens_per_epoch
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_tokens_per_epoch",
-        _not_without_tokens,
-        "Megatron would repeat a part of a dataset without tokens forever, while the other ranks wait",
-    ),
-)
 
 
 def check_room_for_tokens(padded: int, tokens: int) -> None:

@@ -21,7 +21,6 @@ from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import ROLES
 from megatron_vp.schedule import Placement
 
@@ -96,10 +95,8 @@ def _placement(args: Arguments) -> tuple[tuple[int, ...], ...]:
 
 
 _TAKEN = "fully_reshardable"
-_OF_ONE_LAYOUT = {"dp_reshardable": "dp_reshardable", "dp_zero_gather_scatter": "dp_zero"}
-"""Each key is a format that loads correctly only with the layout of the run that wrote it. Each value is the suffix in
-the name of the Megatron function that writes this format.
-"""
+_OF_ONE_LAYOUT = ("dp_reshardable", "dp_zero_gather_scatter")
+"""Formats that load correctly only with the layout of the run that wrote them."""
 
 
 def _refusing(form: str, _original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,23 +131,4 @@ def _always_reshardable(original: Callable[..., dict[str, Any]]) -> Callable[...
     return build_metadata
 
 
-PATCHES = tuple(
-    Patch(
-        f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_{function}",
-        partial(_refusing, form),
-        f"a run that splits the model differently over its ranks would load optimizer state in the format {form} into "
-        "the wrong parameters",
-    )
-    for form, function in _OF_ONE_LAYOUT.items()
-)
-"""Applied in scripts that have their own training loop and use one of our schedules."""
-
-BRIDGE_PATCHES = (
-    Patch(
-        "megatron.bridge.training.checkpointing:_build_sharded_state_dict_metadata",
-        _always_reshardable,
-        "optimizer state in Megatron-Bridge's default format loads correctly only if the model is split over the ranks "
-        "as in the run that saved the state",
-    ),
-)
-"""Applied in scripts that have imported Megatron-Bridge's training loop and use one of our schedules."""
+_refusing_reshardable, _refusing_gathered = (partial(_refusing, form) for form in _OF_ONE_LAYOUT)

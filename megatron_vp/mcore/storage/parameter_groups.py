@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import current
 
 RATES = ("max_lr", "min_lr")
@@ -52,13 +51,3 @@ def _under_other_rates(original: Callable[..., None]) -> Callable[..., None]:
         original(self, state_dict)
 
     return load_state_dict
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
-        _under_other_rates,
-        "if learning rates have changed, Megatron would not find the parameter groups in a checkpoint",
-    ),
-)
-"""Applied with --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler, under any schedule."""

@@ -26,7 +26,6 @@ import torch
 from megatron_vp.errors import UserError, printable
 from megatron_vp.files import warn_once
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.patches import Patch
 
 LOCK = "megatron_vp.lock"
 _UNGUARDED = "so this run cannot notice another run that saves there too"
@@ -165,12 +164,3 @@ def _only_where_claimed(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return save_checkpoint
-
-
-PATCHES = (
-    Patch(
-        "megatron.training.training:save_checkpoint",
-        _only_where_claimed,
-        "two runs with the same --save would silently overwrite each other's checkpoints",
-    ),
-)

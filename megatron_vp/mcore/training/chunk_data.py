@@ -13,8 +13,6 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_vp.mcore.patches import Patch
-
 
 def _skipping(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
@@ -28,13 +26,3 @@ def _skipping(original: Callable[..., None]) -> Callable[..., None]:
                     next(iterator)
 
     return dummy_train_step
-
-
-PATCHES = (
-    Patch(
-        "megatron.training.training:dummy_train_step",
-        _skipping,
-        "a skipped iteration would crash a run in which ranks have several chunks or some stages have no data",
-    ),
-)
-"""Patches that are applied with --iterations-to-skip, even under Megatron's schedules."""
