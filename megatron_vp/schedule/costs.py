@@ -105,8 +105,7 @@ class StageCosts:
     """Durations of single passes and operations, which may differ between stages, ranks and links.
 
     F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
-    duration per rank, and are empty if the schedule has no such passes. Kinds in `other` have one duration per virtual
-    stage, or per rank if a rank runs only one such pass per microbatch. The keys of `messages` are (source rank, target
+    duration per rank, and are empty if the schedule has no such passes. The keys of `messages` are (source rank, target
     rank, channel). The keys of `copies` are (to_host, rank, chunk), where `to_host` is False for copies back to the
     device. Passes and operations without an entry take no time. Raises UserError if a duration is negative, not finite
     or above `LONGEST`.
@@ -123,7 +122,6 @@ class StageCosts:
     messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict, hash=False)
     collectives: Mapping[CollectiveKind, float] = field(default_factory=dict, hash=False)
     copies: Mapping[tuple[bool, int, int], float] = field(default_factory=dict, hash=False)
-    other: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, values in self.named().items():
@@ -134,7 +132,7 @@ class StageCosts:
 
     def named(self) -> dict[str, tuple[float, ...]]:
         """Durations of passes by kind."""
-        return {kind: getattr(self, kind) for kind in PASSES} | dict(self.other)
+        return {kind: getattr(self, kind) for kind in PASSES}
 
     def scaled(self, factor: float) -> StageCosts:
         """Multiply all durations by `factor`."""
@@ -159,10 +157,7 @@ class StageCosts:
         output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
         if not self.S and self.V:
             output["S"] = fmean(self.V)
-        shares = {kind: ranks if PassKind(kind).per_chunk else len(times) for kind, times in self.other.items()}
-        other = {kind: sum(times) / shares[kind] for kind, times in self.other.items()}
-        if self.copies:
-            other["copy"] = len(self.F) / ranks * fmean(self.copies.values())
+        other = {"copy": len(self.F) / ranks * fmean(self.copies.values())} if self.copies else {}
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
             F=sum(self.F) / ranks,
@@ -176,9 +171,7 @@ class StageCosts:
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
         """Duration of a pass of `schedule`; a whole backward takes B + W."""
         place = schedule.placement.stage_of[rank][step.chunk] if step.kind.per_chunk else rank
-        named = [
-            getattr(self, part) if part in PASSES else self.other.get(part) for part in _parts(schedule, step.kind)
-        ]
+        named = [getattr(self, part, ()) for part in _parts(schedule, step.kind)]
         if step.kind is PassKind.S and not self.S and not self.T:
             # In an expanded interlaced schedule, S takes as long as the whole V. The passes T, IF and IB take no time.
             named = [self.V]

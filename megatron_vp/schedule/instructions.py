@@ -22,43 +22,35 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class _OfMicrobatch:
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.upper()}:{self.microbatch}"
+
+
+class Load(_OfMicrobatch):
     """Read the data of a microbatch: token ids on rank 0, labels on rank p-1."""
 
-    microbatch: int
 
-    def __str__(self) -> str:
-        return f"LOAD:{self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(_OfMicrobatch):
     """Call the loss function for a microbatch on rank p-1, and keep its gradient with respect to the token losses."""
 
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"LOSS:{self.microbatch}"
-
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class _OfOperation:
+    operation: Operation
+
+    def __str__(self) -> str:
+        return f"{'+' if isinstance(self, Post) else '?'}{self.operation}"
+
+
+class Post(_OfOperation):
     """Start this rank's part of an operation, without waiting for it."""
 
-    operation: Operation
 
-    def __str__(self) -> str:
-        return f"+{self.operation}"
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(_OfOperation):
     """Wait until the operation's result is on this rank."""
-
-    operation: Operation
-
-    def __str__(self) -> str:
-        return f"?{self.operation}"
 
 
 Instruction = Load | Run | Loss | Post | Wait

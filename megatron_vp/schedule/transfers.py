@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, StrEnum, auto
-from typing import NamedTuple, Self
+from enum import StrEnum
+from typing import NamedTuple
 
 from megatron_vp.schedule.placement import Placement
 
@@ -14,34 +14,26 @@ class Channel(StrEnum):
 
     __hash__ = str.__hash__
 
-    content: str
-    """Name of what the receiver waits for: the sender's pass or the data itself."""
-
-    def __new__(cls, value: str, content: str) -> Self:
-        """Create a channel with its content."""
-        channel = str.__new__(cls, value)
-        channel._value_, channel.content = value, content
-        return channel
-
-    ACTIVATION = "activation", "F"
-    GRADIENT = "gradient", "B"
-    LABELS = "labels", "the labels"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    LABELS = "labels"
     """Labels that rank p-1 sends to the last stage if this stage is on another rank and the vocabulary layers are not
     split.
     """
-    TOKEN_LOSS = "token-loss", "the token losses"
+    TOKEN_LOSS = "token-loss"
     """Token losses that the last stage sends to the loss function, which runs on rank p-1."""
-    TOKEN_GRADIENT = "token-gradient", "the gradient of the token losses"
+    TOKEN_GRADIENT = "token-gradient"
     """The gradient with respect to the token losses. In training, rank p-1 sends it back to the last stage."""
 
 
-class Origin(Enum):
-    """The ranks whose data a collective waits for."""
-
-    READERS = auto()
-    """Rank 0, which reads token ids, and rank p-1, which reads labels."""
-    ROOT = auto()
-    ALL = auto()
+CONTENT = {
+    Channel.ACTIVATION: "F",
+    Channel.GRADIENT: "B",
+    Channel.LABELS: "the labels",
+    Channel.TOKEN_LOSS: "the token losses",
+    Channel.TOKEN_GRADIENT: "the gradient of the token losses",
+}
+"""What the receiver waits for: the sender's pass or the data itself."""
 
 
 class CollectiveKind(StrEnum):
@@ -49,27 +41,19 @@ class CollectiveKind(StrEnum):
 
     __hash__ = str.__hash__
 
-    origin: Origin
-
-    def __new__(cls, value: str, origin: Origin) -> Self:
-        """Create a kind of collective with its origin."""
-        kind = str.__new__(cls, value)
-        kind._value_, kind.origin = value, origin
-        return kind
-
-    TOKENS = "TOKENS", Origin.READERS
+    TOKENS = "TOKENS"
     """Sends a microbatch's tokens and labels to every member."""
-    EMBED = "EMBED", Origin.ALL
+    EMBED = "EMBED"
     """Sends embedding rows from their owners to the first stage and, with multi-token prediction, to the last stage."""
-    C0 = "C0", Origin.ROOT
+    C0 = "C0"
     """Sends the last stage's output to every member."""
-    C1 = "C1", Origin.ALL
+    C1 = "C1"
     """Gathers all shards' softmax statistics. With vocab-2, it also reduces the input gradient to the last stage."""
-    C2 = "C2", Origin.ALL
+    C2 = "C2"
     """Reduces the input gradient to the last stage (vocab-1 only)."""
-    LOSS_GRAD = "LOSS_GRAD", Origin.ROOT
+    LOSS_GRAD = "LOSS_GRAD"
     """Rank p-1 sends every member the gradient of the loss function with respect to the token losses."""
-    EMBED_GRAD = "EMBED_GRAD", Origin.ROOT
+    EMBED_GRAD = "EMBED_GRAD"
     """Sends gradients of the embedding rows back from the receivers of EMBED to the rows' owners."""
 
 
@@ -118,7 +102,7 @@ class Message(_Message):
 
     def words(self, ranks: Sequence[int]) -> str:
         """Describe the data and its sender."""
-        return f"{self.channel.content} of microbatch {self.microbatch} from rank {ranks[self.source]}"
+        return f"{CONTENT[self.channel]} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 
 class _Collective(NamedTuple):
@@ -152,12 +136,12 @@ class Collective(_Collective):
 
     def words(self, ranks: Sequence[int]) -> str:
         """Describe the collective and the ranks whose data it waits for."""
-        match self.kind.origin:
-            case Origin.READERS:
+        match self.kind:
+            case CollectiveKind.TOKENS:
                 sources = f"ranks {ranks[0]} and {ranks[-1]}"
-            case Origin.ROOT:
+            case CollectiveKind.C0 | CollectiveKind.LOSS_GRAD | CollectiveKind.EMBED_GRAD:
                 sources = f"rank {ranks[self.root]}"
-            case Origin.ALL:
+            case _:
                 sources = "all ranks"
         return f"{self.kind} of microbatch {self.microbatch} from {sources}"
 

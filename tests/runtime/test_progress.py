@@ -15,7 +15,7 @@ from megatron_vp.runtime.executor import execute, unobserved
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Pass, PassKind
-from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message
+from megatron_vp.schedule.transfers import CONTENT, Channel, Collective, CollectiveKind, Message
 
 
 def wait(microbatch: int) -> Wait:
@@ -144,9 +144,9 @@ def test_a_wait_for_a_message_names_what_comes_and_from_whom(channel):
     progress = Progress((4, 5, 6), 0)
     progress.at(Wait(Message(channel, 3, 5, 5, 2, 0)))
     said = re.fullmatch(r"rank 4 waited for (.+) of microbatch 3 from rank 6", progress.sentence())
-    assert said and said[1] == channel.content
+    assert said and said[1] == CONTENT[channel]
     progress.at(Post(Message(channel, 3, 5, 5, 2, 0)))
-    assert progress.sentence() == f"rank 4 was starting the transfer of {channel.content} of microbatch 3 from rank 6"
+    assert progress.sentence() == f"rank 4 was starting the transfer of {CONTENT[channel]} of microbatch 3 from rank 6"
 
 
 @pytest.mark.parametrize("kind", CollectiveKind)

@@ -82,7 +82,6 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
         messages=communication.messages(placement),
         collectives=communication.collectives(plan.vocab, _members(plan, placement)),
         copies=copies,
-        other={},
     )
 
 
@@ -119,7 +118,6 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
         collectives={kind: round(value) for kind, value in scaled.collectives.items()},
         # Unlike all other times, copy times keep two decimals, because they are only a few hundredths of F + B + W.
         copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
-        other={},
     )
 
 
