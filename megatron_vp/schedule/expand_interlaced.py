@@ -28,7 +28,8 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
     start = list(islice(embeds, EMBEDDED_AHEAD))
     # What other ranks insert at the start (None) and after each V; `waiting` are the IBs since the last V.
     behind: dict[Pass | None, list[Pass]] = {None: list(start)}
-    latest, waiting, own = None, [], start
+    latest, own = None, start
+    waiting: list[Pass] = []
     for step in schedule.ranks[first]:
         if step.kind is PassKind.V:
             latest, behind[step] = step, list(waiting)

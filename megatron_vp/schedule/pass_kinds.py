@@ -68,7 +68,7 @@ class PassKind(StrEnum):
     releases: tuple[Held, ...]
     """memory that is freed when the pass ends, unless a later pass of the same microbatch and chunk also releases it"""
 
-    def __new__(cls, name: str, meaning: str, colour: str, more: Mapping[str, Any] | None = None) -> Self:
+    def __new__(cls, name: str, meaning: str = "", colour: str = "", more: Mapping[str, Any] | None = None) -> Self:
         """Make an entry; `more` are the properties that differ from `_DEFAULTS`."""
         kind = str.__new__(cls, name)
         vars(kind).update(_DEFAULTS, mark=name[0], meaning=meaning, colour=colour, _value_=name)

@@ -107,7 +107,7 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
             took.setdefault((PassKind.B, *seat), durations)
     by_kind: dict[CollectiveKind, list[float]] = defaultdict(list)
     for (_, name), duration in collectives.items():
-        by_kind[CollectiveKind(name.partition(":")[0])].append(duration)  # type: ignore[call-arg]  # a look-up
+        by_kind[CollectiveKind(name.partition(":")[0])].append(duration)
     means = {kind: fmean(durations) for kind, durations in by_kind.items()}
 
     placement = Placement(traces[0].placement)
