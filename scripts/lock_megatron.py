@@ -34,7 +34,6 @@ from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, UNREAD  # noqa: E402
 from megatron_vp.mcore import patch_table, patches  # noqa: E402
 from megatron_vp.mcore.megatron_lock import described, original_of  # noqa: E402
 from megatron_vp.mcore.settled import ROLES  # noqa: E402
-from megatron_vp.mcore.start.enabled import _GROUPS  # noqa: E402
 
 MCORE = ROOT / "megatron_vp" / "mcore"
 SOURCES = (*sorted(MCORE.rglob("*.py")), ROOT / "pretrain_gpt_vp.py")
@@ -83,7 +82,7 @@ REACHED = {
         "self, result, rejection_func, message, tolerance, fatal"
     ),
     "megatron.core.timers:Timers": ANY,
-    **{f"megatron.core.parallel_state:get_{group}_parallel_world_size": "" for group in _GROUPS},
+    **{f"megatron.core.parallel_state:get_{group}_parallel_world_size": "" for group in ROLES["process_groups"]},
 }
 """Symbols that our sources reach through Megatron's objects, with a call."""
 

@@ -236,21 +236,19 @@ def warnings_of(args: Arguments) -> tuple[str, ...]:
     return (*_said(args, warnings=True), *filter(None, [one_queue and blocks, one_way(args)]))
 
 
-def check_numbers(args: Arguments) -> None:
-    """Raise a UserError that lists the sizes in parsed arguments that are out of range, and other infinite numbers."""
+def check_given(args: Arguments) -> None:
+    """Raise a UserError that lists the sizes in parsed arguments that are out of range, other infinite numbers, and
+    flags that are meant to replace the data or the batch size of a configuration file but clash with it.
+    """
     _refuse(f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value)))
+    two_batches = args.step_batch_size_schedule and args.global_batch_size
+    clashes = ((two_batches, TWO_BATCHES), (args.mock_data and args.data_path, MOCK_DATA))
+    _refuse(message for clash, message in clashes if clash)
 
 
 def _refuse(reasons: Iterable[str]) -> None:
     if refused := list(reasons):
         raise Refused(refused)
-
-
-def check_sources(args: Arguments) -> None:
-    """Raise UserError if a configuration file and a flag that is meant to replace its data or its batch size clash."""
-    two_batches = args.step_batch_size_schedule and args.global_batch_size
-    clashes = ((two_batches, TWO_BATCHES), (args.mock_data and args.data_path, MOCK_DATA))
-    _refuse(message for clash, message in clashes if clash)
 
 
 MOCK_DATA = (

@@ -19,7 +19,7 @@ from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
-from megatron_vp.mcore.options.refusals import check_numbers, check_sources, refuse, warnings_of
+from megatron_vp.mcore.options.refusals import check_given, refuse, warnings_of
 from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.installed import parts_of_job
@@ -63,7 +63,7 @@ def settled_job(
     files: whether to run `check_files` too, which finds the checkpoint to load.
     """
     # 1. Check what the user gave, before anything is derived from it.
-    check_numbers(given)
+    check_given(given)
     given |= {"offload_chunks": chosen_offload(given)}
     if given.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
         ours = given.vocab_parallel or given.offload_chunks != "0"
@@ -81,10 +81,9 @@ def settled_job(
         settings = fit_schedule(args, settings, prediction, order)
         args |= {"schedule_shape": settings.family.shape}
 
-    # 3. Let Megatron validate, after what it would refuse without a remedy.
+    # 3. Let Megatron validate.
     valid = False
     with reasons.collected():
-        check_sources(args)
         args, valid = args if validated is None else validated(args), True
     if not valid:  # The code below needs the arguments that Megatron derives.
         reasons.refuse()

@@ -185,7 +185,3 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
 
 def _no_architecture() -> int:
     return 0
-
-
-def _no_fusion(tp_size: int | None = None) -> None:
-    pass

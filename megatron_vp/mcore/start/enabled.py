@@ -21,7 +21,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patch_table, patches, settled
-from megatron_vp.mcore.settled import OwnLoop, SettledJob, Words, run_settings
+from megatron_vp.mcore.settled import ROLES, OwnLoop, SettledJob, Words, run_settings
 from megatron_vp.mcore.start.launch import patch_megatron, refuse
 
 
@@ -104,25 +104,6 @@ def _parsed(settings: Mapping[str, Any]) -> tuple[Arguments, tuple[str, ...]]:
 _OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
 """Arguments that our rules read, but that only the script's loop knows."""
 
-_NOT_TAKEN = {
-    "pipeline_model_parallel_layout",  # refused in `_described`
-    *("overlap_p2p_comm", "microbatch_group_size_per_vp_stage"),  # read by Megatron's schedules only
-    "cross_entropy_fusion_impl",  # Megatron-Bridge's recipes use a name of their own
-    "transformer_impl",  # says Transformer Engine even if the model has local layers
-}
-"""Fields of a model's configuration that do not become arguments."""
-
-_GROUPS = (
-    "pipeline_model",
-    "virtual_pipeline_model",
-    "tensor_model",
-    "context",
-    "data",
-    "expert_model",
-    "expert_tensor",
-)
-"""Megatron's process groups whose sizes describe a job."""
-
 
 def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
     from megatron_vp.mcore.options.settle import settled_job
@@ -152,11 +133,12 @@ def _described(called: Arguments, settings: Mapping[str, Any], model: Mapping[st
             "Megatron-Bridge keep dist.use_decentralized_pg=False"
         )
     config = model["config"]
-    taken = vars(config).keys() & vars(called).keys() - _NOT_TAKEN
+    taken = vars(config).keys() & vars(called).keys() - set(ROLES["not_of_models"])
     # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
     said = {name: each for name in taken if (each := getattr(config, name)) is not None and not callable(each)}
     sizes = {
-        f"{group}_parallel_size": getattr(parallel_state, f"get_{group}_parallel_world_size")() for group in _GROUPS
+        f"{group}_parallel_size": getattr(parallel_state, f"get_{group}_parallel_world_size")()
+        for group in ROLES["process_groups"]
     }
     # By default, shards are balanced, which may move layers. Here, the user's script places the layers, so the default
     # is even shards.

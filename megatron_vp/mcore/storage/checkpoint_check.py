@@ -19,7 +19,6 @@ from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.optimizer_state import check_optimizer
-from megatron_vp.schedule import FAMILIES
 
 NON_PERSISTENT = "non_persistent"
 """Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
@@ -91,19 +90,13 @@ def partition_to_keep(args: Arguments) -> tuple[tuple[int, ...] | None, str | No
     if form != "dp_reshardable" or written_by is None:
         return None
     alike = ("vocab_parallel", "pipeline_model_parallel_size", "tensor_model_parallel_size")
-    if any(getattr(written_by, name, None) != getattr(args, name) for name in alike) or not _placed_alike(
-        args.pipeline_schedule, getattr(written_by, "pipeline_schedule", None)
+    chunks = run_settings(args).family.chunks or chunks_asked(vars(args))
+    if chunks not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1) or any(
+        getattr(written_by, name, None) != getattr(args, name) for name in alike
     ):
         return None  # No choice of vocabulary rows lets this run load the optimizer state.
-    if chunks_asked(vars(args)) not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1):
-        return None
     layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
     return getattr(written_by, "vocab_rows", None), getattr(written_by, layout, None)
-
-
-def _placed_alike(here: str, there: str | None) -> bool:
-    """Whether each rank certainly has the same stages under both schedules."""
-    return here == there or all(name in FAMILIES and FAMILIES[name].chunks == 1 for name in (here, there))
 
 
 def _chosen(args: Arguments) -> tuple[Path, bool] | None:
