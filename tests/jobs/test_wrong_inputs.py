@@ -118,14 +118,14 @@ OF_SIZES = [
 OF_ARGUMENTS = [
     ("check", "Missing option '--ranks'"),
     ("check MOCK --ranks 0", "Invalid value for '--ranks'"),
-    ("check MOCK --ranks 12", "12 ranks cannot be divided into replicas of 8 ranks (8 pipeline x"),
+    ("check MOCK --ranks 12", "world size (12) is not divisible by total_model_size"),
     ("check nowhere.yaml --ranks 8", "cannot read configuration file nowhere.yaml"),
     ("check MOCK --ranks 8 --hardware h100", "unrecognized arguments: --hardware h100"),
-    ("check LLAMA --ranks 8", "the dataset data/corpus_text_document has no file"),
+    ("check LLAMA --ranks 8", "data/llama3_tokenizer"),
     ("sbatch", "the job has no configuration file"),
     ("sbatch MOCK --dry-run --nodes four", "Invalid value for '--nodes'"),
-    ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "21 ranks cannot be divided into replicas of 8 ranks"),
-    ("sbatch LLAMA", "the dataset data/corpus_text_document has no file"),
+    ("sbatch MOCK --dry-run --nodes 3 --gpus-per-node 7", "world size (21) is not divisible by total_model_size"),
+    ("sbatch LLAMA", "data/llama3_tokenizer"),
 ]
 
 
