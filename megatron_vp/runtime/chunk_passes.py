@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -113,7 +114,7 @@ class ChunkPasses:
         """Return the gradient of the last stage's output: g, with respect to the token losses, fp32 [b, s]."""
         return self._store.take(Slot.TOKEN_GRADIENT, microbatch, at=self._last)
 
-    def _give_gradient(self, microbatch: int, stage: int, leaf: torch.Tensor) -> None:
+    def _give_gradient(self, microbatch: int, stage: int, leaf: Any) -> None:
         """Store the gradient of a chunk's input. The backward of an embedding has already accumulated its gradient."""
         if stage:
             self._store.put(Slot.GRADIENT, microbatch, leaf.grad.contiguous(), at=stage - 1)

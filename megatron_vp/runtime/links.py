@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ class Links:
 
     def __init__(self, iteration: Iteration) -> None:
         self._groups, self._store, self._shapes = iteration.groups, iteration.store, iteration.shapes
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
-        self._receiving: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._receiving: dict[Message, tuple[Any, torch.Tensor]] = {}
 
     def post(self, message: Message) -> None:
         """Start sending a contiguous tensor, or receiving into a new buffer."""

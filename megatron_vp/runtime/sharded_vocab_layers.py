@@ -71,7 +71,7 @@ class ShardedVocabPasses(ChunkPasses):
             words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
 
-    def _give_gradient(self, microbatch: int, stage: int, leaf: torch.Tensor) -> None:
+    def _give_gradient(self, microbatch: int, stage: int, leaf: Any) -> None:
         """Store the gradient of a chunk's input. Gradients of embedding rows, [b e, h], are for the rows' owners,
         unless the embedding is frozen.
         """

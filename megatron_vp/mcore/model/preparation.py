@@ -31,7 +31,9 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
 from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
-from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary, vocab_shards
+from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
+from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
@@ -39,15 +41,15 @@ from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.vocab.loss import TokenLoss
-
-_ATTRIBUTE = "vocabulary_parallel_model"
-"""Attribute in which a chunk keeps its `RankModel`."""
+from megatron_vp.vocab.shards import VocabShards
 
 
 class RankModel:
     """The chunks of one model on this rank. All ranks of the model build and prepare their chunks in the same order.
 
     pipeline: this rank's part of the pipeline; None until all chunks are prepared.
+    rows, shards: with --vocab-parallel, how the vocabulary is divided, and this rank's fields of `LayerShards`.
+    whole, shown: the unsharded layers that the export view puts in place of the shards, and whether it is open.
     """
 
     def __init__(self, groups: ProcessGroupCollection, build_plain: BuildPlain) -> None:
@@ -55,7 +57,10 @@ class RankModel:
         self.chunks: list[nn.Module] = []
         self.pipeline: Pipeline | None = None
         self._prepared = 0
-        self._shards: dict[str, Any] = {}
+        self.rows: VocabShards | None = None
+        self.shards: dict[str, Any] = {}
+        self.whole: list[WholeLayers] = []
+        self.shown = False
         self._start = plain_start(self.job, groups, build_plain)
 
     @property
@@ -76,7 +81,7 @@ class RankModel:
         if self._start is not None:
             self._start.fill(chunk, index, placement)
         self.chunks.append(chunk)
-        object.__setattr__(chunk, _ATTRIBUTE, self)
+        object.__setattr__(chunk, MODEL, self)
         if self.job.settings.vocab_parallel or _constructor_places():
             chunk.register_forward_pre_hook(self._refuse_outside_of_passes, prepend=True)
         return chunk
@@ -103,14 +108,16 @@ class RankModel:
             leave_out_hooks(each)
             if job.settings.vocab_parallel:
                 self._check(each)
-                self._shards |= split_vocabulary(job, each, self.chunks[0], groups, index)
+                self.whole.append(WholeLayers(each))
+                tensor = job.arguments.tensor_model_parallel_size
+                self.rows = VocabShards(each.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
+                self.shards |= split_vocabulary(job, each, self.chunks[0], groups, self.rows, index)
+                self.whole[-1].release()
             self._prepared = index + 1
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
         # communicators only after the last chunk is built.
         if self.pipeline is None and self._prepared == job.placement.chunks:
-            members = None
-            if job.settings.vocab_parallel:
-                members = job.placement.vocab_members(vocab_shards(job, chunk).holders)
+            members = self.rows and job.placement.vocab_members(self.rows.holders)
             self.pipeline = create_pipeline(job, groups, members)
 
     def _check(self, chunk: nn.Module) -> None:
@@ -130,7 +137,7 @@ class RankModel:
             if it was frozen or unfrozen since then although gradients are computed.
         """
         job, placement = self.job, self.job.placement
-        if not job.settings.vocab_parallel:
+        if self.rows is None:
             return None
         for chunk in self.chunks:
             check_methods(chunk)  # A script may have replaced them since the model was built.
@@ -139,10 +146,10 @@ class RankModel:
             ("output", "output_layer", placement.chunk_of(placement.stages - 1)),
         )
         for name, path, index in places:
-            if self._shards[name] is None:
+            if self.shards[name] is None:
                 continue
             layer = self.chunks[index].get_submodule(path)
-            if layer is not self._shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
+            if layer is not self.shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
                 raise UserError(adapted(path, layer))
             if trains and layer.weight.requires_grad != hasattr(layer.weight, "main_grad"):
                 raise UserError(
@@ -150,7 +157,7 @@ class RankModel:
                     "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
                 )
         loss = TokenLoss(job.arguments.vocab_label_smoothing, job.arguments.vocab_z_loss)
-        return LayerShards(vocab_shards(job, self.chunks[0]), loss=loss, **self._shards)
+        return LayerShards(self.rows, loss=loss, **self.shards)
 
 
 def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
@@ -161,7 +168,7 @@ def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
     """
     model: RankModel | None = None
     for chunk in unwrap_model(list(chunks)):
-        model = getattr(chunk, _ATTRIBUTE, None)
+        model = getattr(chunk, MODEL, None)
         if model is not None:
             model.prepare(chunk)
     return model

@@ -24,7 +24,7 @@ from torch import nn
 
 from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
-from megatron_vp.mcore.model.whole_vocabulary import WholeLayers, moved_rows
+from megatron_vp.mcore.model.whole_vocabulary import moved_rows
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.runtime.groups import PipelineGroups, from_all, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
@@ -89,7 +89,12 @@ class ShardedOutputLayer(OutputLayer):
 
 
 def split_vocabulary(
-    job: SettledJob, chunk: nn.Module, first: nn.Module, groups: ProcessGroupCollection, index: int
+    job: SettledJob,
+    chunk: nn.Module,
+    first: nn.Module,
+    groups: ProcessGroupCollection,
+    shards: VocabShards,
+    index: int,
 ) -> dict[str, Any]:
     """Remove the vocabulary layers of a rank's chunk, if it has any, and attach this rank's shards of these layers.
     `first` is the rank's first chunk. The call is collective over all ranks; each rank splits its chunks in order.
@@ -106,9 +111,7 @@ def split_vocabulary(
     placement = job.placement
     # Megatron orders this group by pipeline rank, then by tensor rank; the shards have the same order.
     rank = dist.get_rank(groups.mp)
-    shards = vocab_shards(job, chunk)
     holds_rows = rank // shards.tensor in shards.holders
-    whole = WholeLayers(chunk, shards, groups)
     tied = chunk.share_embeddings_and_output_weights
     found: dict[str, Any] = {}
     if index == placement.chunk_of(0):
@@ -136,8 +139,6 @@ def split_vocabulary(
         elif chunk.post_process:
             del chunk.output_layer
         found["output"] = chunk.output_layer if holds_rows else None
-    whole.shards_of = found
-    whole.release()
     if chunk.post_process and chunk.config.use_mup:
         # Megatron would scale the logits, but no rank holds all of them; scaling the hidden states has the same effect.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
@@ -147,12 +148,6 @@ def split_vocabulary(
     # although these ranks now hold different rows.
     chunk.share_embeddings_and_output_weights = False
     return found
-
-
-def vocab_shards(job: SettledJob, chunk: nn.Module) -> VocabShards:
-    """The shards of a chunk's vocabulary. Raises UserError for shard sizes that do not fit the vocabulary."""
-    tensor = job.arguments.tensor_model_parallel_size
-    return VocabShards(chunk.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
 
 
 def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:

@@ -17,20 +17,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.groups import from_all, pipeline_device
-from megatron_vp.vocab.shards import VocabShards
 
 BLOCK_BYTES = 64 * 2**20
 """The size in bytes of the blocks in which rows move between ranks."""
 
-_ATTRIBUTE = "vocabulary_parallel_whole_layers"
-"""Attribute in which a chunk with split layers keeps its `WholeLayers`."""
+MODEL = "vocabulary_parallel_model"
+"""Attribute in which a chunk keeps its `RankModel`."""
 
 _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
@@ -41,19 +39,12 @@ class WholeLayers:
     Create an instance before the layers are split, and call `release` after the split.
     """
 
-    def __init__(self, chunk: nn.Module, shards: VocabShards, groups: ProcessGroupCollection) -> None:
+    def __init__(self, chunk: nn.Module) -> None:
         self.chunk = chunk
-        self.shards = shards
-        self.group = groups.mp
         self.tied = chunk.share_embeddings_and_output_weights
-        self.shown = False
-        """Whether an export view of this chunk is open."""
-        self.shards_of: dict[str, Any] = {}
-        """The shards that replaced the layers: `embedding` and `output`, None on a rank without rows."""
         self._ends = {name: getattr(chunk, name) for name in _ENDS}
         self.embedding = chunk.embedding.word_embeddings if chunk.pre_process else None
         self.output_layer = chunk.output_layer if chunk.post_process else None
-        object.__setattr__(chunk, _ATTRIBUTE, self)
 
     def release(self) -> None:
         """Free the rows, but keep the attributes that Megatron attached to the parameters."""
@@ -75,54 +66,46 @@ class WholeLayers:
                 parts.pop("output_layer", None)
             else:
                 chunk.output_layer = self.output_layer
-            self.shown = True
             try:
                 yield
             finally:
-                self.shown = False
                 self.release()
 
 
 @contextmanager
 def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
-    cut = _cut_in(model)
-    if not cut or cut[0].shown:  # The layers are not split, or an enclosing call has already made them whole.
+    built = _split(model)
+    if built is None or built.shown:  # The layers are not split, or an enclosing call has already made them whole.
         yield
         return
-    # The shards are found before the view hides them.
-    shards = {name: _own_shard(cut, name) for name in ("embedding", "output")}
     with ExitStack() as stack:
-        for layers in cut:
+        stack.enter_context(mock.patch.object(built, "shown", True))
+        for layers in built.whole:
             stack.enter_context(layers.in_place())
-        embeddings, outputs = [each.embedding for each in cut], [each.output_layer for each in cut]
-        if cut[0].tied:
-            _fill([*embeddings, *outputs], shards["embedding"], cut[0])
+        embeddings, outputs = [each.embedding for each in built.whole], [each.output_layer for each in built.whole]
+        if built.whole[0].tied:
+            _fill([*embeddings, *outputs], built.shards["embedding"], built)
         else:
-            _fill(embeddings, shards["embedding"], cut[0])
-            _fill(outputs, shards["output"], cut[0])
+            _fill(embeddings, built.shards["embedding"], built)
+            _fill(outputs, built.shards["output"], built)
         yield
 
 
-def _cut_in(model: nn.Module | Sequence[nn.Module]) -> list[WholeLayers]:
-    """The `WholeLayers` of a model's chunks; empty if the layers are not split."""
-    chunks = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
-    return [getattr(chunk, _ATTRIBUTE) for chunk in chunks if hasattr(chunk, _ATTRIBUTE)]
+def _split(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """The `RankModel` of chunks whose vocabulary layers are split; None for other chunks."""
+    chunk = unwrap_model(model[0] if isinstance(model, Sequence) else model)
+    built = getattr(chunk, MODEL, None)
+    return built if built is not None and built.whole else None
 
 
-def _own_shard(cut: Sequence[WholeLayers], name: str) -> torch.Tensor | None:
-    """This rank's shard of a layer's weight; None if the rank holds no shard."""
-    shard = next((each.shards_of[name] for each in cut if name in each.shards_of), None)
-    return None if shard is None else shard.weight
-
-
-def _fill(layers: Sequence[nn.Module | None], shard_vh: torch.Tensor | None, cut: WholeLayers) -> None:
+def _fill(layers: Sequence[nn.Module | None], shard: nn.Module | None, built: Any) -> None:
     """Fill this rank's `layers`, some None, with the rows that plain Megatron gives to this tensor rank."""
-    filled, shards, rank = list(filter(None, layers)), cut.shards, dist.get_rank(cut.group)
-    part = shards.vocab_size // shards.tensor
-    first = rank % shards.tensor * part
+    filled, rows, group = list(filter(None, layers)), built.rows, built.groups.mp
+    rank, part = dist.get_rank(group), rows.vocab_size // rows.tensor
+    first = rank % rows.tensor * part
     wanted = range(first, first + part) if filled else range(0)
-    whole_vh, _ = moved_rows(shard_vh, shards.start(rank), wanted, cut.group)
+    whole_vh, _ = moved_rows(None if shard is None else shard.weight, rows.start(rank), wanted, group)
     for layer in filled:
         layer.weight.data = whole_vh
 
@@ -193,7 +176,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        if _cut_in(model_in(*args, **kwargs)):
+        if _split(model_in(*args, **kwargs)) is not None:
             raise UserError(
                 "Megatron-Bridge cannot load Hugging Face weights into this model, because its vocabulary layers are "
                 "already split: load the weights before the split, with to_megatron_provider(load_weights=True)"
