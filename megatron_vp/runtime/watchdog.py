@@ -151,7 +151,24 @@ class Watchdog:
         it, the text is empty.
         """
         heard: dict[int, str] = {}
-        asking = threading.Thread(target=self._ask, args=(seconds, heard, call), daemon=True)
+        members = self._progress.members
+
+        def ask() -> None:
+            with suppress(Exception):
+                notes, said = _notes(2 * seconds), self._progress.sentence()
+                notes.leave(self._own, said)
+                if call:
+                    notes.leave(self._call)
+                elif not notes.read([self._call]):
+                    return
+                heard[self._own] = said
+                # On a busy machine, each round takes longer, and the other ranks get more than `seconds`.
+                for _ in range(round(seconds / _ROUND_SECONDS)):
+                    if silent := [rank for rank in members if rank not in heard]:
+                        found = notes.read(silent, _ROUND_SECONDS)
+                        heard.update((rank, printable(word)) for rank, word in found.items())
+
+        asking = threading.Thread(target=ask, daemon=True)
         with suppress(Exception):  # The system may refuse to start a thread.
             asking.start()
         ends = time.monotonic() + 3 * seconds + 1
@@ -161,25 +178,11 @@ class Watchdog:
                 ends = min(ends, time.monotonic() + _TOLD_SECONDS)
         if self._own not in heard:
             return "; the launcher's store does not answer" if call else ""
-        others = [rank for rank in self._progress.members if rank != self._own]
         waits = self._progress.place()[1] is not None
-        busy = [heard[rank] for rank in others if waits and rank in heard and " waited " not in heard[rank]]
-        silent = [rank for rank in others if rank not in heard]
+        del heard[self._own]
+        busy = [heard[rank] for rank in sorted(heard) if waits and " waited " not in heard[rank]]
+        silent = [rank for rank in members if rank not in heard and rank != self._own]
         return "".join(f"; {each}" for each in [*busy, *([f"no word from {named(silent)}"] if silent else [])])
-
-    def _ask(self, seconds: float, heard: dict[int, str], call: bool) -> None:
-        with suppress(Exception):
-            notes, said, members = _notes(2 * seconds), self._progress.sentence(), self._progress.members
-            notes.leave(self._own, said)
-            if call:
-                notes.leave(self._call)
-            elif not notes.read([self._call]):
-                return
-            heard[self._own] = said
-            # On a busy machine, each round takes longer, and the other ranks get more than `seconds`.
-            for _ in range(round(seconds / _ROUND_SECONDS)):
-                if silent := [rank for rank in members if rank not in heard]:
-                    heard |= {rank: printable(word) for rank, word in notes.read(silent, _ROUND_SECONDS).items()}
 
     def _end(self, said: str, others: str = "") -> NoReturn:
         if self._told is None:
