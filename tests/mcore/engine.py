@@ -165,7 +165,7 @@ def counted_products() -> Iterator[Products]:
     import transformer_engine_torch as compiled
     from transformer_engine.pytorch.module._common import WeightGradStore
 
-    from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient
+    from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, trained_parameters
 
     found = Products()
     in_w: DelayedWeightGradient | None = None
@@ -188,7 +188,7 @@ def counted_products() -> Iterator[Products]:
         found.quantised += sum(not isinstance(rows, torch.Tensor) for rows in inputs)
         found.elsewhere += 0 if in_w else len(inputs)
         if in_w:
-            main_gradients = [parameter.main_grad for parameter in in_w.parameters]
+            main_gradients = [parameter.main_grad for parameter in trained_parameters([in_w.layer])]
             found.in_w += len(inputs)
             found.fused += sum(any(each is output for each in main_gradients) for output in outputs)
             found.empty += sum(isinstance(rows, torch.Tensor) and not rows.numel() for rows in inputs)

@@ -50,11 +50,6 @@ class DelayedWeightGradient:
     product: Callable[..., tuple[Any, ...]]
     sequence_group: dist.ProcessGroup | None = None
 
-    @property
-    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters whose gradients are complete after the last pass W."""
-        return trained_parameters([self.layer])
-
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients to `main_grad`."""

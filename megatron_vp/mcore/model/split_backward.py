@@ -34,11 +34,6 @@ class PendingWeightGradient:
     output_gradient: torch.Tensor
     tensor_group: dist.ProcessGroup | None
 
-    @property
-    def parameters(self) -> tuple[torch.nn.Parameter]:
-        """Return only the weight, because pass B has already computed the gradient of the bias."""
-        return (self.weight,)
-
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the weight's gradient to its `main_grad`.
@@ -51,9 +46,7 @@ class PendingWeightGradient:
 
 
 PendingGradient = PendingWeightGradient | DelayedWeightGradient
-"""The part of one layer's backward for one microbatch that pass B leaves to W. The gradients of its `parameters` are
-complete once `accumulate` has run for all microbatches.
-"""
+"""The part of one layer's backward for one microbatch that pass B leaves to W."""
 
 _collected: list[PendingGradient] | None = None
 

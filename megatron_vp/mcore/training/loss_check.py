@@ -50,7 +50,7 @@ class LossCheck:
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
         worst = label.take(label.abs().argmax())  # Indexing with `[]` would copy the index to the host.
         infinite = (~loss.detach().isfinite()).any()
-        self._verdicts[microbatch] = torch.stack([infinite.long(), wrong_bs.any().long(), worst])
+        self._verdicts[microbatch] = torch.stack([infinite.long(), worst])
 
     def judge(self) -> None:
         """Report losses that are NaN or infinite. Megatron itself decides whether the run continues.
@@ -60,11 +60,11 @@ class LossCheck:
         if not self._verdicts:
             return
         verdicts = dict(zip(self._verdicts, torch.stack([*self._verdicts.values()]).tolist(), strict=True))
-        if bad := [str(microbatch) for microbatch, (infinite, _, _) in verdicts.items() if infinite]:
+        if bad := [str(microbatch) for microbatch, (infinite, _) in verdicts.items() if infinite]:
             which = f"microbatch{'es' if len(bad) > 1 else ''} {', '.join(bad)}"
-            _say(f"rank {dist.get_rank()}: the loss of {which} is NaN or infinite")
-        for microbatch, (_, outside, label) in verdicts.items():
-            if outside:
+            say(f"error: rank {dist.get_rank()}: the loss of {which} is NaN or infinite")
+        for microbatch, (_, label) in verdicts.items():
+            if label:  # Label 0 is always inside the vocabulary.
                 raise UserError(
                     f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "
                     "tokens: use the tokenizer with which the data was encoded, and exclude ignored positions through "
@@ -79,14 +79,10 @@ def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None,
     given, made: the input and the output of the pass; `given` is None if the input is tokens.
     """
     if (given is None or given.isfinite().all()) and not made.isfinite().all():
-        _say(
-            f"rank {dist.get_rank()}: the forward pass of microbatch {microbatch} in chunk {chunk} produced NaN or "
-            "infinity from finite input"
+        say(
+            f"error: rank {dist.get_rank()}: the forward pass of microbatch {microbatch} in chunk {chunk} produced NaN "
+            "or infinity from finite input"
         )
-
-
-def _say(line: str) -> None:
-    say(f"error: {line}")
 
 
 _deferred: list[Callable[[], None]] | None = None

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers, trained_parameters
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
-from megatron_vp.mcore.model.split_backward import PendingGradient, backward_without_weights
+from megatron_vp.mcore.model.split_backward import PendingGradient, PendingWeightGradient, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture
 from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
 from megatron_vp.mcore.training.packed_sequences import check_packed
@@ -173,8 +173,9 @@ class MegatronModel:
         pending = self._pending_weights.pop((chunk, microbatch))
         part = self._chunks[chunk]
         part.before_weight_gradient(microbatch)
-        parameters = [parameter for each in pending for parameter in each.parameters]
-        # A layer whose weight is frozen has no pending gradient, but its bias may be trained.
+        # Pass B has already computed the gradients of local layers' biases. A delaying layer whose weight is frozen has
+        # no pending gradient, but its bias may be trained.
+        parameters = [each.weight for each in pending if isinstance(each, PendingWeightGradient)]
         parameters += trained_parameters(part.delaying)
         # Pop each layer's tensors, so that they are freed before the next layer's weight gradient is computed.
         pending.reverse()

@@ -47,18 +47,17 @@ def check_packed(captured: Capture, shapes: Shapes, context_size: int) -> None:
             "--dataloader-inter-document-masking, because otherwise the schedule expects separate sequences: use one "
             "of these options, or --micro-batch-size 1"
         )
+    shape, found = [1, shapes.sequence], []
     for name in ("input_ids", "labels"):
         value = captured.argument(name)
-        if value is not None and tuple(value.shape) != (1, shapes.sequence):
-            raise _different_lengths(shapes, f"{name} of shape {list(value.shape)}")
+        if value is not None and list(value.shape) != shape:
+            found.append(f"{name} of shape {list(value.shape)}")
     ends = ends if padded is None else padded
     if ends.device.type == "cpu" and int(ends[-1]) != shapes.sequence * context_size:
-        raise _different_lengths(shapes, f"documents that end at position {int(ends[-1])}")
-
-
-def _different_lengths(shapes: Shapes, found: str) -> UserError:
-    return UserError(
-        f"forward_step passed {found} to the model, but pipeline ranks exchange tensors of one fixed shape, here "
-        f"{shapes.sequence} tokens: pass the length of a packed sequence as seq_length (--seq-length in Megatron's "
-        "scripts), and pad every packed sequence to it"
-    )
+        found.append(f"documents that end at position {int(ends[-1])}")
+    for each in found:
+        raise UserError(
+            f"forward_step passed {each} to the model, but pipeline ranks exchange tensors of one fixed shape, here "
+            f"{shapes.sequence} tokens: pass the length of a packed sequence as seq_length (--seq-length in Megatron's "
+            "scripts), and pad every packed sequence to it"
+        )
