@@ -38,8 +38,6 @@ def check_stage_rows(rows: Sequence[int], vocab_size: int, ranks: int, tensor: i
         )
     if min(rows) < 0:
         raise UserError(f"{said} has a negative number of rows: give 0 for a rank without rows")
-    if not any(rows):
-        raise UserError(f"{said} assigns no rows to any rank: distribute all {vocab_size} rows of the vocabulary")
     if any(each % tensor for each in rows):
         raise UserError(
             f"{said} cannot be divided equally among the {tensor} tensor ranks of a stage: give multiples of {tensor}"

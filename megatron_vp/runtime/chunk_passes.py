@@ -24,7 +24,7 @@ class ChunkPasses:
     """
 
     def __init__(self, iteration: Iteration, offload: Offload | None = None) -> None:
-        placement, rank = iteration.placement, iteration.rank
+        placement, rank = iteration.schedule.placement, iteration.groups.rank
         self._store = iteration.store
         self._model = iteration.model
         self._shapes = iteration.shapes

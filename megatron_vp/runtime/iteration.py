@@ -12,7 +12,6 @@ from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.store import Store
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.passes import Schedule
-from megatron_vp.schedule.placement import Placement
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
@@ -64,13 +63,3 @@ class Iteration:
     layer_shards: LayerShards | None
     gradients: bool
     observer: Observer
-
-    @property
-    def rank(self) -> int:
-        """This rank's position in the pipeline."""
-        return self.groups.rank
-
-    @property
-    def placement(self) -> Placement:
-        """The virtual stage of each chunk on each rank."""
-        return self.schedule.placement

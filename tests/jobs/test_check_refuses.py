@@ -29,7 +29,7 @@ def check(flags, **settings):
         ("--vocab-parallel --vocab-shards 72,-8", "has a negative number of rows"),
         (
             "--vocab-parallel --vocab-shards 0,0",
-            "assigns no rows to any rank: distribute all 64 rows of the vocabulary",
+            "adds up to 0 rows, but the padded vocabulary has 64: add 64",
         ),
         ("--vocab-parallel --vocab-shards 32,24", "adds up to 56 rows, but the padded vocabulary has 64: add 8"),
         (

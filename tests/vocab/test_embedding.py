@@ -177,7 +177,7 @@ def test_in_the_even_cut_every_rank_is_a_holder():
     [
         ((8, 8), 1, "gives rows for 2 pipeline ranks, but the pipeline has 3: give one number per rank"),
         ((24, 8, -8), 1, "has a negative number of rows: give 0 for a rank without rows"),
-        ((0, 0, 0), 1, "assigns no rows to any rank: distribute all 24 rows of the vocabulary"),
+        ((0, 0, 0), 1, "adds up to 0 rows, but the padded vocabulary has 24: add 24"),
         ((8, 11, 5), 2, "cannot be divided equally among the 2 tensor ranks of a stage: give multiples of 2"),
         ((8, 8, 7), 1, "adds up to 23 rows, but the padded vocabulary has 24: add 1"),
         ((8, 8, 18), 2, "adds up to 34 rows, but the padded vocabulary has 24: remove 10"),

@@ -134,11 +134,9 @@ class MegatronModel:
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
             output = output.float().clone()
-        elif output is taken:
-            # A hybrid segment without layers returns its input, which `release_output` must not free.
-            output = taken.clone()
-        elif self._keeps_outputs:
-            # The output is a buffer of Megatron's CUDA graph, which `release_output` must not free.
+        elif output is taken or self._keeps_outputs:
+            # The output is the input of a hybrid segment without layers, or a buffer of Megatron's CUDA graph, which
+            # `release_output` must not free.
             output = output.clone()
         if self._watches_numbers:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
