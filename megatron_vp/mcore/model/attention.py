@@ -8,7 +8,6 @@ for local layers; Transformer Engine's layers keep their own attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -166,8 +165,10 @@ def _whole_sequence(part_bgsd: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return torch.cat([*pieces[::2], *pieces[:0:-2]]).permute(1, 2, 0, 3)
 
 
-def _core_attention(original: Callable[..., type]) -> Callable[..., type]:
-    def core_attention(self: Any) -> type:
-        return ScaledDotProductAttention
-
-    return core_attention
+PATCHES = (
+    Patch(
+        "megatron.core.models.backends:LocalSpecProvider.core_attention",
+        lambda original: lambda self: ScaledDotProductAttention,
+        "run flash attention in local layers, through PyTorch's scaled-dot-product attention",
+    ),
+)

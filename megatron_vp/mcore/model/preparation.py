@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -280,7 +280,6 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        nonlocal model
         loop = own_loop()
         if loop is None or not _constructor_places():
             original(self, *args, **kwargs)
@@ -290,7 +289,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         job = loop.settle_for(given)
         if job.settings.replaces_schedule:
-            model = _construct(original, model, self, given, job)
+            build_next(self, given, job)
         else:
             original(self, *args, **kwargs)
         if job.arguments.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
@@ -299,53 +298,46 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
                 "megatron_vp.enable was called: call enable first"
             )
 
+    def build_next(chunk: nn.Module, given: dict[str, Any], job: SettledJob) -> None:
+        """Build `chunk` as the next chunk of the model, or as the first one of a new model."""
+        nonlocal model
+        if type(chunk) is not GPTModel:
+            raise UserError(
+                f"the script builds a {type(chunk).__name__}, but megatron_vp.enable supports only Megatron's "
+                "GPTModel: build a GPTModel, or build the model through Megatron's get_model"
+            )
+        groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
+        config = given["config"]
+
+        def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+            plain = GPTModel.__new__(GPTModel)
+            original(plain, **{**given, "config": layout.of_model(config), "vp_stage": None, **place})
+            return plain
+
+        if model is None or len(model.chunks) == job.placement.chunks:
+            model = RankModel(groups, plain_chunk)
+        if (given["vp_stage"] or 0) != len(model.chunks):
+            raise UserError(
+                f"the script builds the model with vp_stage={given['vp_stage']} out of order on this rank: build one "
+                f"GPTModel per vp_stage, from 0 to {job.placement.chunks - 1}"
+            )
+        if job.settings.places_chunks:
+            # Megatron reads from the configuration which layers a chunk holds, and how many layers come before them.
+            config = copy.copy(config)
+            layout = job.arguments.pipeline_model_parallel_layout
+            config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
+
+        def build(**ends: bool) -> nn.Module:
+            original(chunk, **{**given, "config": config, **ends})
+            # Restore the configuration object that the script passed, because training loops later set functions in
+            # it, such as finalize_model_grads_func.
+            chunk.config = given["config"]
+            return chunk
+
+        with delaying(config) if job.settings.splits_backward else nullcontext():
+            model.build(build)
+
     return construct
-
-
-def _construct(
-    original: Callable[..., None],
-    model: RankModel | None,
-    chunk: nn.Module,
-    given: Mapping[str, Any],
-    job: SettledJob,
-) -> RankModel:
-    """Construct `chunk` as the next chunk of `model`, or as the first one of a new model."""
-    if type(chunk) is not GPTModel:
-        raise UserError(
-            f"the script builds a {type(chunk).__name__}, but megatron_vp.enable supports only Megatron's GPTModel: "
-            "build a GPTModel, or build the model through Megatron's get_model"
-        )
-    groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
-    index, config = given["vp_stage"] or 0, given["config"]
-
-    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        plain = GPTModel.__new__(GPTModel)
-        original(plain, **{**given, "config": layout.of_model(config), "vp_stage": None, **place})
-        return plain
-
-    if model is None or len(model.chunks) == job.placement.chunks:
-        model = RankModel(groups, plain_chunk)
-    if index != len(model.chunks):
-        raise UserError(
-            f"the script builds the model with vp_stage={index} out of order on this rank: build one GPTModel per "
-            f"vp_stage, from 0 to {job.placement.chunks - 1}"
-        )
-    if job.settings.places_chunks:
-        # Megatron reads from the configuration which layers a chunk holds, and how many layers come before them.
-        config = copy.copy(config)
-        layout = job.arguments.pipeline_model_parallel_layout
-        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
-
-    def build(**ends: bool) -> nn.Module:
-        original(chunk, **{**given, "config": config, **ends})
-        # Restore the configuration object that the script passed, because training loops later set functions in it,
-        # such as finalize_model_grads_func.
-        chunk.config = given["config"]
-        return chunk
-
-    with delaying(config) if job.settings.splits_backward else nullcontext():
-        model.build(build)
-    return model
 
 
 def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None]:
