@@ -35,7 +35,7 @@ class VocabularyCollectives:
 
     def __init__(self, iteration: Iteration, layer_shards: LayerShards, stream: Stream) -> None:
         groups, shapes, gradients = iteration.groups, iteration.shapes, iteration.gradients
-        schedule, placement = iteration.schedule, iteration.placement
+        schedule, placement = iteration.schedule, iteration.schedule.placement
         self._groups, self._shapes, self._store = groups, shapes, iteration.store
         self._observer = iteration.observer
         self._communicator: Any = groups.vocabulary  # None on ranks that take part in no collective.
