@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import _fork_rng
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from torch import nn
@@ -194,18 +193,6 @@ def moves_layers(job: SettledJob) -> bool:
     if layout is None:
         return False
     return tuple(map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))) != PlainLayout.of(job).layout
-
-
-@contextmanager
-def own_chunk(start: PlainStart | None) -> Iterator[None]:
-    """A context for building a chunk that this rank runs. If `start` is given, the random generators are restored on
-    exit.
-    """
-    if start is None:
-        yield
-    else:
-        with _fork_rng():
-            yield
 
 
 @contextmanager

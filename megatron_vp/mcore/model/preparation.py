@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import _fork_rng
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import unwrap_model
@@ -29,7 +30,7 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
-from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, own_chunk, plain_start
+from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, plain_start
 from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
@@ -75,7 +76,8 @@ class RankModel:
         """
         index, placement = len(self.chunks), self.job.placement
         stage = placement.stage_of[self.groups.pp.rank()][index]
-        with own_chunk(self._start):
+        # Restore the random generators to their state behind the plain chunks.
+        with nullcontext() if self._start is None else _fork_rng():
             chunk = build(pre_process=stage == 0, post_process=stage + 1 == placement.stages)
         check_model(chunk)
         if self._start is not None:

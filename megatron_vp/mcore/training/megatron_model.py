@@ -113,7 +113,7 @@ class MegatronModel:
         Return the output, of the same shape, or token losses, fp32 [b, s], if the chunk has an unsharded output layer.
         Its labels are `labels_bs`, or the labels that this rank has loaded itself if `labels_bs` is None.
         """
-        self._start_timer("forward-compute")
+        self._start_timer()
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
         # After the optimizer has changed the weights, fp8 layers must quantise them again, even in evaluation.
@@ -142,7 +142,7 @@ class MegatronModel:
             report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function, which runs later, needs these arguments, but the attention mask can be freed.
         captured.keep("labels", "loss_mask", "packed_seq_params")
-        self._calculate_loss(part, output, None, is_last_stage=False)
+        self._calculate_loss(part, output)
         return output
 
     def release_output(self, output: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ class MegatronModel:
         unsharded. With multi-token prediction, these tensors have the shape [predictions * b, s]. Called only on the
         last pipeline rank, in microbatch order.
         """
-        self._start_timer("forward-compute")
+        self._start_timer()
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
         labels_bs = self._token_ids("labels", part, microbatch)
@@ -201,7 +201,7 @@ class MegatronModel:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
             packed = captured.argument("packed_seq_params")
             next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given, packed)
-        loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func, is_last_stage=True)
+        loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func)
         self.tokens_seen += token_count
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
@@ -255,10 +255,10 @@ class MegatronModel:
         return value.contiguous()
 
     def _calculate_loss(
-        self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None, is_last_stage: bool
+        self, chunk: _Chunk, output: torch.Tensor, loss_func: Callable[..., Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finish a forward as Megatron's schedules do: on the last stage, compute the loss and the token count; on
-        every stage, stop the timer and scale the gradients of losses that layers themselves add, such as a router's
+        """Finish a forward as Megatron's schedules do: with `loss_func`, compute the loss and the token count; in any
+        case, stop the timer and scale the gradients of losses that layers themselves add, such as a router's
         load-balancing loss.
         """
         return schedules.forward_step_calc_loss(
@@ -271,12 +271,12 @@ class MegatronModel:
             num_microbatches=self._microbatches,
             forward_data_store=self.losses,
             cp_group_size=self._context_group.size(),
-            is_last_stage=is_last_stage,
+            is_last_stage=loss_func is not None,
         )
 
-    def _start_timer(self, name: str) -> None:
+    def _start_timer(self) -> None:
         if self._config.timers is not None:
-            self._config.timers(name, log_level=2).start()
+            self._config.timers("forward-compute", log_level=2).start()
 
 
 def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
