@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
@@ -35,6 +35,29 @@ from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
 
 
+def _sharded_weight(
+    layer: EmbeddingLayer | OutputLayer, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+) -> dict[str, Any]:
+    """The shard as rows of one global tensor, under the key that plain Megatron uses."""
+    assert not sharded_offsets, "vocabulary layers do not support sharded_offsets"
+    shards, weight = layer.shards, layer.weight
+    key = f"{prefix}weight"
+    return {
+        key: ShardedTensor(
+            key=key,
+            # Pass the parameter itself: Megatron's optimizer compares `data` with its parameters by object identity.
+            data=weight,
+            dtype=weight.dtype,
+            local_shape=tuple(weight.shape),
+            global_shape=(shards.vocab_size, weight.shape[1]),
+            global_offset=(shards.start(layer.index), 0),
+            axis_fragmentations=(shards.count, 1) if shards.alike else None,
+            replica_id=(0, 0, get_pg_rank(metadata["dp_cp_group"])),
+            allow_shape_mismatch=True,
+        )
+    }
+
+
 class ShardedWordEmbedding(EmbeddingLayer):
     """A shard of the word embedding that takes the place of Megatron's `word_embeddings`."""
 
@@ -46,11 +69,7 @@ class ShardedWordEmbedding(EmbeddingLayer):
         """
         return words if isinstance(words, torch.Tensor) else super().forward(words)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, ShardedTensor]:
-        """The shard as rows of one global tensor, under the key that plain Megatron uses."""
-        return _sharded_weight(self, prefix, sharded_offsets, metadata)
+    sharded_state_dict = _sharded_weight
 
 
 class ShardedOutputLayer(OutputLayer):
@@ -79,7 +98,7 @@ class ShardedOutputLayer(OutputLayer):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, ShardedTensor | ShardedObject]:
+    ) -> dict[str, Any]:
         """The shard as rows of one global tensor; a tied weight is saved with the embedding, as in plain Megatron."""
         first = self.shards.holders[0] * self.shards.tensor
         replica = (0, self.index - first, get_pg_rank(metadata["dp_cp_group"]))
@@ -204,25 +223,3 @@ def _shard(
     if config.use_mup:
         weight.is_embedding_parameter = True
     return weight
-
-
-def _sharded_weight(
-    layer: EmbeddingLayer | OutputLayer, prefix: str, sharded_offsets: tuple, metadata: dict | None
-) -> dict[str, ShardedTensor]:
-    assert not sharded_offsets, "vocabulary layers do not support sharded_offsets"
-    shards, weight = layer.shards, layer.weight
-    key = f"{prefix}weight"
-    return {
-        key: ShardedTensor(
-            key=key,
-            # Pass the parameter itself: Megatron's optimizer compares `data` with its parameters by object identity.
-            data=weight,
-            dtype=weight.dtype,
-            local_shape=tuple(weight.shape),
-            global_shape=(shards.vocab_size, weight.shape[1]),
-            global_offset=(shards.start(layer.index), 0),
-            axis_fragmentations=(shards.count, 1) if shards.alike else None,
-            replica_id=(0, 0, get_pg_rank(metadata["dp_cp_group"])),
-            allow_shape_mismatch=True,
-        )
-    }
