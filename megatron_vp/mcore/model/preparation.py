@@ -138,27 +138,26 @@ class RankModel:
         trains: whether gradients are computed. Raises UserError if a shard was replaced since the layers were split, or
             if it was frozen or unfrozen since then although gradients are computed.
         """
-        job, placement = self.job, self.job.placement
         if self.rows is None:
             return None
         for chunk in self.chunks:
             check_methods(chunk)  # A script may have replaced them since the model was built.
-        places = (
-            ("embedding", "embedding.word_embeddings", placement.chunk_of(0)),
-            ("output", "output_layer", placement.chunk_of(placement.stages - 1)),
-        )
-        for name, path, index in places:
-            if self.shards[name] is None:
+        for name, path, stage in (
+            ("embedding", "embedding.word_embeddings", 0),
+            ("output", "output_layer", self.job.placement.stages - 1),
+        ):
+            if (shard := self.shards[name]) is None:
                 continue
-            layer = self.chunks[index].get_submodule(path)
-            if layer is not self.shards[name] or [each for each, _ in layer.named_parameters() if each != "weight"]:
+            layer = self.chunks[self.job.placement.chunk_of(stage)].get_submodule(path)
+            if layer is not shard or [each for each, _ in layer.named_parameters() if each != "weight"]:
                 raise UserError(adapted(path, layer))
             if trains and layer.weight.requires_grad != hasattr(layer.weight, "main_grad"):
                 raise UserError(
                     "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
                     "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
                 )
-        loss = TokenLoss(job.arguments.vocab_label_smoothing, job.arguments.vocab_z_loss)
+        args = self.job.arguments
+        loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
         return LayerShards(self.rows, loss=loss, **self.shards)
 
 
