@@ -12,7 +12,7 @@ layers of a heterogeneous model (`--heterogeneous-layers-config-path`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.mcore.settled import current
-from megatron_vp.schedule import Family
 from megatron_vp.schedule.placement import Placement
 
 
@@ -56,17 +55,13 @@ def even_layout(layers: int, stages: int, further_heads: int) -> str:
     return "E" + "|".join("t" * count for count in even_layers(layers, stages)) + "m" * further_heads + "L"
 
 
-@lru_cache  # The layout is cached because Megatron parses it for every batch.
-def _parsed(layout: str, family: Family, pipeline_size: int) -> PipelineParallelLayerLayout:
-    return PlacedLayout(layout, pipeline_size, family.placement_of(pipeline_size))
-
-
 def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
         settings = current().settings
         if not settings.places_chunks:
             return original(layout, pipeline_model_parallel_size)
-        return _parsed(layout, settings.family, pipeline_model_parallel_size)
+        placement = settings.family.placement_of(pipeline_model_parallel_size)
+        return PlacedLayout(layout, pipeline_model_parallel_size, placement)
 
     return from_str
 
