@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_vp.errors import UserError
 
@@ -28,11 +29,7 @@ gradient reduction.
 
 def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Join the tensor ranks' parts of a sequence along the first dimension; without a group, return `part` itself."""
-    if group is None:
-        return part
-    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group)
-    return whole
+    return part if group is None else gather_from_sequence_parallel_region(part, group=group)
 
 
 @dataclass(frozen=True)

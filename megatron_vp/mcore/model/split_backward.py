@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 
 from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, take_delayed, whole_sequence
 from megatron_vp.vocab.operations import operations_for
@@ -102,9 +103,7 @@ class _InputGradientLinear(torch.autograd.Function):
         if sum_group is not None:
             dist.all_reduce(input_gradient, group=sum_group)
         if sequence_group is not None:
-            part = torch.empty_like(layer_input)
-            dist.reduce_scatter_tensor(part, input_gradient, group=sequence_group)
-            input_gradient = part
+            input_gradient = reduce_scatter_to_sequence_parallel_region(input_gradient, group=sequence_group)
         return input_gradient, bias_gradient, None
 
 
