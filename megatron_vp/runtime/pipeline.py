@@ -14,7 +14,7 @@ from megatron_vp.runtime.iteration import Iteration, LayerShards
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.progress import FINISHING, Progress
-from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabPasses
+from megatron_vp.runtime.sharded_vocab_passes import ShardedVocabPasses
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, Stream, second_stream
 from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait

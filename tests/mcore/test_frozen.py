@@ -123,7 +123,7 @@ def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], 
     """Elements of gradient buffers and optimizer state of a rank, and launches in its passes T and IB."""
     from megatron.training import training
 
-    from megatron_vp.runtime.sharded_vocab_layers import ShardedVocabPasses
+    from megatron_vp.runtime.sharded_vocab_passes import ShardedVocabPasses
 
     found = {"launches of T": 0, "launches of IB": 0}
 
