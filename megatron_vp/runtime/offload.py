@@ -39,7 +39,7 @@ class SavedStorage:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         count = tensor.untyped_storage().nbytes() // tensor.itemsize
-        self.bytes: torch.Tensor | None = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+        self.bytes: Any = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 class SavedTensor(NamedTuple):
@@ -68,7 +68,7 @@ class SavedForward:
         """The size in bytes of each storage in `moving`."""
         self.staying: list[SavedStorage] = []
         """Storages that stay on the device because something outside this object still refers to them."""
-        self.slot: torch.Tensor | None = None
+        self.slot: Any = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
     def saving(self) -> saved_tensors_hooks:
@@ -96,12 +96,11 @@ class SavedForward:
         if leaf is not None:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         for storage in self._by_storage.values():
-            held = storage.bytes
-            assert held is not None
-            if held.untyped_storage().nbytes():  # Megatron empties outputs that it recomputes, and fills them again.
-                (self.moving if _owners(held) == _ALONE else self.staying).append(storage)
+            # Megatron empties outputs that it recomputes, and fills them again.
+            if storage.bytes.untyped_storage().nbytes():
+                (self.moving if _owners(storage.bytes) == _ALONE else self.staying).append(storage)
         self._by_storage.clear()
-        self.sizes = [storage.bytes.numel() for storage in self.moving if storage.bytes is not None]
+        self.sizes = [storage.bytes.numel() for storage in self.moving]
 
 
 class Offload:
@@ -157,8 +156,7 @@ class Offload:
         if copy.to_host:
             saved.slot = self._memory.take(copy.chunk, saved.sizes)
             self._store.put(Slot.ON_HOST, copy.microbatch, saved.slot, at=copy.chunk)
-        assert saved.slot is not None
-        device = [storage.bytes for storage in saved.moving if storage.bytes is not None]
+        device = [storage.bytes for storage in saved.moving]
         host = parts(saved.slot, saved.sizes)
         targets, sources = (host, device) if copy.to_host else (device, host)
 

@@ -38,7 +38,6 @@ from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.vocab.loss import TokenLoss
@@ -48,7 +47,7 @@ from megatron_vp.vocab.shards import VocabShards
 class RankModel:
     """The chunks of one model on this rank. All ranks of the model build and prepare their chunks in the same order.
 
-    pipeline: this rank's part of the pipeline; None until all chunks are prepared.
+    pipeline: this rank's `Pipeline`; None until all chunks are prepared.
     rows, shards: with --vocab-parallel, how the vocabulary is divided, and this rank's fields of `LayerShards`.
     whole, shown: the unsharded layers that the export view puts in place of the shards, and whether it is open.
     """
@@ -56,19 +55,13 @@ class RankModel:
     def __init__(self, groups: ProcessGroupCollection, build_plain: BuildPlain) -> None:
         self.job, self.groups = current(), groups
         self.chunks: list[nn.Module] = []
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Any = None
         self._prepared = 0
         self.rows: VocabShards | None = None
         self.shards: dict[str, Any] = {}
         self.whole: list[WholeLayers] = []
         self.shown = False
         self._start = plain_start(self.job, groups, build_plain)
-
-    @property
-    def connected(self) -> Pipeline:
-        """This rank's part of the pipeline, once all chunks are prepared."""
-        assert self.pipeline is not None
-        return self.pipeline
 
     def build(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Build the next chunk, given a function of `pre_process` and `post_process`. The placement, not the caller,

@@ -71,7 +71,7 @@ def forward_backward(
     _check_communicator(p2p_communicator)
     chunks = model if isinstance(model, list) else [model]
     built = _model(chunks, gradients)
-    shards, pipeline, config = built.layer_shards(trains=gradients), built.connected, get_model_config(chunks[0])
+    shards, pipeline, config = built.layer_shards(trains=gradients), built.pipeline, get_model_config(chunks[0])
     groups = pg_collection or built.groups
     shapes = _shapes(built, groups.cp.size(), seq_length, micro_batch_size, gradients)
     timers, rank = config.timers, pipeline.groups.rank
@@ -166,7 +166,7 @@ def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
 
 
 def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    args, config, own = built.job.arguments, built.chunks[0].config, built.connected.groups
+    args, config, own = built.job.arguments, built.chunks[0].config, built.pipeline.groups
     heads = args.mtp_num_layers or 0
     behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
     sequence, batch = seq_length // context, micro_batch_size
@@ -196,7 +196,7 @@ def _programs(
     job, chunks = built.job, len(built.chunks)
     request = ScheduleRequest.of(
         job.settings.family,
-        len(built.connected.groups.members),
+        len(built.pipeline.groups.members),
         microbatches,
         method=job.settings.family.method(job.method),
         chunks=chunks,
@@ -256,7 +256,7 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
         built = _model(self.model, True)
         shapes = _shapes(built, built.groups.cp.size(), self.seq_length, self.micro_batch_size, True)
         schedule, _ = _programs(built, built.layer_shards(trains=True), get_num_microbatches(), True, shapes)
-        order = graph_order(schedule, built.connected.groups.rank)
+        order = graph_order(schedule, built.pipeline.groups.rank)
         with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
             return original(self)
 
