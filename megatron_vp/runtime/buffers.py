@@ -60,15 +60,15 @@ class Shapes:
         size = self.outputs // self.sp_size
         return slice(self.sp_rank * size, (self.sp_rank + 1) * size)
 
-    def by_output(self, values_psb: torch.Tensor) -> torch.Tensor:
-        """Reorder values [predictions, s, b] to match the rows of the last stage's output, [outputs]."""
-        by_part = values_psb.view(self.predictions, self.sp_size, -1, self.batch)
-        return by_part.transpose(0, 1).flatten()
+    def by_output(self, values_ks: torch.Tensor) -> torch.Tensor:
+        """Reorder values [predictions * b, s] to match the rows of the last stage's output, [outputs]."""
+        by_part = values_ks.view(self.predictions, self.batch, self.sp_size, -1)
+        return by_part.permute(2, 0, 3, 1).flatten()
 
-    def by_prediction(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Reorder values [outputs], one per row of the last stage's output, to [predictions, s, b]."""
+    def by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
+        """Reorder values [outputs], one per row of the last stage's output, to [predictions * b, s], contiguous."""
         by_part = values_n.view(self.sp_size, self.predictions, -1, self.batch)
-        return by_part.transpose(0, 1).reshape(self.predictions, self.sequence, self.batch)
+        return by_part.permute(1, 3, 0, 2).contiguous().view(-1, self.sequence)
 
     def predictions_of(self, values_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split values [outputs], one per row of the last stage's output, into one view per prediction. Each view has

@@ -96,21 +96,13 @@ class ShardedVocabPasses(ChunkPasses):
 
     def loss(self, microbatch: int) -> None:
         """Run the user's loss function on token losses computed from the global statistics."""
-        statistics = self._store.take(Slot.STATISTICS, microbatch)
-        token_loss_n = statistics.token_loss(self._token_loss)
-        token_loss_grad_bs = self._model.loss(
-            microbatch, self._by_sequence(token_loss_n), self._by_sequence(statistics.target_is_argmax_n)
+        statistics, shapes = self._store.take(Slot.STATISTICS, microbatch), self._shapes
+        token_loss_ks = shapes.by_sequence(statistics.token_loss(self._token_loss))
+        token_loss_grad_ks = self._model.loss(
+            microbatch, token_loss_ks, shapes.by_sequence(statistics.target_is_argmax_n)
         )
-        if token_loss_grad_bs is not None:
-            shapes = self._shapes
-            grad_pbs = token_loss_grad_bs.float().view(shapes.predictions, shapes.batch, shapes.sequence)
-            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(grad_pbs.transpose(1, 2)))
-
-    def _by_sequence(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Reorder `values_n`, one value per row of the last stage's output, into shape [predictions * b, s]."""
-        values_pbs = self._shapes.by_prediction(values_n).transpose(1, 2)
-        # Loss functions may call `view` on the result, which therefore must be contiguous.
-        return values_pbs.contiguous().view(-1, self._shapes.sequence)
+        if token_loss_grad_ks is not None:
+            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(token_loss_grad_ks.float()))
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
