@@ -209,9 +209,8 @@ class VocabularyCollectives:
                 reduce()
 
         def complete() -> None:
-            uses = int(self._runs_loss) + int(self._gradients and self._holds_rows)
-            if uses:
-                self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
+            uses = self._runs_loss + (self._gradients and self._holds_rows)
+            self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
             if gradient_nh is not None and self._holds_last:
                 self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
 
