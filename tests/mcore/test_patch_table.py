@@ -62,7 +62,6 @@ def one_of_two_ranks(monkeypatch):
         ("--rank-report there --vocab-parallel", False, SHARDS),
         ("--override-opt_param-scheduler", False, {"parameter groups"}),
         ("--iterations-to-skip 3 4", False, {"chunk data"}),
-        ("--heterogeneous-layers-config-path there", False, {"heterogeneous layers"}),
     ],
 )
 def test_what_a_command_line_selects(one_of_two_ranks, monkeypatch, words, on_cpu, chosen):

@@ -4,22 +4,15 @@ Megatron assigns the segments of `--pipeline-model-parallel-layout` round-robin:
 virtual stage c p + r. In a V-shaped schedule, however, the second chunks are placed from the last rank to the first, so
 that rank 0 holds both the first and the last stage. The layout string still lists segments in stage order, and
 checkpoints and logs record it unchanged. The segments of `--hybrid-layer-pattern` are placed in the same way.
-
-Megatron's builder knows which chunk it builds, but does not pass the chunk's index to the function that lists the
-layers of a heterogeneous model (`--heterogeneous-layers-config-path`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_vp.jobs.layout_text import even_layers
@@ -81,14 +74,15 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
     return select_pipeline_segment
 
 
-def _of_the_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
-        """Return the layers of chunk `vp_stage` of a heterogeneous model; call the original for any other model."""
-        layers = config.transformer
-        if not isinstance(layers, HeterogeneousTransformerConfig):
-            return original(config, vp_stage)
-        uses_engine = layers.transformer_impl == "transformer_engine"
-        return get_gpt_heterogeneous_layer_spec(layers, uses_engine, vp_stage=vp_stage)
-
-    return default_layer_spec
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
+        _placed,
+        "the schedule decides which stages of the layout each rank gets",
+    ),
+    Patch(
+        "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+        _placed_segments,
+        "the schedule decides which segments of hybrid layers each rank gets",
+    ),
+)
