@@ -64,16 +64,15 @@ class PlainLayout:
         args = job.arguments
         chunks = args.virtual_pipeline_model_parallel_size or 1
         joined = chunks if job.settings.places_chunks else 1
+        stages = chunks * args.pipeline_model_parallel_size
         layout, pattern = job.given.pipeline_model_parallel_layout, args.hybrid_layer_pattern
         given = pattern_in(vars(job.given))
         if pattern is None:
-            stages = chunks * args.pipeline_model_parallel_size
             layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
             segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
             layout = tuple(tuple(chain(*part)) for part in _in_groups(segments, joined))
         else:
             if given is not None and given.layers is None and "|" in pattern:
-                stages = chunks * args.pipeline_model_parallel_size
                 pattern = given.with_bars(even_layers(len(given.letters), stages))
             main, *heads = pattern.split("/")
             layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
