@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.model.delayed_weights import (
     DelayedWeightGradient,
     leave_out_hooks,

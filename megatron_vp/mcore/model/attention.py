@@ -8,6 +8,7 @@ for local layers; Transformer Engine's layers keep their own attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -165,10 +166,5 @@ def _whole_sequence(part_bgsd: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return torch.cat([*pieces[::2], *pieces[:0:-2]]).permute(1, 2, 0, 3)
 
 
-PATCHES = (
-    Patch(
-        "megatron.core.models.backends:LocalSpecProvider.core_attention",
-        lambda original: lambda self: ScaledDotProductAttention,
-        "run flash attention in local layers, through PyTorch's scaled-dot-product attention",
-    ),
-)
+def _core_attention(original: Callable[..., type]) -> Callable[..., type]:
+    return lambda self: ScaledDotProductAttention

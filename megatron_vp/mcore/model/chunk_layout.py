@@ -72,17 +72,3 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
         return list(segments[stage]), sum(map(len, segments[:stage]))
 
     return select_pipeline_segment
-
-
-PATCHES = (
-    Patch(
-        "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.from_str",
-        _placed,
-        "the schedule decides which stages of the layout each rank gets",
-    ),
-    Patch(
-        "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
-        _placed_segments,
-        "the schedule decides which segments of hybrid layers each rank gets",
-    ),
-)

@@ -34,7 +34,6 @@ from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, pla
 from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
-from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
