@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_vp.cost.layers.layer_operations import Op, operations
 from megatron_vp.cost.layers.layer_types import type_of
@@ -34,14 +35,13 @@ class LayerMemory:
 
     kept: activations that are kept from F to B.
     waiting: tensors that are kept from B to W, if the backward is split.
-    forward, backward: temporary bytes in the pass, in addition to `kept`. With full recomputation, `backward` includes
-        all activations of the layer.
+    backward: temporary bytes in the backward, in addition to `kept`. With full recomputation, they include all
+        activations of the layer.
     once: a buffer that a rank allocates once for all its layers.
     """
 
     kept: float
     waiting: float
-    forward: float
     backward: float
     once: float = 0.0
 
@@ -75,7 +75,7 @@ def layer_memory(job: Job, split: bool, kind: str = "t") -> LayerMemory:
     """The memory of one layer; `split`: whether its weight gradients are computed in a separate pass W."""
     kept, found = layer_activations(job, kind), operations(job, kind)
     if job.layers is LayerKind.PAPER:
-        return LayerMemory(kept, kept, 0.0, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * job.units)
+        return LayerMemory(kept, kept, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * job.units)
     # A layer's memory peaks in the MLP's backward, when the gradient of the first matrix product's output exists. By
     # then, the input of the second product has been freed, unless W needs it. If a layer has no MLPs, its backward
     # holds the gradients of attention's queries, keys, values and output.
@@ -94,7 +94,7 @@ def layer_memory(job: Job, split: bool, kind: str = "t") -> LayerMemory:
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
         waiting += sum(op.name in ("proj", "down") and not op.expert for op in found) * gathered * (1 - 1 / job.tensor)
-    return LayerMemory(kept, waiting, _in_attention(job, [kind]), backward, once)
+    return LayerMemory(kept, waiting, backward, once)
 
 
 def _in_attention(job: Job, kinds: Sequence[str]) -> float:
@@ -111,8 +111,7 @@ def _in_attention(job: Job, kinds: Sequence[str]) -> float:
     return max(0.0, SOFTMAX_IN_PASS * job.scores - later)
 
 
-@dataclass(frozen=True)
-class PassMemory:
+class PassMemory(NamedTuple):
     """Temporary bytes in the passes of a stage, in addition to what its layers keep; see `LayerMemory`."""
 
     forward: float
@@ -130,8 +129,3 @@ def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
     memory = {kind: layer_memory(job, split, kind).backward for kind in kinds}
     mlps = [each for kind, each in memory.items() if any(op.name == "down" for op in operations(job, kind))]
     return PassMemory(_in_attention(job, kinds), max(mlps or memory.values(), default=0.0))
-
-
-def once_memory(job: Job, split: bool, kinds: Iterable[str]) -> float:
-    """Bytes of the buffers that a rank allocates once for all its layers. `kinds` are the types of these layers."""
-    return max((layer_memory(job, split, kind).once for kind in kinds), default=0.0)

@@ -17,7 +17,6 @@ from megatron_vp.cost.ranks.layer_memory import (
     LayerMemory,
     PassMemory,
     layer_memory,
-    once_memory,
     pass_memory,
     small_activations,
 )
@@ -204,7 +203,8 @@ class MemoryModel:
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
                 waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
-        held, scores = once_memory(self.job, split, (kind for kind, _ in self._layers(rank))), 0.0
+        held = max((self._layer_memory[kind].once for kind, _ in self._layers(rank)), default=0.0)
+        scores = 0.0
         peak = (0.0, 0.0)
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
         moved = self.offloaded(rank) if self.schedule.offloaded else {}
