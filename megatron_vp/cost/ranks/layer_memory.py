@@ -31,19 +31,29 @@ SOFTMAX_IN_PASS = 6
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory of one layer in bytes, for one microbatch.
+    """Memory of one layer in bytes, for one microbatch, and further sums over its operations.
 
     kept: activations that are kept from F to B.
     waiting: tensors that are kept from B to W, if the backward is split.
     backward: temporary bytes in the backward, in addition to `kept`. With full recomputation, they include all
         activations of the layer.
     once: a buffer that a rank allocates once for all its layers.
+    small: the part of `kept` that stays on the device if the layer is offloaded.
+    weights, experts: the layer's parameters, and those of them that belong to experts.
+    copies: fp8 copies of its weights, which exist from the first microbatch on.
+    dense_flops, expert_flops: FLOPs of Muon's Newton-Schulz steps for matrices outside experts, and of experts.
     """
 
     kept: float
     waiting: float
     backward: float
     once: float = 0.0
+    small: float = 0.0
+    weights: int = 0
+    experts: int = 0
+    copies: float = 0.0
+    dense_flops: float = 0.0
+    expert_flops: float = 0.0
 
 
 def layer_activations(job: Job, kind: str = "t") -> float:

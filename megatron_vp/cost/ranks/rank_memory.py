@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -71,6 +71,24 @@ class RankMemory:
         return held | {"outside": self.outside.total}
 
 
+@lru_cache(maxsize=4096)
+def _on_hardware(job: Job, hardware: Hardware, split: bool, kind: str) -> LayerMemory:
+    """All figures of a layer, of which those of an fp8 recipe depend on the hardware."""
+    memory, (dense, experts) = layer_memory(job, split, kind), orthogonal_flops(job, kind)
+    saved = activations_saved(job, hardware, kind) if job.recompute is not Recompute.FULL else 0.0
+    return replace(
+        memory,
+        kept=memory.kept - saved,
+        waiting=memory.waiting - saved,
+        small=small_activations(job, kind),
+        weights=layer_weights(job, kind),
+        experts=expert_weights(job, kind),
+        copies=weight_copies(job, hardware, kind),
+        dense_flops=dense,
+        expert_flops=experts,
+    )
+
+
 @dataclass(frozen=True)
 class MemoryModel:
     """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
@@ -88,21 +106,21 @@ class MemoryModel:
 
     @cached_property
     def _layer_memory(self) -> dict[str, LayerMemory]:
-        job, found = self.job, {}
-        for kind in model_layers(job):
-            memory = layer_memory(job, self.schedule.split_backward, kind)
-            saved = activations_saved(job, self.hardware, kind) if job.recompute is not Recompute.FULL else 0.0
-            found[kind] = replace(memory, kept=memory.kept - saved, waiting=memory.waiting - saved)
-        return found
+        split = self.schedule.split_backward
+        return {kind: _on_hardware(self.job, self.hardware, split, kind) for kind in model_layers(self.job)}
 
     @cached_property
     def _stages(self) -> tuple[Counts, ...]:
         return stage_layers(self.job, self.layers)
 
-    @cached_property
-    def _weights(self) -> dict[str, tuple[int, int]]:
-        """For each type of layer, its number of parameters, and how many of these belong to experts."""
-        return {kind: (layer_weights(self.job, kind), expert_weights(self.job, kind)) for kind in self._layer_memory}
+    def _sum(self, stages: Sequence[int], what: str) -> float:
+        """The sum of a field of `LayerMemory` over the layers of virtual stages."""
+        each = self._layer_memory
+        return sum(count * getattr(each[kind], what) for stage in stages for kind, count in self._stages[stage].items())
+
+    def _on(self, rank: int, what: str) -> float:
+        """The same sum over all layers of a rank."""
+        return self._sum(self.schedule.placement.stage_of[rank], what)
 
     def _rows(self, rank: int) -> int:
         return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
@@ -110,7 +128,7 @@ class MemoryModel:
     def parameters(self, rank: int) -> int:
         """Number of parameters on a rank, in its layers and in its rows of the vocabulary layers."""
         job, placement = self.job, self.schedule.placement
-        held = sum(count * self._weights[kind][0] for kind, count in self._layers(rank))
+        held = int(self._on(rank, "weights"))
         hidden = job.model.hidden
         if self.schedule.vocab is not VocabMethod.NONE:
             return held + (1 if job.model.tied else 2) * self._rows(rank) * hidden
@@ -125,7 +143,7 @@ class MemoryModel:
 
     def fp8_copies(self, rank: int) -> float:
         """Bytes of the fp8 copies of a rank's weights."""
-        return sum(count * weight_copies(self.job, self.hardware, kind) for kind, count in self._layers(rank))
+        return self._on(rank, "copies")
 
     def fp8_parameters(self, rank: int) -> float:
         """Number of parameters on a rank that are kept only in fp8."""
@@ -135,11 +153,7 @@ class MemoryModel:
 
     def expert_parameters(self, rank: int) -> int:
         """Parameters on a rank that belong to experts; each expert is on only some of the replicas."""
-        return sum(count * self._weights[kind][1] for kind, count in self._layers(rank))
-
-    def _layers(self, rank: int) -> list[tuple[str, int]]:
-        stages = self.schedule.placement.stage_of[rank]
-        return [each for stage in stages for each in self._stages[stage].items()]
+        return int(self._on(rank, "experts"))
 
     def stepped_parameters(self, rank: int) -> float:
         """Parameters that a rank's optimizer updates; a distributed optimizer divides them among the replicas."""
@@ -158,10 +172,9 @@ class MemoryModel:
         """
         if not self.job.muon:
             return 0.0, 0.0
-        layers = [(orthogonal_flops(self.job, kind), self._weights[kind], count) for kind, count in self._layers(rank)]
-        flops = [sum(count * each[place] for each, _, count in layers) for place in (0, 1)]
-        weights = [sum(count * each[place] for _, each, count in layers) for place in (0, 1)]
-        return self._own_share(*weights), self._own_share(sum(flops), flops[1])
+        experts = self._on(rank, "expert_flops")
+        flops = self._own_share(self._on(rank, "dense_flops") + experts, experts)
+        return self._own_share(self._on(rank, "weights"), self._on(rank, "experts")), flops
 
     def rank(self, rank: int) -> RankMemory:
         """A rank's peak memory. It occurs in a pass, or in an optimizer step that copies 16-bit gradients to fp32."""
@@ -203,7 +216,8 @@ class MemoryModel:
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
                 waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
-        held = max((self._layer_memory[kind].once for kind, _ in self._layers(rank)), default=0.0)
+        kinds = {kind for stage in placement.stage_of[rank] for kind in self._stages[stage]}
+        held = max((self._layer_memory[kind].once for kind in kinds), default=0.0)
         scores = 0.0
         peak = (0.0, 0.0)
         order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
@@ -290,12 +304,7 @@ class MemoryModel:
         Small tensors stay on the device (see `small_activations`). Logits of an unsplit output layer also stay, because
         the backward of the last stage follows at once.
         """
-        kept, stages = self.kept(rank), self._stages
-        small = {kind: small_activations(self.job, kind) for kind in model_layers(self.job)}
-        return {
-            stage: max(0.0, each - sum(count * small[kind] for kind, count in stages[stage].items()))
-            for stage, each in kept.items()
-        }
+        return {stage: max(0.0, kept - self._sum([stage], "small")) for stage, kept in self.kept(rank).items()}
 
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
@@ -320,10 +329,7 @@ class MemoryModel:
 
     def held(self, rank: int, what: str) -> dict[int, float]:
         """Bytes that a microbatch needs on each virtual stage of `rank`. `what` is a field of `LayerMemory`."""
-        job, held = self.job, {}
-        for stage in self.schedule.placement.stage_of[rank]:
-            counts = self._stages[stage].items()
-            held[stage] = sum(count * getattr(self._layer_memory[kind], what) for kind, count in counts)
+        job, held = self.job, {stage: self._sum([stage], what) for stage in self.schedule.placement.stage_of[rank]}
         if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
             # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
             # rows. In this project, the embedding rows are counted as the first layer's input.
