@@ -59,14 +59,10 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action, key: str
         if isinstance(action, argparse.BooleanOptionalAction):
             return [next(o for o in action.option_strings if o.startswith("--no-") != option.startswith("--no-"))]
         return []
-    several = action.nargs is not None
-    if isinstance(value, list) and not several:
-        raise UserError(f"{where} takes one value, not the list {value!r}")
-    values = value if isinstance(value, list) else [value]
-    if isinstance(action.nargs, int) and len(values) != action.nargs:
-        raise UserError(f"{where} takes {action.nargs} values, not {len(values)}")
-    if action.nargs == "+" and not values:
-        raise UserError(f"{where} takes at least one value, not an empty list")
+    several, values = action.nargs is not None, value if isinstance(value, list) else [value]
+    wanted = {None: 1, "*": len(values), "+": max(1, len(values))}.get(action.nargs, action.nargs)
+    if len(values) != wanted:
+        raise UserError(f"{where}: the number of values must be {wanted}, not {len(values)}")
     texts = [_text(parser, action, item, where) for item in values]
     return [option, *texts] if several else [f"{option}={texts[0]}"]
 
