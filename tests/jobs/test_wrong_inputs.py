@@ -69,7 +69,7 @@ OF_SIZES = [
     ("plan LLAMA --nodes four", "Invalid value for '--nodes'"),
     ("plan LLAMA --nodes 3 --pipeline-model-parallel-size 16", "24 ranks cannot be divided into replicas of 16"),
     ("plan LLAMA --memory 80GB", "Invalid value for '--memory'"),
-    ("plan LLAMA --memory nan", "GiB per rank; got nan"),
+    ("plan LLAMA --memory nan", "got nan"),
     ("plan LLAMA --format yaml", "Invalid value for '--format'"),
     ("plan LLAMA --format png", "name a file with -o"),
     ("plan LLAMA -o {}/plan.pdf", "choose another suffix"),

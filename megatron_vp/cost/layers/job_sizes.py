@@ -12,7 +12,7 @@ from typing import Any
 from megatron_vp.cost.layers.shapes import Delta, Fp8Recipe, Job, Latent, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.division import TWO_BATCHES, UNEVEN_BATCH, UNEVEN_RANKS, last_batch
+from megatron_vp.jobs.division import TWO_BATCHES, last_batch
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.layout_text import stages_behind_mtp
@@ -38,7 +38,6 @@ class _Given:
 
 _DEFAULTS = Arguments({})
 _ARGUMENTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-_PARALLEL_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 
 def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
@@ -68,16 +67,20 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     if ranks is not None:
         data = ranks // replica
         if not data or ranks % replica:
-            given = {name: getattr(a, name) for name in _PARALLEL_SIZES}
-            raise UserError(UNEVEN_RANKS.format(world_size=ranks, replica_ranks=replica, **given))
+            raise UserError(
+                f"{ranks} ranks cannot be divided into replicas of {replica} ranks ({pipeline} pipeline x {tensor} "
+                f"tensor x {context} context): use a multiple of {replica}"
+            )
     batch = a.global_batch_size or micro_batch * data
     if a.step_batch_size_schedule is not None:
         if a.global_batch_size is not None:
             raise UserError(TWO_BATCHES)
         batch = last_batch(a.step_batch_size_schedule)
     if batch % (micro_batch * data):
-        batches = {"global_batch_size": batch, "micro_batch_size": micro_batch}
-        raise UserError(UNEVEN_BATCH.format(replicas=data, samples=micro_batch * data, **batches))
+        raise UserError(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro_batch} times the data-"
+            f"parallel size {data}: use a multiple of {micro_batch * data}"
+        )
     selective = a.recompute_granularity == "selective"
     return Job(
         model,

@@ -8,7 +8,6 @@ from megatron_vp.cost.layers.flops import output_flops
 from megatron_vp.cost.layers.layer_operations import layer_flops
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.division import UNEVEN_LAYERS
 from megatron_vp.schedule import Placement
 
 
@@ -16,7 +15,10 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     """Give every stage the same number of layers. Raises UserError if the layers cannot be divided equally."""
     each, rest = divmod(job.model.layers, stages)
     if rest or not each:
-        raise UserError(UNEVEN_LAYERS.format(num_layers=job.model.layers, stages=stages))
+        raise UserError(
+            f"{job.model.layers} layers cannot be split equally over {stages} stages: use a number of stages that "
+            "divides the number of layers, or assign the layers to stages with --pipeline-model-parallel-layout"
+        )
     return (each,) * stages
 
 
