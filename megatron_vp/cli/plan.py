@@ -267,7 +267,7 @@ class Answer:
 
     def table(self) -> str:
         """The answer as text."""
-        from megatron_vp.cost.planning.front import thinned
+        from megatron_vp.cost.planning.bounds import thinned
 
         search, chosen, limit = self.search, self.choice.chosen, self.search.limit
         listed = search.found

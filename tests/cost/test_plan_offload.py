@@ -8,9 +8,9 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
+from megatron_vp.cost.planning.bounds import frontier
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.choice import simplicity
-from megatron_vp.cost.planning.front import frontier
 from megatron_vp.cost.planning.offloading import (
     copy_load,
     offloaded_evaluations,

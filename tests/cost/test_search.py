@@ -22,9 +22,8 @@ from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import charts, search
-from megatron_vp.cost.planning.bounds import Bound, HeldBytes
+from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, time_and_memory
 from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.front import SLOWEST, Front, time_and_memory
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
 from megatron_vp.cost.planning.predict import Prediction, evaluate, predict
 from megatron_vp.cost.planning.samples import extended, sampled

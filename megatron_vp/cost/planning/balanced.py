@@ -8,8 +8,9 @@ schedule, and the fastest is kept. All GPUs count as equally fast; `measured_row
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -22,7 +23,7 @@ from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, 
 from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.schedule import Schedule, family
+from megatron_vp.schedule import Schedule, VocabMethod, family
 from megatron_vp.schedule.gc_paused import gc_paused
 
 EVEN_BAND = 0.01
@@ -202,14 +203,15 @@ class _Search:
             most = [room if own >= least else 0 for own, room in zip(units, most, strict=True)]
         return None
 
-    @cached_property
-    def row_seconds(self) -> list[float]:
+    @property
+    def row_seconds(self) -> Sequence[float]:
         """Predicted seconds that 0, 1, 2, ... units of rows add to a rank's time per microbatch. The values may
         decrease, because more units sometimes take less time.
         """
         assert self.unit is not None
-        units, each = self.job.model.vocab // self.unit, self.unit // self.job.tensor
-        return [sum(self.times.vocabulary_passes(self.plan.vocab, each * count)) for count in range(units + 1)]
+        return _row_seconds(
+            self.times, self.plan.vocab, self.job.model.vocab // self.unit, self.unit // self.job.tensor
+        )
 
     @cached_property
     def cost(self) -> list[float]:
@@ -250,6 +252,11 @@ def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:
     if vocab % tensor:
         return None
     return next((unit * tensor for unit in UNITS if vocab >= FINE_ENOUGH * unit * tensor * ranks), tensor)
+
+
+@lru_cache(maxsize=16)
+def _row_seconds(times: PassTimes, method: VocabMethod, units: int, each: int) -> Sequence[float]:
+    return [sum(times.vocabulary_passes(method, each * count)) for count in range(units + 1)]
 
 
 def _none_if_equal(layers: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.bounds import Bound, bound
+from megatron_vp.cost.planning.bounds import Bound, bound, frontier, thinned
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
-from megatron_vp.cost.planning.front import frontier, thinned
 from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator, memory_model, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS

@@ -17,7 +17,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan, Recompute
 from megatron_vp.cost.planning.balanced import balanced, least_of_all
-from megatron_vp.cost.planning.bounds import Bound, HeldBytes, bound
+from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, bound, frontier, time_and_memory
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, REDISTRIBUTED, Candidate, candidates, method_of, refusal
 from megatron_vp.cost.planning.choice import Choice, choose, simplicity
-from megatron_vp.cost.planning.front import SLOWEST, Front, frontier, time_and_memory
 from megatron_vp.cost.planning.offloading import (
     bases_to_offload,
     fitted_evaluation,
@@ -66,13 +65,6 @@ class Option(NamedTuple):
     candidate: Candidate
 
 
-class Infeasible(NamedTuple):
-    """A candidate that the job cannot run, and the reason."""
-
-    candidate: Candidate
-    reason: str
-
-
 @dataclass
 class Search:
     """A comparison of the ways to train a job, and its results so far.
@@ -87,7 +79,7 @@ class Search:
     arguments: the job's arguments; runs that refuse one of them are left out (see `refusal`).
     progress: called with the name of the current step, the number of its tasks that are done, and their total.
     found: simulated runs, fastest first.
-    impossible: candidates that the job cannot run with its own sizes.
+    impossible: candidates that the job cannot run with its own sizes, each with the reason.
     count: number of ways to train.
     untried: runs that may be on the frontier but were not simulated, because the budget was used up.
     offload_sizes: number of combinations of parallel sizes for which offloading was tried.
@@ -103,10 +95,12 @@ class Search:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
     found: list[Prediction] = field(default_factory=list)
-    impossible: list[Infeasible] = field(default_factory=list)
+    impossible: list[tuple[Candidate, str]] = field(default_factory=list)
     count: int = 0
     untried: list[Option] = field(default_factory=list)
     offload_sizes: int = 0
+
+    pool: Executor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.front = Front(self.limit)
@@ -114,24 +108,23 @@ class Search:
 
     def run(self) -> Search:
         """Simulate what is worth it, and return this object."""
-        with worker_pool(min(TOGETHER, len(os.sched_getaffinity(0)))) as pool:
+        with worker_pool(min(TOGETHER, len(os.sched_getaffinity(0)))) as self.pool:
             for index in self.own:
-                self._simulate(pool, "predicting", self._own_options(index))
+                self._simulate("predicting", self._own_options(index))
             if not self.found and len(self.tried) == len(self.own) and self.impossible:
-                raise UserError(f"no schedule can run this job: {self.impossible[0].reason}")
-            options = self._bounded(pool)
+                raise UserError(f"no schedule can run this job: {self.impossible[0][1]}")
+            options = self._bounded()
             self.count = len(self.found) + len(options)
-            left = [option for option in options if option.bound.memory <= self.limit]
-            rest = self.budget
+            left, rest = [option for option in options if option.bound.memory <= self.limit], self.budget
             for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-                left, rest = self._simulate(pool, what, sorted(left), partial(_gains, gains), rest)
+                left, rest = self._simulate(what, sorted(left), lambda option, gains=gains: gains(option.bound), rest)
             for kind in ("in_megatron", "without_split"):
                 turns = sorted(left, key=lambda option: (option.bound.expected > self.limit, option))
-                left, _ = self._simulate(pool, "comparing", turns, partial(self._may_lead, kind), COMPARED)
+                left, _ = self._simulate("comparing", turns, partial(self._may_lead, kind), COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
-            self._fit(pool)
+            self._fit()
             if self.offload:
-                self._offload(pool, options)
+                self._offload(options)
         self.found.sort(key=lambda each: (*time_and_memory(each), each.variant))
         if not self.found:
             least = min((option.bound.memory for option in options), default=self.limit)
@@ -177,127 +170,108 @@ class Search:
             tried.append(Candidate(method_of(self.given), self.given))
         return [Option(Bound(0.0, 0.0), index, place, each) for place, each in enumerate(tried)]
 
-    def _bounded(self, pool: Executor) -> list[Option]:
+    def _bounded(self) -> list[Option]:
         """All options with other sizes than the job's own, sorted."""
         others = [(index, each.job) for index, each in enumerate(self.tried) if not each.own]
-        listed = [pool.submit(bounded_options, index, job, self.hardware, self.chunks) for index, job in others]
+        listed = [self.pool.submit(bounded_options, *each, self.hardware, self.chunks) for each in others]
         for done, _ in enumerate(as_completed(listed), start=1):
             self.progress("bounds", done, len(listed))
         return sorted(option for future in listed for option in future.result())
 
     def _simulate(
         self,
-        pool: Executor,
         what: str,
         options: Sequence[Option],
-        wanted: Callable[[Option], bool] | None = None,
+        wanted: Callable[[Option], bool] = lambda option: True,
         budget: float = math.inf,
     ) -> tuple[list[Option], float]:
         """Simulate options in turn, TOGETHER at once, if they are `wanted` when it is their turn. Return the others and
         the rest of the budget.
         """
         turns, left = deque(options), list[Option]()
+        together = TOGETHER if budget < math.inf else len(options)
         while turns and budget > 0:
-            batch: list[Option] = []
-            while turns and budget > 0 and (wanted is None or len(batch) < TOGETHER):
+            batch: list[tuple[Option, Future[list[Prediction] | str]]] = []
+            while turns and budget > 0 and len(batch) < together:
                 option = turns.popleft()
-                if wanted is not None and not wanted(option):
+                variant, candidate = self.tried[option.variant], option.candidate
+                if not wanted(option):
                     left.append(option)
-                elif reason := self._refusal(option):
-                    self._note(option, reason)
+                elif self.arguments and (reason := refusal({**self.arguments, **variant.settings}, candidate.plan)):
+                    self._add(reason, option)
                 else:
-                    batch.append(option)
-                    job = self.tried[option.variant].job
-                    budget -= BALANCED if is_balanced(option.candidate, job) else 1
-            jobs = [self.tried[option.variant].job for option in batch]
-            running = [
-                pool.submit(evaluations, option.candidate, job, self.hardware, self.limit)
-                for option, job in zip(batch, jobs, strict=True)
-            ]
-            for done, (option, future) in enumerate(zip(batch, running, strict=True), start=1):
-                found = future.result()
-                if isinstance(found, str):
-                    self._note(option, found)
-                else:
-                    self._add(found, option.variant)
-                self.progress(what, len(options) - len(turns) - len(batch) + done, len(options))
+                    found = self.pool.submit(evaluations, candidate, variant.job, self.hardware, self.limit)
+                    batch.append((option, found))
+                    budget -= BALANCED if is_balanced(candidate, variant.job) else 1
+            for done, (option, future) in enumerate(batch, start=len(options) - len(turns) - len(batch) + 1):
+                self._add(future.result(), option)
+                self.progress(what, done, len(options))
         return [*left, *turns], budget
 
-    def _refusal(self, option: Option) -> str | None:
-        if not self.arguments:
-            return None
-        return refusal({**self.arguments, **self.tried[option.variant].settings}, option.candidate.plan)
-
-    def _note(self, option: Option, reason: str) -> None:
-        if option.variant in self.own:
-            self.impossible.append(Infeasible(option.candidate, reason))
-
-    def _add(self, runs: Iterable[Prediction], variant: int) -> None:
-        """Add simulated runs that are not known yet."""
+    def _add(self, found: Iterable[Prediction] | str, option: Option) -> None:
+        """Add simulated runs of an option that are not known yet, or the reason why the job cannot run it."""
+        own = option.variant in self.own
+        if isinstance(found, str):
+            self.impossible += [(option.candidate, found)] if own else []
+            return
         known = {(each.variant, each.candidate) for each in self.found}
-        for each in runs:
-            if (variant, each.candidate) not in known:
-                each.variant, each.given = variant, variant in self.own and each.plan == self.given
+        for each in found:
+            if (option.variant, each.candidate) not in known:
+                each.variant, each.given = option.variant, own and each.plan == self.given
                 self.found.append(each)
-                if each.candidate.plan.vocab is not VocabMethod.INTERLACED:
+                if each.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
     def _may_lead(self, kind: str, option: Option) -> bool:
         """Whether an option may be the fastest run of a `kind`."""
-        runs = [each for each in self.found if getattr(each.candidate, kind) and each.fits(self.limit)]
-        best = min((each.iteration_seconds for each in runs), default=math.inf)
-        return (
-            getattr(option.candidate, kind)
-            and option.bound.seconds < best
-            and option.bound.memory_within(best) <= self.limit
-        )
+        runs = [each.iteration_seconds for each in self.fitting if getattr(each.candidate, kind)]
+        best, least = min(runs, default=math.inf), option.bound
+        return getattr(option.candidate, kind) and least.seconds < best and least.memory_within(best) <= self.limit
 
-    def _fit(self, pool: Executor) -> None:
-        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits."""
+    def _fit(self) -> None:
+        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits. Only a
+        run of a smaller base that fits can become faster in this way.
+        """
         fastest = min(self.fitting, key=time_and_memory, default=None)
-        sizes = dict.fromkeys([*self.own, *([] if fastest is None else [fastest.variant])])
         running = []
-        for index in sizes:
+        for index in dict.fromkeys([*self.own, *([] if fastest is None else [fastest.variant])]):
             job = self.tried[index].job
             for candidate in flexible_candidates(job, self.hardware):
                 bases = [base.name for base in family(candidate.plan.schedule).bases]
                 rivals = [
                     each
                     for each in self.fitting
-                    if each.variant == index
-                    and each.candidate.plan.schedule in bases
-                    and each.candidate.plan.vocab is candidate.plan.vocab
+                    if each.variant == index and each.plan.schedule in bases and each.plan.vocab is candidate.plan.vocab
                 ]
-                fits = [each.candidate.plan for each in rivals if each.candidate.plan.vocab_rows is None]
-                if all(plan.schedule != bases[0] for plan in fits):
-                    future = pool.submit(fitted_evaluation, candidate, job, self.hardware, self.limit)
-                    running.append((index, rivals, future))
-        for index, rivals, future in running:
+                if rivals and all(each.plan.schedule != bases[0] or each.plan.vocab_rows for each in rivals):
+                    future = self.pool.submit(fitted_evaluation, candidate, job, self.hardware, self.limit)
+                    running.append((Option(Bound(0.0, 0.0), index, 0, candidate), rivals, future))
+        for option, rivals, future in running:
             found = future.result()
             if found and all(found.iteration_seconds < each.iteration_seconds for each in rivals):
-                self._add([found], index)
+                self._add([found], option)
 
-    def _offload(self, pool: Executor, options: Sequence[Option]) -> None:
+    def _offload(self, options: Sequence[Option]) -> None:
         """Offload chunks with the job's own sizes, and with others that offloading may bring onto the frontier."""
-        offloadable = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in self.tried]
-        least = [(each.bound.without_activations, each.variant) for each in options if offloadable[each.variant]]
-        own = [index for index in self.own if offloadable[index]]
+        able = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in self.tried]
+        least = [(each.bound.without_activations, each.variant) for each in options if able[each.variant]]
         others = sizes_to_offload(each for each in least if self.front.may_gain(each[0]))
-        sizes = [(index, self.tried[index].job) for index in dict.fromkeys([*own, *others])]
+        sizes = list(dict.fromkeys([*(index for index in self.own if able[index]), *others]))
         self.offload_sizes = len(sizes)
-        bases = [pool.submit(bases_to_offload, job, self.hardware, self.chunks) for _, job in sizes]
+        bases = [
+            self.pool.submit(bases_to_offload, self.tried[index].job, self.hardware, self.chunks) for index in sizes
+        ]
         running = [
-            (index, pool.submit(offloaded_runs, base, job, self.hardware, self.limit))
-            for (index, job), future in zip(sizes, bases, strict=True)
+            (
+                Option(Bound(0.0, 0.0), index, 0, base),
+                self.pool.submit(offloaded_runs, base, self.tried[index].job, self.hardware, self.limit),
+            )
+            for index, future in zip(sizes, bases, strict=True)
             for base in future.result()
         ]
-        for done, (index, future) in enumerate(running, start=1):
-            self._add(future.result(), index)
+        for done, (option, future) in enumerate(running, start=1):
+            self._add(future.result(), option)
             self.progress("offloading", done, len(running))
-
-
-def _gains(may_gain: Callable[[Bound], bool], option: Option) -> bool:
-    return may_gain(option.bound)
 
 
 def is_balanced(candidate: Candidate, job: Job) -> bool:
