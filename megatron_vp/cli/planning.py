@@ -6,7 +6,6 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -121,7 +120,6 @@ class Request:
         said = (
             ("options that change time or memory but are not counted in the prediction", ", ", self.uncounted),
             ("assumptions about what the job does not specify", "; ", self.assumed),
-            ("options on which the prediction does not depend", ", ", self.unused),
         )
         return [f"{what}: {mark.join(found)}" for what, mark, found in said if found] + [self.caveat]
 
@@ -140,22 +138,6 @@ class Request:
         grows = self.config.values.get("step_batch_size_schedule") is not None
         growing = ["the last batch size of --step-batch-size-schedule"] if grows else []
         return [*assumed(self.job, self.hardware), *growing]
-
-    @property
-    def unused(self) -> list[str]:
-        """The job's options on which the prediction does not depend."""
-        from megatron_vp.cost.layers.job_plan import plan_of
-        from megatron_vp.cost.layers.job_sizes import job_of
-        from megatron_vp.cost.planning.own_plan import shard_choice
-        from megatron_vp.jobs.known_options import Heard
-        from megatron_vp.jobs.options import UNCOUNTED
-
-        values = Heard(self.config.values)
-        with suppress(UserError):
-            job_of(values, self.job.gpus)
-            shard_choice(replace(self.config, values=values), plan_of(replace(self.config, values=values)))
-        given = {name for name, value in values.items() if value is not None and value is not False}
-        return sorted(map(option_of, given - values.read - {*UNCOUNTED, "activation_limit"}))
 
     @property
     def caveat(self) -> str:
@@ -198,7 +180,6 @@ class Request:
             "vocabulary_passes": "paper" if self.hardware.rates is None else "counted",
             "uncounted": self.uncounted,
             "assumed": self.assumed,
-            "passed_over": self.unused,
             "note": self.caveat,
         }
 
@@ -245,7 +226,7 @@ def memory_room(
 
     The list is empty if the run does not fit in memory.
 
-    `others`: runs of the same job, fastest first. `searched`: whether other parallel sizes have already been tried.
+    `others`: other runs of the same job. `searched`: whether other parallel sizes have already been tried.
     """
     from megatron_vp.cost.hardware.constants import ERROR_BAND
 
@@ -258,21 +239,11 @@ def memory_room(
     )
     if not found.is_tight(limit):
         return [line]
-    ways = ["a run in the table above that needs less memory"] if searched else []
-    offered = (each for each in others if not each.is_tight(limit) and each.candidate.method != "interlaced")
-    roomy = next(offered, None)
-    if roomy is not None:
-        plan, slower = roomy.candidate.plan, roomy.iteration_seconds / found.iteration_seconds - 1
-        ways.append(
-            f"{plan.label} with {roomy.candidate.method} ({roomy.peak_memory / GIB:.1f} GiB, "
-            f"{100 * slower:+.1f} % iteration time)"
-        )
+    ways = ["a run in the table above that needs less memory"] if others or searched else []
     if job.recompute.value == "none":
         ways.append("recomputation (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)")
-    less = ", so that each rank holds less optimizer state"
-    ways.append(f"more nodes (--nodes){less if job.distributed_optimizer else ' with --use-distributed-optimizer'}")
-    if not searched:
-        ways.append("different parallel sizes (megatron-vp plan --search)")
+    ways.append(f"more nodes (--nodes){'' if job.distributed_optimizer else ' with --use-distributed-optimizer'}")
+    ways += [] if searched else ["different parallel sizes (megatron-vp plan --search)"]
     return [
         f"{line}; predicted memory may be {100 * ERROR_BAND['memory']:.0f} % too low, so the run may not fit",
         f"to free memory: {'; '.join(ways)}",

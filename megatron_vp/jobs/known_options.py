@@ -112,19 +112,6 @@ class Arguments:
         return Arguments({**vars(self), **changes})
 
 
-class Heard(dict[str, Any]):
-    """A job's arguments, with the names that `get` has looked up in `read`."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
-        self.read: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of an argument, which counts as read from now on."""
-        self.read.add(name)
-        return super().get(name, default)
-
-
 @cache
 def known_options() -> dict[str, argparse.Action]:
     """All known options by name, with underscores."""

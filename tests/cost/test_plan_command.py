@@ -160,22 +160,6 @@ def test_what_the_cost_model_does_not_know_is_named_beside_its_answer(small):
     assert "not counted" not in answer and answer != run("simulate", small).stdout
 
 
-def test_what_no_number_depends_on_is_listed_in_one_line(small):
-    words = ["--lr", "1e-4", "--train-iters=7", "--cpu", "--swiglu", "--no-rope-fusion"]
-    for command in ("simulate", "plan"):
-        lines = run(command, small, *words).stdout.splitlines()
-        listed = "--cpu, --lr, --no-rope-fusion, --tokenizer-model, --train-iters"
-        assert f"options on which the prediction does not depend: {listed}" in lines
-    document = json.loads(run("simulate", small, "--lr", "1", "--moe-latent-size", "8", "--format", "json").stdout)
-    assert (document["passed_over"], document["uncounted"]) == (["--lr", "--tokenizer-model"], ["--moe-latent-size"])
-
-
-def test_options_without_an_effect_on_the_prediction_are_passed_over(small):
-    words = ["simulate", small, "--fp8-recipe", "blockwise", "--format", "json"]
-    assert "--fp8-recipe" in json.loads(run(*words).stdout)["passed_over"]
-    assert "--fp8-recipe" not in json.loads(run(*words, "--fp8-format", "hybrid").stdout)["passed_over"]
-
-
 def test_what_a_job_leaves_open_is_said(small):
     sixteen = (
         "--nodes 2 --num-experts 16 --expert-model-parallel-size 16 --seq-length 4096 --global-batch-size 16 --bf16"

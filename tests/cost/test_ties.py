@@ -79,8 +79,7 @@ def test_what_a_run_leaves_free_is_said_and_what_would_give_room(runs):
     tight = replace(request, limit=full.peak_memory + 2**30)
     line, ways = memory_room(tight, full, [full, roomy])
     assert "1.0 GiB free; predicted memory may be 3 % too low" in line
-    assert ways.startswith("to free memory: 1f1b with vocab-2 (") and "+10.0 % iteration time" in ways
-    for way in ("--recompute-granularity full", "more nodes", "plan --search"):
+    for way in ("a run in the table above", "--recompute-granularity full", "more nodes", "plan --search"):
         assert way in ways
     recomputed = asked("h100", "--recompute-granularity", "full")
     ways = memory_room(replace(recomputed, limit=tight.limit), full, searched=True)[1]
