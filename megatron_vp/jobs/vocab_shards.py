@@ -30,7 +30,7 @@ class ShardChoice:
     rows: tuple[int, ...] | None = None
     """With `ROWS`: rows of each pipeline rank, summed over the tensor ranks of its stage."""
     folder: Path | None = None
-    """With `MEASURED`: the folder of the earlier run's rank reports or traces."""
+    """With `MEASURED`: the folder of the earlier run's rank reports."""
 
     @classmethod
     def parse(cls, text: object) -> ShardChoice:
@@ -44,8 +44,8 @@ class ShardChoice:
         if rule == ShardRule.MEASURED:
             if not colon or not folder:
                 raise UserError(
-                    f"--vocab-shards {words} needs a folder: write measured:DIR, where DIR holds the rank reports or "
-                    "traces of an earlier run"
+                    f"--vocab-shards {words} needs a folder: write measured:DIR, where DIR holds the rank reports of "
+                    "an earlier run"
                 )
             return cls(ShardRule.MEASURED, folder=Path(folder))
         numbers = [number.strip() for number in words.split(",")]
