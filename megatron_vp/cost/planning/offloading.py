@@ -45,37 +45,20 @@ training job searches with all its microbatches and may find a different shape.
 """
 
 
-def offloaded_evaluations(base: Prediction, job: Job, hardware: Hardware, limit: float | None) -> list[Prediction]:
-    """Offload different numbers of chunks in the plan of `base`, which does not offload, and evaluate each variant.
+def offloaded_evaluations(base: Prediction, job: Job, hardware: Hardware) -> list[Prediction]:
+    """Evaluate the plan of `base`, which does not offload, with every number of offloaded chunks that MOST_LOAD allows.
 
-    The numbers tried first are half of all chunks and the largest number that MOST_LOAD allows. The numbers directly
-    above and below the best number so far are tried next. Plans that offload no chunk or need more host memory than
-    `host_room` are left out.
+    Plans that offload no chunk or need more host memory than `host_room` are left out.
     """
-    plan, found = base.candidate.plan, {0: base}
-    chunks = FAMILIES[plan.schedule].chunks_of(plan.chunks)
-    allowed = [count for count in range(1, chunks + 1) if copy_load(job, plan, count, hardware) <= MOST_LOAD]
-
-    def try_out(counts: Sequence[int]) -> None:
-        for count in counts:
-            if count in allowed and count not in found:
-                candidate = replace(base.candidate, plan=replace(plan, offload_chunks=count))
-                found[count] = evaluate(candidate, job, hardware)
-
-    most = max(allowed, default=0)
-    try_out([min((chunks + 1) // 2, most), most])
-    fitting = [count for count, each in found.items() if limit is None or each.fits(limit)]
-    if fitting:
-        best = min(fitting, key=lambda count: (found[count].iteration_seconds, count))
-    else:
-        best = min(found, key=lambda count: found[count].peak_memory)
-    try_out([best - 1, best + 1])
+    plan, found = base.plan, list[Prediction]()
+    for count in range(1, FAMILIES[plan.schedule].chunks_of(plan.chunks) + 1):
+        if copy_load(job, plan, count, hardware) <= MOST_LOAD:
+            found.append(evaluate(replace(base.candidate, plan=replace(plan, offload_chunks=count)), job, hardware))
     room = host_room(hardware)
     return [
         each
-        for count, each in sorted(found.items())
-        if count
-        and any(rank.chunks for rank in each.copies)
+        for each in found
+        if any(rank.chunks for rank in each.copies)
         and fullest_node(job, hardware, [rank.host for rank in each.copies]) <= room
     ]
 
@@ -94,7 +77,7 @@ def with_chosen_offload(
     base = evaluate(Candidate(method_of(plan), plan), job, hardware)
     if base.fits(room):
         return plan
-    found = offloaded_evaluations(base, job, hardware, room)
+    found = offloaded_evaluations(base, job, hardware)
     fitting = [each for each in found if each.fits(room)]
     if not fitting:
         least = min((base, *found), key=lambda each: each.peak_memory)
@@ -144,13 +127,11 @@ def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidat
     return [candidate for _, _, candidate in best.values()]
 
 
-def offloaded_runs(base: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Prediction]:
-    """Evaluate `base` without offloading, and with the numbers of offloaded chunks that `offloaded_evaluations`
-    chooses. The list is empty if the job cannot run under the plan of `base`.
-    """
+def offloaded_runs(base: Candidate, job: Job, hardware: Hardware) -> list[Prediction]:
+    """Evaluate `base` without and with offloading. The list is empty if the job cannot run under the plan of `base`."""
     try:
         found = evaluate(base, job, hardware)
-        return [found, *offloaded_evaluations(found, job, hardware, limit)]
+        return [found, *offloaded_evaluations(found, job, hardware)]
     except UserError:
         return []
 

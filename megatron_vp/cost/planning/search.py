@@ -258,17 +258,12 @@ class Search:
         others = sizes_to_offload(each for each in least if self.front.may_gain(each[0]))
         sizes = list(dict.fromkeys([*(index for index in self.own if able[index]), *others]))
         self.offload_sizes = len(sizes)
-        bases = [
-            self.pool.submit(bases_to_offload, self.tried[index].job, self.hardware, self.chunks) for index in sizes
-        ]
-        running = [
-            (
-                Option(Bound(0.0, 0.0), index, 0, base),
-                self.pool.submit(offloaded_runs, base, self.tried[index].job, self.hardware, self.limit),
-            )
-            for index, future in zip(sizes, bases, strict=True)
-            for base in future.result()
-        ]
+        running = []
+        for index in sizes:
+            job = self.tried[index].job
+            for base in bases_to_offload(job, self.hardware, self.chunks):
+                future = self.pool.submit(offloaded_runs, base, job, self.hardware)
+                running.append((Option(Bound(0.0, 0.0), index, 0, base), future))
         for done, (option, future) in enumerate(running, start=1):
             self._add(future.result(), option)
             self.progress("offloading", done, len(running))
