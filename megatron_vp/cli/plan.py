@@ -15,9 +15,9 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.planning import (
+    FORMAT_HELP,
     GIB,
     Format,
-    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron_vp.jobs.job_config import JobConfig
 
 SHOWN = 12
-"""The table of a search shows at most this many runs of the frontier; JSON shows all."""
+"""The table of a search shows at most this many runs of the frontier; JSON and the picture show all."""
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
-    asked_format: FormatOption = None,
+    asked_format: Annotated[Format | None, typer.Option("--format", help=FORMAT_HELP)] = None,
     output: OutputOption = None,
     write_schedule: Annotated[
         Path | None,
@@ -124,8 +124,15 @@ def plan(
         chosen, request = answer.choice.chosen, answer.request
         simulator = make_simulator(request.job, chosen.candidate.plan, request.hardware)
         write(to_json(simulator.schedule) + "\n", write_schedule)
-    as_json = output_format is Format.JSON
-    content = json.dumps(answer.document(), indent=1) + "\n" if as_json else answer.table()
+    match output_format:
+        case Format.TABLE:
+            content: str | bytes = answer.table()
+        case Format.JSON:
+            content = json.dumps(answer.document(), indent=1) + "\n"
+        case Format.PNG:
+            from megatron_vp.cost.planning.charts import runs_chart
+
+            content = runs_chart(answer.search, answer.choice.chosen, "\n".join(answer.heading))
     write(content, output)
 
 
@@ -247,11 +254,15 @@ class Answer:
         if not found.untried:
             return [title, "The frontier: runs that no other run beats in both time and memory."]
         least = min(option.bound.seconds for option in found.untried)
+        fastest = (
+            "possibly including the fastest" if least <= found.fitting[0].iteration_seconds else "all of them slower"
+        )
+        likely = sum(found.front.expects(option.bound) for option in found.untried)
         return [
             title,
-            f"The frontier is partial: {len(found.untried):,} ways to train were not tried, which take at least "
-            f"{seconds(least)} s per iteration. All simulations of --search-budget {found.budget} were used; a larger "
-            "budget allows more.",
+            f"The frontier is partial: {len(found.untried):,} ways to train were not tried, {fastest} (each takes at "
+            f"least {seconds(least)} s per iteration); {likely or 'none'} of them probably belong to the frontier. All "
+            f"simulations of --search-budget {found.budget} were used; a larger budget allows more.",
         ]
 
     def table(self) -> str:

@@ -35,12 +35,22 @@ MOST_GPUS = 1_000_000
 """The largest accepted number of GPUs, several times as many as in the largest existing cluster."""
 
 
-class Format(StrEnum):
-    """The output formats of the command."""
+class TableOrJson(StrEnum):
+    """The output formats of `simulate`."""
 
     TABLE = "table"
     JSON = "json"
 
+
+class Format(StrEnum):
+    """The output formats of `plan`."""
+
+    TABLE = "table"
+    JSON = "json"
+    PNG = "png"
+
+
+FORMAT_HELP = "Output format (default: the one that the -o file's suffix names, else a table)."
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware of the job: a100, h100, h200, b200, mi300x or cpu.")]
 NodesOption = Annotated[
@@ -53,10 +63,6 @@ MemoryOption = Annotated[
         metavar="X|XGiB",
         help="Memory limit per rank in GiB (default: the GPU's full memory).",
     ),
-]
-FormatOption = Annotated[
-    Format | None,
-    typer.Option("--format", help="Output format (default: the one that the -o file's suffix names, else a table)."),
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")

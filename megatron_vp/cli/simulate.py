@@ -10,14 +10,14 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.planning import (
+    FORMAT_HELP,
     GIB,
-    Format,
-    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
     Request,
+    TableOrJson,
     memory_room,
     read_request,
     seconds,
@@ -52,7 +52,7 @@ def simulate(
             help="Instead of the cost model's pass times, use those measured by a run with --pipeline-trace DIR.",
         ),
     ] = None,
-    asked_format: FormatOption = None,
+    asked_format: Annotated[TableOrJson | None, typer.Option("--format", help=FORMAT_HELP)] = None,
     output: OutputOption = None,
 ) -> None:
     """Predict the time and memory of every pipeline rank of a job under the schedule that the job sets.
@@ -69,7 +69,7 @@ def simulate(
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
-    output_format = format_for(asked_format, output, Format)
+    output_format = format_for(asked_format, output, TableOrJson)
     request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
     whole, config = request.job, request.config
     _refuse_endless(whole, plan_of(config))
@@ -80,7 +80,7 @@ def simulate(
         found = predict(whole, plan, request.hardware, measured)
         if plan.offload_chunks:
             check_offload(found)
-        if output_format is Format.JSON:
+        if output_format is TableOrJson.JSON:
             content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
         else:
             content = _table(request, found)

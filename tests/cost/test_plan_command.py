@@ -15,9 +15,11 @@ from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_plan import plan_of, settings_of
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
+from megatron_vp.cost.planning import charts
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
+from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layout_text import layers_in, layout_of
@@ -391,13 +393,34 @@ def test_plan_says_what_a_file_must_unset(small, evaluations):
     assert "and unset vocab_parallel with a configuration file, such as the one below" in run("plan", small).stdout
 
 
+def test_the_picture_marks_what_is_recommended(small, tmp_path, monkeypatch, evaluations):
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
+    assert run("plan", small, "-o", tmp_path / "plan.png").exit_code == 0
+    said = [text.get_text() for text in figures[0].axes[0].texts]
+    assert [words for words in said if "recommended" in words] == ["1f1b, vocab-1, recommended"]
+
+
+def test_the_axis_speaks_of_a_limit_only_where_the_picture_shows_it(small, monkeypatch):
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
+    job, machine = job_of(read_sizes([small], []).values), find_hardware("h100")
+    found = [evaluate(candidate, job, machine) for candidate in candidates(job, machine)[:2]]
+    for limit in (1.05, 100):
+        search = Search([Variant(job, {}, own=True)], machine, limit * found[0].peak_memory, found=found[:1])
+        charts.runs_chart(search, found[0], "a title")
+    labels = [(len(axes.lines), axes.get_xlabel()) for (axes,) in (figure.axes for figure in figures)]
+    assert ["dotted line" in label for _, label in labels] == [True, False] and labels[0][0] == labels[1][0] + 1
+
+
 def test_seconds_have_four_digits():
     assert [seconds(value) for value in (0.0123456, 1.59, 12345.6)] == ["0.01235", "1.590", "12346"]
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, evaluations, command):
-    for suffix, start in (("json", b"{"), ("JSON", b"{"), ("txt", b"4 x NVIDIA")):
+    pictures = [("png", b"\x89PNG"), ("PNG", b"\x89PNG")] if command == "plan" else []
+    for suffix, start in (*pictures, ("json", b"{"), ("txt", b"4 x NVIDIA")):
         file = tmp_path / f"answer.{suffix}"
         assert run(command, small, "-o", file).exit_code == 0
         assert file.read_bytes().startswith(start)
@@ -409,6 +432,12 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
     ):
         error = run(command, small, *words).exception
         assert isinstance(error, UserError) and said in str(error)
+
+
+def test_a_picture_without_a_file_is_refused_before_any_work(small, monkeypatch):
+    monkeypatch.setattr("megatron_vp.cli.plan.read_cluster", None)
+    result = run("plan", small, "--format", "png")
+    assert isinstance(result.exception, UserError) and "name a file with -o" in str(result.exception)
 
 
 def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):

@@ -119,8 +119,11 @@ def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):
             )
             or each not in best
         )
+    picture = tmp_path / "dial.png"
     text = run("plan", *words, "--offload").stdout
     assert "offloaded" in text and "host" in text
+    run("plan", *words, "--offload", "-o", picture)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_recomputed_chunks_are_not_offloaded(small):

@@ -21,7 +21,7 @@ from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
-from megatron_vp.cost.planning import search
+from megatron_vp.cost.planning import charts, search
 from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, time_and_memory
 from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
@@ -336,6 +336,9 @@ def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
     assert best["pipeline"] * best["data"] == 8 and best["fits"] and best["method"] != "interlaced"
     assert best["settings"]["pipeline_model_parallel_size"] == best["pipeline"]
     assert best["iteration_seconds"] <= 1.03 * document["frontier"][0]["iteration_seconds"]
+    picture = tmp_path / "found.png"
+    assert command(tmp_path, "--search", *keep, "-o", str(picture)).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     done = command(tmp_path, "--search", *keep)
     assert "The frontier: runs that no other run beats in both time and memory." in done.output
     assert "use: --" in done.output
@@ -350,7 +353,7 @@ def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
     assert "\nno gain in time; to run with this memory, use: --" in slower and "\nuse: " not in slower
 
 
-def test_a_partial_answer_says_so_in_all_formats(tmp_path):
+def test_a_partial_answer_says_so_in_all_formats(tmp_path, monkeypatch):
     words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
     table = command(tmp_path, *words).stdout
     (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
@@ -360,6 +363,14 @@ def test_a_partial_answer_says_so_in_all_formats(tmp_path):
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["partial"] and document["heading"] == heading and document["budget"] == 2
     assert document["untried_seconds"] > 0 and f"{document['untried']:,} ways to train were not tried" in heading
+    figures = []
+    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
+    command(tmp_path, *words, "-o", str(tmp_path / "found.png"))
+    (figure,) = figures
+    figure.draw_without_rendering()
+    (title,) = [text for text in figure.texts if text.get_text() == figure.get_suptitle()]
+    assert " ".join(title.get_text().split()) == f"{table.splitlines()[0]} {heading}"
+    assert title.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_what_must_be_unset_is_in_the_json(tmp_path):
