@@ -20,10 +20,10 @@ from math import gcd
 
 from ortools.sat.python import cp_model
 
-from megatron_vp.schedule import Costs, Held, Pass, PassKind, Schedule, VocabMethod, lower, simulate
+from megatron_vp.schedule import Costs, Held, Pass, PassKind, Schedule, VocabMethod, validate
 from megatron_vp.schedule.dependencies import build_graph, join_vocabulary_passes
 from megatron_vp.schedule.graph import Graph
-from megatron_vp.schedule.ledger import lives, peaks
+from megatron_vp.schedule.ledger import lives
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.reorder import link_limits
@@ -63,10 +63,7 @@ def shortest(schedule: Schedule, limits: MemoryLimits, pairs: Pairs, costs: Cost
         model.limit_memory(rank, Held.ACTIVATIONS, limit)
         model.limit_memory(rank, Held.LOGITS, limits.logits)
     found, bound = model.solve(effort)
-    timeline = simulate(found, costs)
-    lower(found, costs)
-    bounds = zip(peaks(found, Held.ACTIVATIONS), limits.activations, strict=True)
-    assert all(peak <= limit for peak, limit in bounds)
+    timeline = validate(found, costs, [limit / schedule.chunks for limit in limits.activations])
     return Shortest(found, timeline.makespan, max(bound, *timeline.busy))
 
 

@@ -117,7 +117,7 @@ def schedule(
 
     Example: megatron-vp schedule v-half -p 8 -m 32 --vocab vocab-2 --format png -o schedule.png
     """
-    from megatron_vp.schedule import PassCosts, ScheduleError, family, generate, lower, simulate
+    from megatron_vp.schedule import PassCosts, ScheduleError, family, generate, simulate, validate
     from megatron_vp.schedule import evaluation as forward_schedule
     from megatron_vp.schedule.flex import microbatches_of_limit
     from megatron_vp.schedule.placed_copies import check_offloaded
@@ -129,10 +129,11 @@ def schedule(
     costs = PassCosts.parse(cost)
 
     def timed(found: Schedule, check: bool) -> Timeline:
-        """Simulate what is shown of a schedule; with `check`, check that it can run."""
+        """Simulate what is shown of a schedule; with `check`, prove it, too."""
         if check:
-            lower(found, costs)
-        return simulate(forward_schedule(found, costs) if evaluation else found, costs)
+            validate(found, costs)
+        shown = forward_schedule(found, costs) if evaluation else found
+        return validate(shown, costs) if check and evaluation else simulate(shown, costs)
 
     try:
         if source is not None:

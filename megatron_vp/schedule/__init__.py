@@ -14,3 +14,4 @@ from megatron_vp.schedule.reorder import evaluation
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.schedule.timeline import Simulator, Timeline, simulate
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Copy, Message, Operation
+from megatron_vp.schedule.validate import validate, validate_programs

@@ -13,11 +13,11 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json
 from megatron_vp.schedule.reorder import forwards
+from megatron_vp.schedule.validate import validate
 from tests.harness.ranks import run_ranks
 from tests.harness.training import _merge, comparable_model, set_weights, tiny_model, train, train_case
 from tests.mcore.comparison import assert_equal
 from tests.mcore.test_launch import refusals
-from tests.schedule.program_checks import validate
 
 FOLDER = Path(__file__).parent / "schedules"
 BY_HAND = FOLDER / "by_hand.json"

@@ -23,7 +23,7 @@ from megatron_vp.schedule import (
 from megatron_vp.schedule import flex as module
 from megatron_vp.schedule.flex import fitted, shaped
 from megatron_vp.schedule.generators.v_shapes import Shape
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 BASES = ("v-min", "v-half", "zb-v")
 UNEVEN = PassCosts(F=1, B=1.9, W=0.7)

@@ -5,7 +5,7 @@ code).
 import pytest
 
 from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, generate, lower, simulate
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 NAMES = ("gis", "gis-h", "po")
 # Spans in passes of a chunk with 4p microbatches and F = B = W, and peaks in chunks, by (p, v), as their generator

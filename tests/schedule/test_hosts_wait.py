@@ -14,8 +14,8 @@ from megatron_vp.schedule import (
     lower,
     programs_to_json,
 )
+from megatron_vp.schedule.validate import validate
 from tests.schedule.early_receives import with_early_receives
-from tests.schedule.program_checks import validate
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 WAITS = list(HostWaits)

@@ -23,7 +23,7 @@ from megatron_vp.schedule import (
 from megatron_vp.schedule.ledger import levels, lives, peak
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.reorder import reorder_for_costs
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 RANKS, MICROBATCHES = 4, 8
 ACTIVATIONS, HOST = Held.ACTIVATIONS, Held.HOST_ACTIVATIONS

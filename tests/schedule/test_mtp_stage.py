@@ -7,7 +7,7 @@ from megatron_vp.schedule.instructions import Run, Wait
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, VocabMethod
 from megatron_vp.schedule.transfers import Collective, CollectiveKind
-from tests.schedule.program_checks import validate_programs
+from megatron_vp.schedule.validate import validate_programs
 
 
 def _embeds(program):

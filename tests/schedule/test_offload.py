@@ -26,7 +26,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.families import family_of_text
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 from tests.schedule.program_player import HostWaits, stuck_ranks
 
 NAMES = ("gis", "gis-h", "po")

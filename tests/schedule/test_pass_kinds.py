@@ -26,7 +26,7 @@ from megatron_vp.schedule.draw import to_picture, to_text
 from megatron_vp.schedule.ledger import activation_levels
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.reorder import reorder_for_costs
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 COLOUR = "#123456"
 MICROBATCHES = 3

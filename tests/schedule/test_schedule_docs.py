@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from megatron_vp.schedule import from_csv
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 

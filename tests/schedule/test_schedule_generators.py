@@ -17,7 +17,7 @@ from megatron_vp.schedule import (
     simulate,
 )
 from megatron_vp.schedule.list_scheduler import ListScheduler
-from tests.schedule.program_checks import validate
+from megatron_vp.schedule.validate import validate
 
 METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
 

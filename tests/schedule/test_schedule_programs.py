@@ -1,7 +1,9 @@
 """Test lowered programs for what the executor relies on, and the validator with broken schedules and programs."""
 
+import re
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -29,11 +31,13 @@ from megatron_vp.schedule import (
     generate,
     lower,
     simulate,
+    validate,
+    validate_programs,
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.node_times import durations, node_times
-from tests.schedule.program_checks import validate
+from tests.schedule.early_receives import with_early_receives
 
 
 def texts(program):
@@ -389,6 +393,14 @@ def test_a_long_circle_is_cut_short():
     assert circle.count(" waits for ") == 4 and circle.endswith("; ...")
 
 
+def test_a_schedule_whose_programs_hang_is_refused(monkeypatch):
+    schedule = generate("1f1b", 3, 4, vocab="vocab-2")
+    hanging = with_program(lower(schedule), 1, move_after("+EMBED_GRAD:2", "+EMBED_GRAD:1"))
+    monkeypatch.setattr(import_module("megatron_vp.schedule.validate"), "lower", lambda *_: hanging)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(schedule)
+
+
 def test_a_rank_too_few_is_refused():
     schedule = generate("1f1b", 3, 2)
     with pytest.raises(ScheduleError, match="lists 2 ranks"):
@@ -396,8 +408,67 @@ def test_a_rank_too_few_is_refused():
 
 
 def test_a_passed_memory_bound_is_refused_at_its_step():
-    with pytest.raises(ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2$"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 holds activations of 3 microbatches at F2, more than its bound of 2$"
+    ):
         validate(generate("1f1b", 3, 5), memory_bound=[2, 2, 1])
+
+
+def with_program(programs, rank, edit):
+    instructions = list(programs[rank].instructions)
+    edit(instructions)
+    return [replace(p, instructions=tuple(instructions)) if p.rank == rank else p for p in programs]
+
+
+def place_of(instructions, text):
+    return list(map(str, instructions)).index(text)
+
+
+def drop(text):
+    return lambda instructions: instructions.pop(place_of(instructions, text))
+
+
+def move_after(text, target):
+    def edit(instructions):
+        moved = instructions.pop(place_of(instructions, text))
+        instructions.insert(place_of(instructions, target) + 1, moved)
+
+    return edit
+
+
+def exchange(first, second):
+    def edit(instructions):
+        a, b = place_of(instructions, first), place_of(instructions, second)
+        instructions[a], instructions[b] = instructions[b], instructions[a]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (exchange("+C2:0", "+C1:1"), "rank 1 posts C2:0, but rank 0 posts C1:1"),
+        (exchange("+activation:0[1>2]", "+activation:1[1>2]"), "but rank 1 posts activation:1|posts activation:1"),
+        (drop("+C1:1"), "C1:1, which it has not posted"),
+        (drop("+EMBED:3"), "but rank 0 posts EMBED:3"),
+        (drop("+activation:3[1>2]"), "which rank 1 never posts"),
+        (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
+        (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not one of its members"),
+    ],
+)
+def test_a_broken_program_is_refused_where_it_breaks(edit, words):
+    programs = lower(generate("1f1b", 3, 4, vocab="vocab-1"))
+    validate_programs(programs)
+    with pytest.raises(ScheduleError, match=words) as caught:
+        validate_programs(with_program(programs, 1, edit))
+    assert len(str(caught.value)) < 2000
+
+
+def test_programs_that_wait_for_each_other_are_refused():
+    programs = lower(generate("1f1b", 3, 1, vocab="vocab-2"))
+    late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
+    with pytest.raises(ScheduleError, match=r"rank 2 at \+activation:0\[1>2\]"):
+        validate_programs(late)
 
 
 def test_whole_vocabulary_layers_send_labels_and_losses_between_the_ends_of_a_v():
@@ -414,3 +485,27 @@ def test_whole_vocabulary_layers_send_nothing_where_the_last_stage_runs_the_loss
             chunk = ".1" if name == "interleaved" else ""
             assert steps.index(f"LOSS:{microbatch}") == steps.index(f"F{microbatch}{chunk}") + 1
         assert not any("token" in word or "labels" in word for word in last)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rank", "early", "after"),
+    [
+        ("vocab-2", 2, "+activation:1[1>2]", "+activation:0[1>2]"),
+        ("vocab-2", 1, "+EMBED_GRAD:2", "+EMBED_GRAD:1"),
+        ("vocab-1", 1, "+C0:3", "+LOSS_GRAD:2"),
+    ],
+)
+def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, early, after):
+    programs = lower(generate("1f1b", 3, 4, vocab=vocab))
+    validate_programs(programs)
+    with pytest.raises(ScheduleError, match=rf"deadlock: .*rank {rank} at {re.escape(early)}"):
+        validate_programs(with_program(programs, rank, move_after(early, after)))
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 1), ("1f1b", 6), ("interleaved", 6), ("v-half", 6)])
+@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
+def test_receives_posted_early_hang_hosts_that_wait_for_their_devices(name, microbatches, vocab):
+    programs = lower(generate(name, 2, microbatches, vocab=vocab))
+    validate_programs(programs)
+    with pytest.raises(ScheduleError, match=r"deadlock: ranks wait for each other: rank \d at \+"):
+        validate_programs(with_early_receives(programs))

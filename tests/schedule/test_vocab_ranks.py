@@ -39,7 +39,7 @@ from megatron_vp.schedule import (
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.reorder import forwards
-from tests.schedule.program_checks import validate, validate_programs
+from megatron_vp.schedule.validate import validate, validate_programs
 from tests.schedule.program_player import HostWaits, stuck_ranks
 from tests.schedule.schedule_checks import assert_keeps_the_embedding_near, memory_bound
 
