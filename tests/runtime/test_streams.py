@@ -19,7 +19,7 @@ from megatron_vp.runtime.executor import Observer, unobserved
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.progress import Progress
-from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream
+from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream, ThreadStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Instruction
@@ -334,6 +334,15 @@ def test_tokens_take_two_broadcasts_a_kernel_and_two_copies(sizes, labels):
     evaluated = {("broadcast", "broadcast", "sort_by_owner_", "copy_", "copy_")}
     assert launches.by_kind[CollectiveKind.TOKENS] == tokens | evaluated
     assert launches.by_kind[CollectiveKind.LOSS_GRAD] == {("broadcast",)}
+
+
+def test_an_error_on_the_second_stream_is_raised_by_all_later_waits():
+    stream, ran = ThreadStream(), []
+    events = [stream.submit(lambda: 1 / 0), stream.submit(lambda: ran.append(1))]
+    for wait in (*(event.wait for event in events), stream.synchronise):
+        with pytest.raises(ZeroDivisionError):
+            wait()
+    assert not ran
 
 
 def test_the_second_stream_is_urgent():
