@@ -24,19 +24,6 @@ _REQUIRED = {
 }
 """The sizes without a default, each with the argument that replaces it."""
 
-
-class _Given:
-    """A job's arguments by name; those that are missing have Megatron's defaults. `given` sees each look-up."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
-
-    def __getattr__(self, name: str) -> Any:
-        value = self.given.get(name)
-        return getattr(_DEFAULTS, name) if value is None else value
-
-
-_DEFAULTS = Arguments({})
 _ARGUMENTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
@@ -46,7 +33,7 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     If `ranks` is None, the job has the smallest number of replicas that can hold the experts. Raises UserError if a
     size is missing or if sizes contradict each other.
     """
-    a = _Given(arguments)
+    a = Arguments.given(arguments)
     absent = [name for name, other in _REQUIRED.items() if arguments.get(name) is None and arguments.get(other) is None]
     if absent:
         raise UserError(
@@ -112,13 +99,13 @@ def job_of(arguments: Mapping[str, Any], ranks: int | None = None) -> Job:
     )
 
 
-def _fields(a: _Given, part: str) -> dict[str, Any]:
+def _fields(a: Arguments, part: str) -> dict[str, Any]:
     """The fields of a part of the job that are Megatron's arguments as they stand: see job_sizes.toml."""
     found = {field: getattr(a, name) for field, name in _ARGUMENTS[part].items()}
     return {field: value for field, value in found.items() if value is not None}
 
 
-def _capacity(a: _Given) -> float:
+def _capacity(a: Arguments) -> float:
     """Tokens that experts compute, relative to those that the router sends to them, all experts being equally popular.
 
     A capacity factor below 1 drops tokens. A larger one matters only if all experts' inputs are padded to it.
@@ -129,7 +116,7 @@ def _capacity(a: _Given) -> float:
     return factor if a.moe_pad_expert_input_to_capacity else min(1.0, factor)
 
 
-def _reserved(a: _Given) -> float:
+def _reserved(a: Arguments) -> float:
     """Room in the buffers that keep experts' tokens, relative to the tokens. The paged stash keeps only real tokens, in
     pages with a share of their own.
     """
@@ -138,8 +125,8 @@ def _reserved(a: _Given) -> float:
     return a.moe_expert_rank_capacity_factor or 1.0
 
 
-def _model(a: _Given) -> ModelShape:
-    sizes, experts, pattern = _fields(a, "model"), a.num_experts or 0, pattern_in(a.given)
+def _model(a: Arguments) -> ModelShape:
+    sizes, experts, pattern = _fields(a, "model"), a.num_experts or 0, pattern_in(vars(a))
     hidden = sizes["hidden"]
     if pattern is not None and "E" not in pattern.letters:
         experts = 0
@@ -187,7 +174,7 @@ def _model(a: _Given) -> ModelShape:
     )
 
 
-def _flash_attention_2(a: _Given, fp8: Fp8Recipe | None) -> float:
+def _flash_attention_2(a: Arguments, fp8: Fp8Recipe | None) -> float:
     """The weight of FlashAttention 2, according to a job's attention backend and its fp8 recipe.
 
     Some published recipes with delayed scaling used FlashAttention 2 on H100, and others used cuDNN 9. So if a job with
@@ -199,7 +186,7 @@ def _flash_attention_2(a: _Given, fp8: Fp8Recipe | None) -> float:
     return float(backend == "flash")
 
 
-def _wide_gradients(a: _Given) -> bool:
+def _wide_gradients(a: Arguments) -> bool:
     if a.accumulate_allreduce_grads_in_fp32:
         return True
     if a.bf16:
@@ -211,11 +198,11 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _BYTES |= {"torch.float32": 4, "torch.float16": 2, "torch.bfloat16": 2, "torch.uint8": 1}  # as Megatron parses them
 
 
-def _bytes_of(a: _Given, name: str) -> int:
+def _bytes_of(a: Arguments, name: str) -> int:
     return _BYTES[str(getattr(a, name))]
 
 
-def _states(a: _Given, fp8: Fp8Recipe | None) -> tuple[int, bool]:
+def _states(a: Arguments, fp8: Fp8Recipe | None) -> tuple[int, bool]:
     """`Job.kept_states` and `Job.takes_gradients`.
 
     The states are both moments and, for a 16-bit parameter, its fp32 copy. Transformer Engine stores only 16 bits of a
@@ -263,7 +250,7 @@ def expert_layers(frequency: Any, layers: int) -> tuple[bool, ...]:
 _DELTAS = ("gated_delta_net", "gdn", "gdn2")
 
 
-def _letters(a: _Given, layers: int, experts: int) -> str:
+def _letters(a: Arguments, layers: int, experts: int) -> str:
     """`ModelShape.pattern` of a GPT model: empty if all its layers are alike, with attention and, if any, experts."""
     with_experts = expert_layers(a.moe_layer_freq, layers) if experts else (True,) * layers
     linear: Sequence[bool] = (False,) * layers
@@ -275,7 +262,7 @@ def _letters(a: _Given, layers: int, experts: int) -> str:
     return "" if set(letters) == {"t"} else letters
 
 
-def _windowed(a: _Given) -> float:
+def _windowed(a: Arguments) -> float:
     """Fraction of layers with a window: 1 - 1/n with `--window-attn-skip-freq n`, and 1 without this option. If the
     option is a list, all layers are counted as layers without a window.
     """
@@ -297,7 +284,7 @@ def modules_in(arguments: Mapping[str, Any], name: str, used: bool | None = True
     return frozenset([given] if isinstance(given, str) else given)
 
 
-def _glu_intermediates(a: _Given, kind: LayerKind, experts: bool) -> int:
+def _glu_intermediates(a: Arguments, kind: LayerKind, experts: bool) -> int:
     """The number of intermediate tensors that a gated MLP keeps.
 
     Fused SwiGLU keeps no intermediates, because it recomputes them from its input. Megatron's unfused code keeps two:
@@ -313,11 +300,11 @@ def _glu_intermediates(a: _Given, kind: LayerKind, experts: bool) -> int:
     return 2 if a.swiglu and unfused else 0
 
 
-def _biases(a: _Given) -> bool:
+def _biases(a: Arguments) -> bool:
     return not a.disable_bias_linear and a.add_bias_linear is not False
 
 
-def _fp8(a: _Given, layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
+def _fp8(a: Arguments, layers: int, pipeline: int) -> tuple[Fp8Recipe | None, int, int]:
     """The fp8 or fp4 recipe, and the numbers of layers at the model's start and end that stay in 16 bits."""
     if a.fp4_format or a.fp4:  # Megatron stores `--fp4-format` as `fp4`, and `--fp8-format` as `fp8`.
         asked = a.fp4_recipe
