@@ -60,7 +60,8 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action, key: str
             return [next(o for o in action.option_strings if o.startswith("--no-") != option.startswith("--no-"))]
         return []
     several, values = action.nargs is not None, value if isinstance(value, list) else [value]
-    wanted = {None: 1, "*": len(values), "+": max(1, len(values))}.get(action.nargs, action.nargs)
+    counts: dict[Any, int] = {None: 1, "*": len(values), "+": max(1, len(values))}
+    wanted = counts.get(action.nargs, action.nargs)
     if len(values) != wanted:
         raise UserError(f"{where}: the number of values must be {wanted}, not {len(values)}")
     texts = [_text(parser, action, item, where) for item in values]
