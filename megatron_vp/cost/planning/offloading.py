@@ -166,10 +166,12 @@ def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit:
         # Whatever a rank needs too much must come from its activations, which take their fragments with them.
         room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in found.memory)
         chunks = family(plan.schedule).chunks_of(None)
-        first = math.floor(chunks * room / largest_microbatch(job, found.candidate.plan, hardware))
+        first = math.floor(chunks * room / largest_microbatch(job, found.plan, hardware))
+        request = plan.request(sample, costs=order_costs(sample, plan, hardware))
         for count in range(first, max(0, first - STEPS), -1):
-            shaped = with_limit(sample, plan, hardware, f"{count / chunks:g}")
-            found = evaluate(replace(candidate, plan=shaped), job, hardware)
+            shape, text = fitted(request, count / chunks).shape, f"{count / chunks:g}"
+            shaped = replace(candidate, plan=replace(plan, shape=shape, activation_limit=text))
+            found = evaluate(shaped, job, hardware)
             if found.fits(limit):
                 return found
     except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.

@@ -117,7 +117,11 @@ class Search:
             self.count = len(self.found) + len(options)
             left, rest = [option for option in options if option.bound.memory <= self.limit], self.budget
             for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-                left, rest = self._simulate(what, sorted(left), lambda option, gains=gains: gains(option.bound), rest)
+
+                def wanted(option: Option, gains: Callable[[Bound], bool] = gains) -> bool:
+                    return gains(option.bound)
+
+                left, rest = self._simulate(what, sorted(left), wanted, rest)
             for kind in ("in_megatron", "without_split"):
                 turns = sorted(left, key=lambda option: (option.bound.expected > self.limit, option))
                 left, _ = self._simulate("comparing", turns, partial(self._may_lead, kind), COMPARED)
