@@ -101,6 +101,8 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], bac
 
 Ready = list[int]
 """A heap of ready passes as negated indices into `_Rank.order`. The order is reversed, so the first pass is on top."""
+Queue = tuple[list[_MemoryPool], Ready]
+"""Ready passes, and the pools from which each of them allocates."""
 
 
 class _Rank:
@@ -111,10 +113,10 @@ class _Rank:
         self.left = list(range(len(order)))
         # Ready passes that allocate from the same pools share a queue, because if the first does not fit, none fits.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
-        self.takes = [tuple(compress(range(len(each)), each)) for each in takes]
-        self.queues: dict[tuple[int, ...], tuple[list[_MemoryPool], Ready]] = {
-            each: ([pools[place] for place in each], []) for each in sorted(set(self.takes))
-        }
+        named = sorted((tuple(compress(range(len(each)), each)), each) for each in set(takes))
+        self.queues: list[Queue] = [([pools[place] for place in places], []) for places, _ in named]
+        queue_of = {each: queue for (_, each), queue in zip(named, self.queues, strict=True)}
+        self.queue_of = [queue_of[each] for each in takes]
         self.fillers: Ready = []
         self.result: list[int] = []
         # Passes that become ready after the next computing pass, each with the queue that it joins.
@@ -124,16 +126,11 @@ class _Rank:
         self.half: int | None = None
         self.other_half_ends = 0.0
 
-    def queue(self, place: int, is_awaited: bool) -> Ready:
-        """The queue that a pass joins when it is ready."""
-        pools, ready = self.queues[self.takes[place]]
-        return ready if pools or is_awaited else self.fillers
-
     def take(self) -> int | None:
         """Choose the pass to run now and return its number; None if no ready pass fits."""
         left, fillers = self.left, self.fillers
         best, chosen = 1, fillers
-        for pools, ready in self.queues.values():
+        for pools, ready in self.queues:
             if ready and ready[0] < best:
                 place = -ready[0]
                 if not pools or left[-1] == place or self._fits(pools, bisect_left(left, place)):
@@ -212,8 +209,8 @@ class ListScheduler:
         for index, order in enumerate(orders):
             rank = _Rank(order, _pools(order, memory, limits.of(index), backwards))
             self.ranks.append(rank)
-            for place, number in enumerate(order):
-                self.joins[number] = rank.queue(place, bool(after[number])), -place
+            for place, (number, (pools, ready)) in enumerate(zip(order, rank.queue_of, strict=True)):
+                self.joins[number] = ready if pools or after[number] else rank.fillers, -place
         self.waits = list(map(len, before))
         # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
         # reversed time, an O) waits until the rank has computed another pass, if any other pass can run.
@@ -226,6 +223,8 @@ class ListScheduler:
         # pair's number.
         self.halves = {one: (two, one) if backwards else (one, two) for one, two in pairs}
         self.pair = {half: pair for pair, halves in self.halves.items() for half in halves}
+        # Without pairs and without O and R passes, a pass joins its queue as soon as it is ready.
+        self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
         # `ending` groups nodes by their end time, because many end together. `times` is a heap of these times.
         self.times: list[float] = []
@@ -304,9 +303,14 @@ class ListScheduler:
     def _finish(self, number: int, now: float) -> None:
         waits = self.waits
         for waiting in self.after[number]:
-            waits[waiting] -= 1
-            if not waits[waiting]:
-                self._arrive(waiting, now)
+            left = waits[waiting] = waits[waiting] - 1
+            if not left:
+                joins = self.joins[waiting]
+                if joins is not None and self.simple:
+                    heappush(*joins)
+                    self.stirred.add(self.lanes[waiting])
+                else:
+                    self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
         """Process node `number`, which no longer waits for other nodes."""
