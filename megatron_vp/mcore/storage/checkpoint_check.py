@@ -23,8 +23,6 @@ from megatron_vp.mcore.storage.optimizer_state import check_optimizer
 NON_PERSISTENT = "non_persistent"
 """Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
 
-_ELSEWHERE = "correct --load, name another iteration with --ckpt-step, or leave --load out to start from scratch"
-
 
 def check_checkpoint(args: Arguments) -> str | None:
     """Check the checkpoint named in Megatron's validated arguments, without reading its tensors.
@@ -46,7 +44,7 @@ def check_checkpoint(args: Arguments) -> str | None:
 def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
     if not any((folder / name).exists() for name in ("metadata.json", ".metadata")):
         if not any(folder.glob("mp_rank_*")):
-            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_ELSEWHERE}")
+            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
         # Megatron's older format has one file per rank, so ranks must hold the same layers as in plain Megatron.
         if args.vocab_parallel or run_settings(args).places_chunks:
             raise UserError(
@@ -65,7 +63,16 @@ def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
             f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
             "--untie-embeddings-and-output-weights"
         )
-    if not (finetunes or folder.name == "release" or args.no_load_optim or args.skip_train):
+    if finetunes or folder.name == "release":
+        return
+    # Megatron cannot load a checkpoint without its random states, but would still exit with status 0.
+    stateless = getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False)
+    if stateless and not args.no_load_rng:
+        raise UserError(
+            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
+            "Megatron can load: add --no-load-rng"
+        )
+    if not (args.no_load_optim or args.skip_train):
         check_optimizer(args, written_by, common, folder)
 
 
@@ -139,7 +146,10 @@ def _last(folder: Path) -> Path | None:
     if said == "release":
         return folder / said
     if not (said.isdecimal() and len(said) < 20):
-        raise UserError(f"{tracker} is corrupt: it contains {said[:80]!r} instead of an iteration number; {_ELSEWHERE}")
+        raise UserError(
+            f"{tracker} is corrupt: it contains {said[:80]!r} instead of an iteration number; "
+            f"{_others(folder / 'iter_')}"
+        )
     return folder / f"iter_{int(said):07d}"
 
 
@@ -157,4 +167,14 @@ def _common_state(folder: Path) -> dict[str, Any]:
             return load_common_state_dict(str(folder))
         except (Exception, CheckpointException) as error:  # The latter does not derive from Exception.
             fault = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-            raise UserError(f"the checkpoint {folder} is corrupt ({printable(str(fault))}); {_ELSEWHERE}") from error
+            raise UserError(
+                f"the checkpoint {folder} is corrupt ({printable(str(fault))}); {_others(folder)}"
+            ) from error
+
+
+def _others(folder: Path) -> str:
+    """Advise what to do about an unusable checkpoint, and name the newest other one that was saved completely."""
+    found = [each.parent.name.removeprefix("iter_") for each in folder.parent.glob("iter_*/metadata.json")]
+    steps = sorted(int(step) for step in found if step.isdecimal() and step != folder.name.removeprefix("iter_"))
+    instead = f"load another checkpoint (--ckpt-step {steps[-1]})" if steps else "correct --load"
+    return f"{instead}, or leave --load out to start from scratch"

@@ -44,6 +44,14 @@ def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dic
             f"and is {asked[name]} in this run: resume with the old split and save with "
             "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh optimizer"
         )
+    # Megatron matches groups of parameters by whether their rate is decoupled, and finds no match with a KeyError.
+    there, here = (getattr(each, "decoupled_lr", None) for each in (written_by, args))
+    if (there is None) != (here is None):
+        raise UserError(
+            f"the optimizer state in {folder} was written {'without' if there is None else 'with'} --decoupled-lr: "
+            f"{'leave --decoupled-lr out' if there is None else f'add --decoupled-lr {there}'}, or add --no-load-optim "
+            "to start with a fresh optimizer"
+        )
     told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     saved = common.get("opt_param_scheduler")
     if told or not saved or not (args.train_iters or args.train_samples):  # Megatron refuses a run without length.
