@@ -261,9 +261,9 @@ def order_of(rank, _world_size, words):
     sys.argv = ["pretrain_gpt_vp.py", *words]
     script.prepare()
 
-    def programs(request, **more):
+    def programs(request, *more):
         seen.append(request.costs)
-        return original(request, **more)
+        return original(request, *more)
 
     with (
         mock.patch.object(predicted_job, "_hardware", lambda args: hardware),

@@ -172,7 +172,7 @@ def test_measured_rows_leave_a_slow_rank(tmp_path):
         (
             {"pipeline_model_parallel_layout": "Et|tt|tt|ttL"},
             {},
-            "with the layers [2, 2, 2, 1], but --pipeline-model-p",
+            "from a run with (2, 2, 2, 1) as layers by stage",
         ),
         ({}, None, "contains no rank_*.json"),
     ],
