@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron_vp.cost.layers.layer_types import layer_kinds
@@ -57,10 +58,16 @@ def divided(
     ranks' work. It may be only a local optimum, which does not improve if at most _LONGEST_MOVE neighbouring stage
     boundaries are moved by one layer.
     """
-    least = [int(stage not in may_be_empty) for stage in range(placement.stages)]
+    return _divided(tuple(work), placement, tuple(extra or [0.0] * placement.ranks), frozenset(may_be_empty))
+
+
+@lru_cache(maxsize=1024)  # Many candidates of a job have the same layers and the same other work.
+def _divided(
+    work: tuple[float, ...], placement: Placement, extra: tuple[float, ...], may_be_empty: frozenset[int]
+) -> tuple[int, ...] | None:
+    p, least = placement.ranks, [int(stage not in may_be_empty) for stage in range(placement.stages)]
     if sum(least) > len(work):
         return None
-    p, extra = placement.ranks, extra or [0.0] * placement.ranks
     by_rank = _Cuts(
         work, Placement.round_robin(p), extra, [sum(least[own] for own in row) for row in placement.stage_of]
     )
