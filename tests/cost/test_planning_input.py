@@ -94,7 +94,7 @@ def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(sm
     ("line", "words"),
     [
         ("fp16: 1", "'fp16' in section 'more' is a switch: write true or false, not 1"),
-        ("lr: [1, 2]", "'lr' in section 'more' takes one value, not the list [1, 2]"),
+        ("lr: [1, 2]", "'lr' in section 'more': the number of values must be 1, not 2"),
         ("lr: true", "'lr' in section 'more' cannot be True; strings such as"),
         ("optimizer: addam", "'optimizer' in section 'more': invalid choice: 'addam' (choose from 'adam', 'sgd'"),
         ("learning_rate: 1", "'learning_rate' in section 'more' is not a known argument; the nearest known argument"),
