@@ -180,7 +180,7 @@ class OwnLoop:
 
     def reads_arguments(self) -> bool:
         """Whether the job was made from arguments that Megatron parsed. If not, `settle_for` makes the job."""
-        return is_settled() and self.job is None
+        return process.job is not None and process.job.args is not None
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
         """The job, made from a model's constructor arguments if this is the first model."""

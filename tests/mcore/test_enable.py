@@ -303,12 +303,28 @@ def test_a_schedule_of_megatrons_that_was_fetched_before_is_refused(settings):
         run_ranks(2, with_megatrons_own, settings)
 
 
-def test_a_loop_that_would_save_optimizer_state_of_one_layout_is_refused():
-    from megatron_vp.mcore.storage import optimizer_state
+def optimizer_state_of_one_layout(rank, ranks):
+    """What a rank says when a loop saves or loads the distributed optimizer's state in Megatron's default formats."""
+    import megatron_vp
 
-    for make in (optimizer_state._refusing_reshardable, optimizer_state._refusing_gathered):
-        with pytest.raises(UserError, match=r'saves .*sharded_state_dict with metadata=.*"fully_reshardable"'):
-            make(lambda: None)(None, {})
+    megatron_vp.enable(vocab_parallel=True)
+    with process_group(rank, ranks):
+        own_loop.start(ranks)
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        said = []
+        for form in ("dp_reshardable", "dp_zero"):
+            for loads in (False, True):
+                with pytest.raises(UserError) as refused:
+                    getattr(DistributedOptimizer, f"sharded_param_state_{form}")(None, {}, loads)
+                said.append(str(refused.value))
+        return said
+
+
+def test_optimizer_state_of_one_layout_is_refused_in_a_loop_of_ones_own():
+    saves, loads, *_ = run_ranks(2, optimizer_state_of_one_layout)[0]
+    assert re.search(r'saves .*sharded_state_dict with metadata=.*"fully_reshardable"', saves)
+    assert "in this checkpoint has the format dp_reshardable, which can be loaded" in loads
 
 
 def after_a_model(rank, ranks):
