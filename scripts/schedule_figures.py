@@ -1,4 +1,4 @@
-"""Write the figures and pictures of docs/concepts/schedules.md: every schedule at the default costs.
+"""Write the figures and pictures of every schedule at the default costs, for docs/concepts and docs/reference.
 
     python scripts/schedule_figures.py [--check]
 
@@ -18,9 +18,8 @@ from megatron_vp.schedule.request import chunks_to_offload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "schedules.md"
+FIGURES = ROOT / "docs" / "reference" / "schedule_figures.md"
 PICTURES = ROOT / "docs" / "images" / "schedules"
-BEGIN, END = "<!-- begin figures -->\n", "<!-- end figures -->\n"
-BEGIN_OFFLOAD, END_OFFLOAD = "<!-- begin offload figures -->\n", "<!-- end offload figures -->\n"
 
 SIZES = (4, 8, 16, 32)
 MICROBATCHES = 128
@@ -56,7 +55,6 @@ def table(simulated: dict[tuple[str, str, int], Timeline]) -> str:
     return "\n".join(lines) + "\n"
 
 
-BEGIN_LIMITS, END_LIMITS = "<!-- begin limit figures -->\n", "<!-- end limit figures -->\n"
 LIMITS = (4, 4.5, 5, 5.5, 6, 7, 8, 9)
 
 
@@ -137,6 +135,17 @@ def draw_schedules() -> None:
     (PICTURES / "po_offloaded.png").write_bytes(to_picture(simulate(offloaded, costs), "png"))
 
 
+def write_block(page: Path, block: str, fresh: str, check: bool) -> bool:
+    """Write a block of a page, unless `check`; return whether it was out of date."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- begin {block} -->\n", f"<!-- end {block} -->\n"
+    before, rest = text.split(begin)
+    old, after = rest.split(end)
+    if not check:
+        page.write_text(before + begin + fresh + end + after, encoding="utf-8")
+    return old != fresh
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -146,20 +155,15 @@ def main() -> int:
     for name, vocab in rows():
         print(f"{name}, {vocab}", flush=True)
         simulated |= {(name, vocab, ranks): timeline(name, vocab, ranks) for ranks in SIZES}
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    fresh = before + BEGIN + table(simulated) + END + rest.split(END)[1]
-    for begin, table_of, end in ((BEGIN_LIMITS, limit_table, END_LIMITS), (BEGIN_OFFLOAD, offload_table, END_OFFLOAD)):
-        before, rest = fresh.split(begin)
-        fresh = before + begin + table_of() + end + rest.split(end)[1]
+    blocks = (
+        (FIGURES, "figures", table(simulated)),
+        (PAGE, "limit figures", limit_table()),
+        (PAGE, "offload figures", offload_table()),
+    )
+    old = [page.name for page, block, fresh in blocks if write_block(page, block, fresh, check)]
     if check:
-        print(
-            "up to date"
-            if fresh == page
-            else f"figures in {PAGE.name} are out of date; run this script without --check"
-        )
-        return int(fresh != page)
-    PAGE.write_text(fresh, encoding="utf-8")
+        print(f"out of date; run this script without --check: {', '.join(old)}" if old else "up to date")
+        return int(bool(old))
     PICTURES.mkdir(parents=True, exist_ok=True)
     draw_chart(simulated)
     draw_schedules()

@@ -18,8 +18,7 @@ def load_script():
 
 def test_the_page_shows_the_present_figures():
     script = load_script()
-    page = script.PAGE.read_text(encoding="utf-8")
-    page = page.split(script.BEGIN)[1].split(script.END)[0].splitlines()
+    page = script.FIGURES.read_text(encoding="utf-8").splitlines()
     for name, vocab in script.rows():
         (line,) = [line for line in page if line.startswith(f"| `{name}` | {vocab} |")]
         ranks = script.SIZES[0]
@@ -28,7 +27,7 @@ def test_the_page_shows_the_present_figures():
 
 def test_the_page_shows_what_a_limit_costs(monkeypatch):
     script = load_script()
-    page = script.PAGE.read_text(encoding="utf-8").split(script.BEGIN_LIMITS)[1]
+    page = script.PAGE.read_text(encoding="utf-8").split("<!-- begin limit figures -->")[1]
     monkeypatch.setattr(script, "LIMITS", (5,))
     for line in script.limit_table().splitlines()[2:]:
         vocab, cell = line.strip("| ").split(" | ")
@@ -38,7 +37,7 @@ def test_the_page_shows_what_a_limit_costs(monkeypatch):
 
 def test_the_page_shows_what_offloading_leaves():
     script = load_script()
-    assert script.BEGIN_OFFLOAD + script.offload_table() + script.END_OFFLOAD in script.PAGE.read_text(encoding="utf-8")
+    assert not script.write_block(script.PAGE, "offload figures", script.offload_table(), check=True)
 
 
 def test_the_schedule_written_by_hand_runs():
