@@ -41,7 +41,7 @@ needs_one = pytest.mark.skipif(DEVICES < 1, reason="needs a GPU and NCCL")
 JOBS = [
     pytest.param("nccl", False, marks=needs_one, id="nccl"),
     pytest.param("nccl", True, marks=needs_one, id="nccl, CUDA_LAUNCH_BLOCKING=1"),
-    pytest.param("gloo", False, id="gloo"),
+    pytest.param("gloo", False, id="gloo", marks=pytest.mark.slow),
 ]
 
 

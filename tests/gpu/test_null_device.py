@@ -16,6 +16,7 @@ import torch
 from megatron_vp.schedule import PassCosts, generate, to_json
 from tests.harness.ranks import ROOT
 
+pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).with_name("null_device.c")
 JOB = [
     *("configs/gpt_4b.yaml", "--seq-length", "1024", "--max-position-embeddings", "1024", "--vocab-size", "65536"),
@@ -80,7 +81,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [case[1] for case in CASES], ids=[case[0] for case in CASES])
 def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(tmp_path, environment, flags):
     found, _ = _replay(tmp_path, environment, *flags)
@@ -95,7 +95,6 @@ def test_the_allocator_holds_what_is_counted_of_shapes_and_nothing_is_compiled(t
     assert not list(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
 
 
-@pytest.mark.slow
 def test_chunks_in_the_hosts_memory_leave_the_allocator_as_they_leave_the_count(tmp_path, environment):
     """A pass needs a little more on a device than its shapes say, and rank 0 owns what mock tokens there are; what
     leaves is the same."""
@@ -113,7 +112,6 @@ def test_chunks_in_the_hosts_memory_leave_the_allocator_as_they_leave_the_count(
         assert on_device[0] - on_device[chunks] == pytest.approx(counted[0] - counted[chunks], rel=0.03)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
 @pytest.mark.parametrize("waits", ["timers of level 2", "CUDA_LAUNCH_BLOCKING=1"])
 def test_whole_iterations_whose_host_waits(tmp_path, environment, waits, schedule):
@@ -155,8 +153,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("schedule", "method", "receives", "status", "said"),
     [
-        pytest.param("1f1b", "vocab-1", "late", 0, "2 ranks", marks=pytest.mark.slow),
-        pytest.param("zb-h1", "vocab-2", "late", 0, "2 ranks", marks=pytest.mark.slow),
+        ("zb-h1", "vocab-2", "late", 0, "2 ranks"),
         ("v-half", "vocab-2", "late", 0, "2 ranks"),
         ("1f1b", "vocab-1", "early", 1, "hangs"),
     ],
@@ -211,9 +208,7 @@ print(packed.max_seqlen_q, packed.cu_seqlens_q.tolist())
 """
 
 
-@pytest.mark.parametrize(
-    "stage", ["first", *(pytest.param(each, marks=pytest.mark.slow) for each in ("middle", "last"))]
-)
+@pytest.mark.parametrize("stage", ["first", "middle", "last"])
 def test_packed_sequences_do_not_make_the_host_wait(tmp_path, environment, stage):
     """Else the host no longer runs ahead of its device, on every rank and in every F."""
     (tmp_path / "packed.py").write_text(PACKED)

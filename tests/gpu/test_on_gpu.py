@@ -96,6 +96,7 @@ print(made[0][1].asm["ptx"])
 """
 
 
+@pytest.mark.slow
 def test_compiled_it_looks_at_memory_again_and_again(hold):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(ROOT / "benchmarks")]

@@ -132,9 +132,8 @@ def test_resuming_at_the_same_layout_gives_the_same_bits(train_along, layout, op
     assert_same_bits(rest.parameters, whole.parameters)
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"), [("1f1b/vocab-2 p2", RESHARDABLE), pytest.param(*IN_BUCKETS, marks=slow, id="in buckets")]
-)
+@slow
+@pytest.mark.parametrize(("layout", "options"), [("1f1b/vocab-2 p2", RESHARDABLE), IN_BUCKETS])
 def test_a_checkpoint_moves_between_shards_of_other_sizes(train_along, tmp_path, layout, options):
     """Twenty rows on either of two ranks, then 24 and 16 (even shards are rounded), then twenty again."""
     (whole,), _ = train_along((layout,), (6,), options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 
+from typer.testing import CliRunner
+
+from megatron_vp.cli.app import app
 from megatron_vp.mcore.platform import environment
 
 
@@ -45,6 +46,6 @@ def test_the_c_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
 
 
 def test_the_command_prints_a_line_for_each():
-    done = subprocess.run([sys.executable, "-m", "megatron_vp.cli.app", "env"], capture_output=True, text=True)
-    assert done.returncode == 0
+    done = CliRunner().invoke(app, ["env"])
+    assert done.exit_code == 0
     assert "Transformer Engine" in done.stdout and "SLURM" in done.stdout

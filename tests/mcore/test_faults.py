@@ -51,7 +51,7 @@ class Loss(Enum):
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 DEFAULT = {("v-half", False, Loss.KILLED), ("zb-v", False, Loss.TOLD)}
 LOST = [
-    *((3, {**THREE, "pipeline_schedule": "1f1b"}, 1, loss) for loss in (Loss.KILLED, Loss.STOPPED)),
+    pytest.param(3, {**THREE, "pipeline_schedule": "1f1b"}, 1, Loss.STOPPED, marks=pytest.mark.slow),
     *(
         pytest.param(
             *(4, {**FOUR, "pipeline_schedule": schedule, "vocab_parallel": sharded}, 1, loss),

@@ -23,11 +23,8 @@ def small_disk(tmp_path):
         yield folder
 
 
-@pytest.mark.parametrize(
-    "asynchronous",
-    [{}, pytest.param(ASYNCHRONOUS, marks=pytest.mark.slow)],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [{}, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
 def test_a_disk_that_fills_up_in_a_save_leaves_the_last_whole_checkpoint(small_disk, asynchronous):
     folder = small_disk / "checkpoints"
     saving = {**MODEL, "save": folder, "load": folder, "save_interval": 1}

@@ -141,15 +141,14 @@ def test_megatron_is_imported_beside_a_transformer_engine_that_cannot_be(tmp_pat
     _folder(tmp_path, transformer_engine=EMPTY)
     # The quick start's configuration asks for local layers itself.
     job = ["configs/quickstart.yaml", "--config", "configs/data/mock.yaml", "--ranks", "4", "--vocab-size", "512"]
-    for words in (["check", *job, "--cpu"], ["check", *job, "--nodes", "te=no,apex=no"], ["patches", "--dry-run"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_vp.cli.app", *words],
-            env={**_environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_vp.cli.app", "check", *job, "--cpu"],
+        env={**_environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def _environment() -> dict[str, str]:

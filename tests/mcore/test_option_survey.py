@@ -73,11 +73,12 @@ def megatron_options(_rank, _world_size):
     return {name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "highest", "lowest"),
     [
         ("another rate", 5e-4, 5e-5),
-        pytest.param("another rate, the checkpoint's kept", 1e-3, 1e-4, marks=pytest.mark.slow),
+        ("another rate, the checkpoint's kept", 1e-3, 1e-4),
     ],
 )
 def test_a_run_goes_on_with_the_rate_that_it_was_told_to_take(survey, name, highest, lowest):

@@ -88,7 +88,7 @@ DIES = {
     "overlapped communication": {"tp_comm_overlap": True},
 }
 
-DRAWN = ("datasets by split", "a weight of 0", "a name on the Hub", "biases of experts")
+DRAWN = ("datasets by split", "a weight of 0", "no folder of the tokenizer", "biases of experts")
 IN_OTHER_WORDS = {"a cache that cannot be written", "no package for fault tolerance"}
 """A check tests whether the folder could be written, and imports the package elsewhere than Megatron does."""
 

@@ -116,6 +116,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(saved, tmp_path, full)
     assert compared.same_files and not (compared.diff_files or compared.left_only or compared.right_only)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_leaves_the_checkpoint_before(saved, tmp_path):
     folder = Path(shutil.copytree(saved, tmp_path / "run"))
     (folder / STEP.format(4)).write_text("in the way")

@@ -85,8 +85,8 @@ def test_every_step_equals_plain_megatron_with_the_same_layers(schedule, method,
 ONE_ROUNDING = 2.0**-8
 """To bf16, relative."""
 
-IN_16_BITS = [("zb-h1", None, FUSED, MEGATRON, {})]
-SLOW_IN_16_BITS = [
+IN_16_BITS = [
+    ("zb-h1", None, FUSED, MEGATRON, {}),
     ("zb-h1", "vocab-2", FUSED, MEGATRON, {}),
     ("v-half", None, APART, MEGATRON, LLAMA),
     ("v-half", "vocab-1", APART, NEWEST, {}),
@@ -97,10 +97,8 @@ SLOW_IN_16_BITS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "method", "fused", "version", "model"),
-    [*IN_16_BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_IN_16_BITS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "method", "fused", "version", "model"), IN_16_BITS)
 def test_in_16_bits_a_split_backward_rounds_as_plain_megatron(schedule, method, fused, version, model):
     """Without vocabulary passes gradients are one rounding apart at most, and losses as close as in fp32.
 

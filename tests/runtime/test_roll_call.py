@@ -119,6 +119,7 @@ def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
     )
 
 
+@pytest.mark.slow
 def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
     results = ends((16.0,) * 3, ("stopped", None, None), lost="at once", told=7, left=0)
     assert results[2] == (1, "error: outside; no word from rank 0\n")
@@ -128,7 +129,7 @@ def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
 
 @pytest.mark.parametrize(
     ("limit", "told", "others"),
-    [(16.0, 6, "; no word from rank 0"), (LATE, 1, "")],
+    [pytest.param(16.0, 6, "; no word from rank 0", marks=pytest.mark.slow), (LATE, 1, "")],
     ids=["stalled", "in the middle of its work"],
 )
 def test_a_rank_that_is_told_to_end_asks_the_others_if_it_has_waited_for_long(limit, told, others):
