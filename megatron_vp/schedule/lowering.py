@@ -17,10 +17,8 @@ them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 from megatron_vp.schedule.costs import Costs, PassCosts
@@ -29,9 +27,12 @@ from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, Wait
-from megatron_vp.schedule.node_times import Moment, NodeTimes, durations, node_times
+from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation
+
+Event = tuple[tuple[float, int], Step | Operation, list[Operation]]
+"""A step or an operation, its time with a number that breaks ties, and for a step, the operations that it waits for."""
 
 
 @gc_paused()
@@ -43,10 +44,19 @@ def lower(schedule: Schedule, costs: Costs | None = None, mtp_stage: int | None 
     of multi-token prediction, which also uses the tokens' embeddings, or None. An interlaced schedule is first expanded
     by `expand_interlaced`. Raises ScheduleError if the schedule cannot run.
     """
-    costs = costs or PassCosts()
     check_passes(schedule)
-    line = _lay_out(expand_interlaced(schedule), costs, mtp_stage)
-    return tuple(_RankLowering(line, rank).program() for rank in range(schedule.pipeline_size))
+    schedule = expand_interlaced(schedule)
+    graph = build_graph(schedule, with_loss=True, mtp_stage=mtp_stage)
+    writer = _Writer(schedule, mtp_stage)
+    for _, work, needed in sorted(_events(schedule, graph, costs or PassCosts()), key=itemgetter(0)):
+        if isinstance(work, Step):
+            writer.run(work, needed)
+        else:
+            writer.post(work)
+    return tuple(
+        Program(rank, tuple(instructions), tuple(writer.collectives[rank]), writer.members)
+        for rank, instructions in enumerate(writer.instructions)
+    )
 
 
 def check_reading(programs: Sequence[Program]) -> None:
@@ -64,176 +74,106 @@ def check_reading(programs: Sequence[Program]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A schedule laid out in time. `orders` lists the steps of each rank, including the calls to the loss function.
-    `over` lists the end times of all nodes.
-
-    `collectives` has the operations that all members of the vocabulary communicator post in the same order (see
-    `Operation.follows_step`), with their start times.
-    """
-
-    schedule: Schedule
-    graph: Graph
-    orders: list[list[int]]
-    over: list[Moment]
-    collectives: list[tuple[Moment, Operation]]
-    mtp_stage: int | None
+def _tokens(microbatch: int) -> Collective:
+    return Collective(CollectiveKind.TOKENS, microbatch, 0)
 
 
-def _lay_out(schedule: Schedule, costs: Costs, mtp_stage: int | None) -> _Line:
-    graph = build_graph(schedule, with_loss=True, mtp_stage=mtp_stage)
-    orders = graph.numbers(schedule.ranks)
-    orders[-1] = _with_losses(schedule, costs, graph, orders)
-    times = node_times(graph, orders, durations(graph, schedule, costs))
-    starts = times.moments(times.start)
-    collectives: list[tuple[Moment, Operation]] = [
-        (starts[number], node)
-        for number, node in enumerate(graph.nodes)
-        if not isinstance(node, Step) and not node.follows_step
-    ]
-    collectives += _token_moments(schedule, graph, times)
-    collectives.sort(key=lambda item: item[0])
-    return _Line(schedule, graph, orders, times.moments(times.end), collectives, mtp_stage)
-
-
-def _with_losses(schedule: Schedule, costs: Costs, graph: Graph, orders: list[list[int]]) -> list[int]:
-    """Insert each loss into rank p-1's steps, before the first pass that starts after the loss's input has arrived.
+def _with_losses(schedule: Schedule, graph: Graph, costs: Costs) -> list[list[int]]:
+    """The steps of every rank. Each loss comes before the first pass of rank p-1 that starts after the loss's input has
+    arrived.
 
     Start and arrival times are those of the schedule without losses. In that schedule, a pass that starts before the
     input arrives cannot depend on the input. So all passes that need the loss come after it.
     """
-    bare = build_graph(schedule)
-    bare_orders = bare.numbers(schedule.ranks)
+    bare, placement = build_graph(schedule), schedule.placement
+    bare_orders, orders = bare.numbers(schedule.ranks), graph.numbers(schedule.ranks)
     times = node_times(bare, bare_orders, durations(bare, schedule, costs))
-    moment = times.moments(times.start)
-    starts = [moment[number] for number in bare_orders[-1]]
-    arrived = times.moments(times.end)
-    placement, losses = schedule.placement, []
+    place_of = {number: place for place, number in enumerate(times.order)}
+    last = [((times.start[one], place_of[one]), other) for one, other in zip(bare_orders[-1], orders[-1], strict=True)]
     for microbatch in range(schedule.microbatches):
-        needed: Node
-        if schedule.vocab.is_sharded:
-            needed = Collective(CollectiveKind.C1, microbatch, placement.last_rank)
-        else:
+        needed: Node = Collective(CollectiveKind.C1, microbatch, placement.last_rank)
+        if not schedule.vocab.is_sharded:
             needed = Step(placement.last_rank, Pass(PassKind.F, microbatch, placement.chunk_of(placement.stages - 1)))
-        loss = Step(schedule.pipeline_size - 1, Loss(microbatch))
-        losses.append((arrived[bare.number(needed)], graph.number(loss)))
-    inserted: dict[int, list[int]] = {}
-    for arrival, number in sorted(losses):
-        inserted.setdefault(bisect_right(starts, arrival), []).append(number)
-    return [
-        number
-        for place in range(len(starts) + 1)
-        for number in (*inserted.get(place, ()), *orders[-1][place : place + 1])
-    ]
+        number, loss = bare.number(needed), Step(schedule.pipeline_size - 1, Loss(microbatch))
+        last.append(((times.end[number], place_of[number]), graph.number(loss)))
+    return [*orders[:-1], [number for _, number in sorted(last, key=itemgetter(0))]]
 
 
-def _token_moments(schedule: Schedule, graph: Graph, times: NodeTimes) -> list[tuple[Moment, Collective]]:
-    """For each microbatch, return when its tokens are sent, and the collective that sends them. Tokens are sent one
-    microbatch early, just before any rank starts to embed the previous microbatch.
+def _events(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Event]:
+    """All steps and operations. The tokens of a microbatch are sent one microbatch early, just before any rank starts
+    to embed the previous one.
     """
-    if not schedule.vocab.is_sharded:
-        return []
-    moments = []
-    for microbatch in range(schedule.microbatches):
-        first = min(
-            times.start[graph.number(Step(rank, Pass(PassKind.IF, either)))]
-            for rank in schedule.vocab_ranks
-            for either in (microbatch, max(0, microbatch - 1))
-        )
-        moments.append(((first, microbatch - schedule.microbatches), Collective(CollectiveKind.TOKENS, microbatch, 0)))
-    return moments
+    times = node_times(graph, _with_losses(schedule, graph, costs), durations(graph, schedule, costs))
+    nodes = graph.nodes
+    embeds = [math.inf] * schedule.microbatches
+    for place, number in enumerate(times.order):
+        node = nodes[number]
+        if isinstance(node, Step):
+            over = times.end[number], place
+            before = (nodes[each] for each in graph.predecessors[number])
+            needed = [each for each in before if not isinstance(each, Step)]
+            if isinstance(node.action, Pass) and node.action.kind is PassKind.IF:
+                microbatch = node.action.microbatch
+                needed.append(_tokens(microbatch))
+                embeds[microbatch] = min(embeds[microbatch], times.start[number])
+            yield over, node, needed
+            after = (nodes[each] for each in graph.successors[number])
+            yield from ((over, each, []) for each in after if not isinstance(each, Step) and each.follows_step)
+        elif not node.follows_step:
+            yield (times.start[number], place), node, []
+    for microbatch in range(schedule.microbatches if schedule.vocab.is_sharded else 0):
+        moment = min(embeds[microbatch], embeds[max(0, microbatch - 1)]), microbatch - schedule.microbatches
+        yield moment, _tokens(microbatch), []
 
 
-class _RankLowering:
-    """Orders the steps and posts of one rank by time, and inserts the waits and reads that they need."""
+class _Writer:
+    """Writes the programs of all ranks, and adds the waits and reads that instructions need."""
 
-    def __init__(self, line: _Line, rank: int) -> None:
-        self.line, self.rank = line, rank
-        self.order = line.orders[rank]
-        self.over = [line.over[number] for number in self.order]
+    def __init__(self, schedule: Schedule, mtp_stage: int | None) -> None:
+        self.schedule, self.members = schedule, schedule.vocab_members
+        ranks = range(schedule.pipeline_size)
+        # These ranks receive embedding rows without running IF.
+        self.only_words = schedule.placement.word_ranks(mtp_stage) - set(schedule.vocab_ranks)
+        self.instructions: list[list[Instruction]] = [[] for _ in ranks]
+        self.collectives: list[list[Operation]] = [[] for _ in ranks]
+        self.waited: list[set[Operation]] = [set() for _ in ranks]
 
-    def program(self) -> Program:
-        members = self.line.schedule.vocab_members
-        collectives = [entry for entry in self.line.collectives if self.rank in entry[1].members(members)]
-        unordered = [*self.behind_own_steps(), *self.behind_others_steps(), *collectives]
-        posts = deque(sorted(unordered, key=itemgetter(0)))
-        waited: set[Operation] = set()
-        instructions: list[Instruction] = []
-        for number, over in zip(self.order, self.over, strict=True):
-            while posts and posts[0][0] < over:
-                instructions += self.post(posts.popleft()[1])
-            needed = [operation for operation in self.inputs(number) if operation not in waited]
-            waited.update(needed)
-            action = self.line.graph.step(number).action
-            if self.reads_data_for(action):
-                instructions.append(Load(action.microbatch))
-            instructions += map(Wait, needed)
-            instructions.append(action if isinstance(action, Loss) else Run(action))
-        for _, operation in posts:
-            instructions += self.post(operation)
-        in_order = tuple(operation for _, operation in collectives)
-        return Program(self.rank, tuple(instructions), in_order, members)
+    def run(self, step: Step, needed: Sequence[Operation]) -> None:
+        """Write a pass or a loss, after waits for its inputs."""
+        rank, action = step
+        self.read(rank, action)
+        written, waited = self.instructions[rank], self.waited[rank]
+        written += [Wait(operation) for operation in needed if operation not in waited]
+        waited.update(needed)
+        written.append(action if isinstance(action, Loss) else Run(action))
 
-    def post(self, operation: Operation) -> list[Instruction]:
-        """The Post of an operation, preceded by a Load if this rank must first read data, or by a Wait if it must first
-        receive token ids.
-        """
-        if self.reads_data_for(operation):
-            return [Load(operation.microbatch), Post(operation)]
-        if self.takes_tokens_for(operation):
-            return [Wait(Collective(CollectiveKind.TOKENS, operation.microbatch, 0)), Post(operation)]
-        return [Post(operation)]
+    def post(self, operation: Operation) -> None:
+        """Write an operation's posts on all its members."""
+        for rank in operation.members(self.members):
+            self.read(rank, operation)
+            if rank in self.only_words and isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED:
+                self.instructions[rank].append(Wait(_tokens(operation.microbatch)))
+            self.instructions[rank].append(Post(operation))
+            if not operation.follows_step:
+                self.collectives[rank].append(operation)
 
-    def takes_tokens_for(self, operation: Operation) -> bool:
-        """Whether `operation` must wait for token ids because it brings embedding rows to a rank without IF passes."""
-        schedule = self.line.schedule
-        words = schedule.placement.word_ranks(self.line.mtp_stage)
-        embeds = isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED
-        return embeds and self.rank in words and self.rank not in schedule.vocab_ranks
-
-    def reads_data_for(self, work: Operation | Pass | Loss) -> bool:
-        """Whether `work` is the first work of its microbatch that uses data read on this rank.
+    def read(self, rank: int, work: Operation | Pass | Loss) -> None:
+        """Write a Load if `work` is the first work of its microbatch that uses data read on this rank.
 
         Rank 0 reads token ids, and rank p-1 reads labels. If the vocabulary layers are sharded, both ranks send their
         data to all vocabulary members. Otherwise the first stage's F uses the token ids, and the last stage's F uses
         the labels, which rank p-1 sends if another rank holds the last stage.
         """
-        schedule, rank = self.line.schedule, self.rank
-        placement, last = schedule.placement, schedule.pipeline_size - 1
+        schedule, placement, last = self.schedule, self.schedule.placement, self.schedule.pipeline_size - 1
         match work:
             case Collective(kind=CollectiveKind.TOKENS):
-                return rank in (0, last)
+                reads = rank in (0, last)
             case Message(channel=Channel.LABELS):
-                return rank == work.source
+                reads = rank == work.source
             case Pass(kind=PassKind.F) if not schedule.vocab.is_sharded:
-                stage = placement.stage_of[rank][work.chunk]
-                return (rank == 0 and stage == 0) or (rank == last and stage + 1 == placement.stages)
-        return False
-
-    def inputs(self, number: int) -> list[Operation]:
-        """The operations whose results a step uses."""
-        graph = self.line.graph
-        found = [graph.nodes[before] for before in graph.predecessors[number]]
-        operations = [node for node in found if not isinstance(node, Step)]
-        action = graph.step(number).action
-        if isinstance(action, Pass) and action.kind is PassKind.IF:
-            operations.append(Collective(CollectiveKind.TOKENS, action.microbatch, 0))
-        return operations
-
-    def behind_own_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The sends of this rank's results, each placed at the end of the step that produces the result."""
-        graph = self.line.graph
-        for number, over in zip(self.order, self.over, strict=True):
-            made = (graph.nodes[after] for after in graph.successors[number])
-            yield from ((over, node) for node in made if not isinstance(node, Step) and node.follows_step)
-
-    def behind_others_steps(self) -> Iterator[tuple[Moment, Operation]]:
-        """The receives of other ranks' results, each placed at the end of the step that produces the result."""
-        graph = self.line.graph
-        for number in self.order:
-            for operation in self.inputs(number):
-                if operation.follows_step:
-                    maker = graph.predecessors[graph.number(operation)][0]
-                    if graph.step(maker).rank != self.rank:
-                        yield self.line.over[maker], operation
+                place = rank, placement.stage_of[rank][work.chunk]
+                reads = place in ((0, 0), (last, placement.stages - 1))
+            case _:
+                reads = False
+        if reads:
+            self.instructions[rank].append(Load(work.microbatch))

@@ -12,9 +12,6 @@ from megatron_vp.schedule.graph import Graph, Node, Step
 from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 
-Moment = tuple[float, int]
-"""A time, and a number that breaks ties: among events at the same time, it orders those that depend on each other."""
-
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
@@ -23,13 +20,6 @@ class NodeTimes:
     start: list[float]
     end: list[float]
     order: list[int]
-
-    def moments(self, times: list[float]) -> list[Moment]:
-        """Convert times of all nodes to moments, which keep dependent nodes in order even if their times are equal."""
-        position = [0] * len(self.order)
-        for place, number in enumerate(self.order):
-            position[number] = place
-        return list(zip(times, position, strict=True))
 
 
 def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
