@@ -116,10 +116,9 @@ def measured_latencies(groups: PipelineGroups) -> tuple[float, dict[CollectiveKi
         links = Links(SimpleNamespace(groups=groups, store=store, shapes=SHAPES))
         if rank == 0:
             store.put(Slot.ACTIVATION, 0, SHAPES.activation(), at=1)
-        if rank < 2:
-            links.post(forward)
-        if rank == 1:
-            links.wait(forward)
+        receive = links.post(forward) if rank < 2 else None
+        if receive is not None:
+            receive()
         links.finish()
 
     found = {kind: latency(lambda operation=each: stream.submit(operation).wait()) for kind, each in operations.items()}

@@ -59,11 +59,12 @@ class VocabularyCollectives:
             for instruction in iteration.program.instructions
             if isinstance(instruction, Wait) and isinstance(instruction.operation, Collective)
         )
-        self._posted: dict[Collective, tuple[Event, Action]] = {}
         self._unawaited: list[Event] = []
 
-    def post(self, collective: Collective) -> None:
-        """Start a collective on the second stream."""
+    def post(self, collective: Collective) -> Action | None:
+        """Start a collective on the second stream. The function that is returned makes later passes wait for it, and
+        puts its result into the store; None if this rank does not use the result.
+        """
         # Each kind of collective has a method of its name.
         communicate, complete = getattr(self, f"_{collective.kind.lower()}")(collective.microbatch, collective.root)
 
@@ -72,30 +73,24 @@ class VocabularyCollectives:
                 communicate()
 
         event = self._stream.submit(observed)
-        if collective in self._awaited:
-            self._posted[collective] = (event, complete)
-        else:
+        if collective not in self._awaited:
             self._unawaited = [earlier for earlier in self._unawaited if not earlier.done()] + [event]
+            return None
 
-    def wait(self, collective: Collective) -> None:
-        """Make later passes wait for a collective, and put the collective's result into the store."""
-        event, complete = self._posted.pop(collective)
-        if collective.kind is CollectiveKind.TOKENS:
-            # The host needs the sizes of the row exchange. TOKENS was posted at least one microbatch earlier, so the
-            # host waits only for the second stream to run TOKENS, not for the compute stream to drain.
-            event.host_wait()
-        event.wait()
-        complete()
+        def wait() -> None:
+            if collective.kind is CollectiveKind.TOKENS:
+                # The host needs the sizes of the row exchange. TOKENS was posted at least one microbatch earlier, so
+                # the host waits only for the second stream to run TOKENS, not for the compute stream to drain.
+                event.host_wait()
+            event.wait()
+            complete()
+
+        return wait
 
     def finish(self) -> None:
-        """End the iteration: make later work wait for the second stream, and check that `wait` was called for every
-        collective that needs it.
-        """
+        """End the iteration: make later work wait for the second stream."""
         self._stream.synchronise()
         self._unawaited.clear()
-        assert not self._posted, (
-            f"collectives were posted but never awaited: {[str(collective) for collective in self._posted]}"
-        )
 
     def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
         """Broadcast token ids from the first pipeline rank, and labels from the last pipeline rank, to all members."""

@@ -1,8 +1,7 @@
 """Host memory for activations: slots that each hold what one forward of a chunk saved.
 
-A slot is allocated when a copy first needs it, and all iterations reuse it. There are never more slots than an
-iteration needs at once. On CUDA, a slot is pinned at its exact size, whereas PyTorch would round it up to a power of
-two.
+A slot is allocated when a copy first needs it, and all iterations reuse it. On CUDA, a slot is pinned at its exact
+size, whereas PyTorch would round it up to a power of two.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
@@ -19,9 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.instructions import Instruction, Run
-from megatron_vp.schedule.ledger import peak
-from megatron_vp.schedule.pass_kinds import Held, PassKind
 
 GIB = 2**30
 ALIGNMENT = 512
@@ -30,14 +26,6 @@ SPARE = 8
 """A slot that replaces a smaller one has 1 / SPARE of its size to spare, so that slots are rarely replaced."""
 TOUCHING_THREADS = 4
 """Number of threads that touch the pages of a slot before it is pinned."""
-
-
-def slots_by_chunk(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Return, by chunk, the largest number of microbatches whose activations are in host memory at once."""
-    passes = [each.action for each in instructions if isinstance(each, Run)]
-    chunks = {step.chunk for step in passes if step.kind is PassKind.O}
-    of_chunk = {chunk: [step for step in passes if step.chunk == chunk] for chunk in chunks}
-    return {chunk: peak(order, Held.HOST_ACTIVATIONS) for chunk, order in of_chunk.items()}
 
 
 def parts(slot: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -52,38 +40,25 @@ class HostMemory:
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
-        self._needed: Mapping[int, int] = {}
-        self._made: dict[int, int] = defaultdict(int)
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         """Free slots by chunk, in ascending order of their sizes."""
-        self.bytes = 0
-        """Total size of all slots in bytes."""
-
-    def expect(self, slots: Mapping[int, int]) -> None:
-        """Set the number of slots that the next iteration needs for each chunk; see `slots_by_chunk`."""
-        self._needed = slots
 
     def take(self, chunk: int, sizes: Sequence[int]) -> torch.Tensor:
-        """Get a free slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned.
+        """Get a slot for tensors of the given sizes in bytes. Raises UserError if host memory cannot be pinned.
 
-        Forwards save different amounts if experts get different numbers of tokens. A chunk whose slots have all been
-        made then gives up its smallest free slot for one with room to spare, so memory stays near what is needed.
+        Forwards save different amounts if experts get different numbers of tokens. If all free slots are too small, a
+        larger one, with room to spare, replaces the smallest. So there are never more slots than are used at once.
         """
         free, room = self._free[chunk], max(_ends(sizes), default=0)
         first = bisect_left(free, room, key=torch.Tensor.numel)
         if first < len(free):
             return free.pop(first)
-        if self._made[chunk] < self._needed[chunk]:
-            self._made[chunk] += 1
-        else:
-            assert free, f"chunk {chunk} needs more host memory slots than were counted in the rank's program"
+        if free:
             smallest = free.pop(0)
-            self.bytes -= smallest.numel()
             if self._pins:
                 _unpin(smallest)
             del smallest  # Before the larger slot is allocated.
             room += room // SPARE
-        self.bytes += room
         return _pinned(room) if self._pins else _unpinned(room)
 
     def give(self, chunk: int, slot: torch.Tensor) -> None:

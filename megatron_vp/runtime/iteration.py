@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.runtime.executor import Observer
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.store import Store
-from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.instructions import Instruction, Program
 from megatron_vp.schedule.passes import Schedule
+from megatron_vp.schedule.transfers import Operation
 from megatron_vp.vocab.embedding import EmbeddingLayer
 from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
@@ -19,6 +20,15 @@ from megatron_vp.vocab.shards import VocabShards
 
 Handler = Callable[[int, int], None]
 """Function that runs a pass, given the microbatch and the chunk."""
+Observer = Callable[[Instruction | Operation], AbstractContextManager[None]]
+"""Returns a context manager around an instruction or an operation, such as a recorder's `span`. The context of an
+operation is entered on the operation's stream or, on CPU, in its thread.
+"""
+
+
+def unobserved(_work: Instruction | Operation) -> AbstractContextManager[None]:
+    """An `Observer` that does nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)

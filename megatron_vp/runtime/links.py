@@ -26,7 +26,7 @@ stage.
 
 
 class Links:
-    """Sends tensors from the store, and puts received tensors into it, during one iteration of one rank.
+    """Sends tensors from the store, and puts received tensors into it, in one iteration of one rank.
 
     A sent tensor is kept alive until its send is known to be complete, because the backend can delay reading the tensor
     until the receiver is ready. The schedule itself never blocks on a send. With gloo, sends are known to be complete
@@ -36,35 +36,32 @@ class Links:
     def __init__(self, iteration: Iteration) -> None:
         self._groups, self._store, self._shapes = iteration.groups, iteration.store, iteration.shapes
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        self._receiving: dict[Message, tuple[Any, torch.Tensor]] = {}
 
-    def post(self, message: Message) -> None:
-        """Start sending a contiguous tensor, or receiving into a new buffer."""
+    def post(self, message: Message) -> Callable[[], None] | None:
+        """Start sending a contiguous tensor, or receiving into a new buffer. The function that is returned stores the
+        received tensor; any computation that is issued later waits until the data has arrived.
+        """
         slot, buffer = CONTENT[message.channel]
         members = self._groups.members
         group = self._groups.edges[(message.source, message.target, message.channel)]
-        if message.source != self._groups.rank:
-            tensor = buffer(self._shapes, message.target_stage)
-            self._receiving[message] = (dist.irecv(tensor, members[message.source], group=group), tensor)
-            return
-        tensor = self._store.take(slot, message.microbatch, at=message.target_stage)
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        work = dist.isend(tensor, members[message.target], group=group)
-        if not self._groups.alone:  # A send without a receiver would never complete.
-            self._sending.append((work, tensor))
+        if message.source == self._groups.rank:
+            tensor = self._store.take(slot, message.microbatch, at=message.target_stage)
+            self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+            work = dist.isend(tensor, members[message.target], group=group)
+            if not self._groups.alone:  # A send without a receiver would never complete.
+                self._sending.append((work, tensor))
+            return None
+        received = buffer(self._shapes, message.target_stage)
+        receiving = dist.irecv(received, members[message.source], group=group)
 
-    def wait(self, message: Message) -> None:
-        """Store the received tensor. Any computation that is issued later waits until the data has arrived."""
-        work, buffer = self._receiving.pop(message)
-        work.wait()
-        slot, _ = CONTENT[message.channel]
-        self._store.put(slot, message.microbatch, buffer, at=message.target_stage)
+        def complete() -> None:
+            receiving.wait()
+            self._store.put(slot, message.microbatch, received, at=message.target_stage)
+
+        return complete
 
     def finish(self) -> None:
         """Wait until all sends of the iteration are complete."""
-        assert not self._receiving, (
-            f"receives were posted but never awaited: {[str(message) for message in self._receiving]}"
-        )
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_vp.runtime.host_memory import HostMemory, parts
 from megatron_vp.runtime.iteration import Iteration
 from megatron_vp.runtime.store import Slot
-from megatron_vp.runtime.streams import Event, Stream
+from megatron_vp.runtime.streams import Stream
 from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
@@ -66,8 +66,6 @@ class SavedForward:
         """The storages to copy; known once the forward has ended."""
         self.sizes: list[int] = []
         """The size in bytes of each storage in `moving`."""
-        self.staying: list[SavedStorage] = []
-        """Storages that stay on the device because something outside this object still refers to them."""
         self.slot: Any = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
@@ -88,7 +86,8 @@ class SavedForward:
         return SavedTensor(self._by_storage[key], tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def close(self, leaf: torch.Tensor | None) -> None:
-        """Divide the saved storages into `moving` and `staying`, after the forward's output data has been released.
+        """Collect the storages in `moving`, after the forward's output data has been released. Storages to which
+        something outside this object still refers stay on the device.
 
         This call also frees the data of the graph's leaf. The leaf keeps its shape, because autograd compares the
         shapes of a leaf and its gradient.
@@ -97,8 +96,8 @@ class SavedForward:
             leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         for storage in self._by_storage.values():
             # Megatron empties outputs that it recomputes, and fills them again.
-            if storage.bytes.untyped_storage().nbytes():
-                (self.moving if _owners(storage.bytes) == _ALONE else self.staying).append(storage)
+            if storage.bytes.untyped_storage().nbytes() and _owners(storage.bytes) == _ALONE:
+                self.moving.append(storage)
         self._by_storage.clear()
         self.sizes = [storage.bytes.numel() for storage in self.moving]
 
@@ -118,7 +117,6 @@ class Offload:
         self._memory = memory
         self.chunks = chunks
         self._saved: dict[tuple[int, int], SavedForward] = {}
-        self._events: dict[Copy, Event] = {}
 
     @property
     def handlers(self) -> dict[PassKind, Callable[[int, int], None]]:
@@ -150,8 +148,10 @@ class Offload:
         for storage, size in zip(saved.moving, saved.sizes, strict=True):
             storage.bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def post(self, copy: Copy) -> None:
-        """Start a copy, which runs after all copies posted earlier."""
+    def post(self, copy: Copy) -> Callable[[], None]:
+        """Start a copy, which runs after all copies posted earlier. The function that is returned makes later passes
+        wait for it.
+        """
         saved = self._saved[copy.microbatch, copy.chunk]
         if copy.to_host:
             saved.slot = self._memory.take(copy.chunk, saved.sizes)
@@ -165,22 +165,21 @@ class Offload:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
 
-        self._events[copy] = self._stream.submit(run)
+        event = self._stream.submit(run)
 
-    def wait(self, copy: Copy) -> None:
-        """Make later passes wait for a copy. For a copy-back, also free the host memory that it reads."""
-        self._events.pop(copy).wait()
-        if not copy.to_host:
-            # The graph keeps its saved-tensor hooks, and through them this object, until the whole backward has ended.
-            # Drop its references, so that autograd frees each storage once the backward has used it.
-            saved = self._saved.pop((copy.microbatch, copy.chunk))
-            saved.moving, saved.staying = [], []
-            self._memory.give(copy.chunk, self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
+        def wait() -> None:
+            event.wait()
+            if not copy.to_host:
+                # The graph keeps its saved-tensor hooks, and through them this object, until the whole backward has
+                # ended. Drop its references, so that autograd frees each storage once the backward has used it.
+                self._saved.pop((copy.microbatch, copy.chunk)).moving = []
+                self._memory.give(copy.chunk, self._store.take(Slot.ON_HOST, copy.microbatch, at=copy.chunk))
+
+        return wait
 
     def finish(self) -> None:
-        """End the iteration: make later work wait for all copies, and check that `wait` was called for each copy."""
+        """End the iteration: make later work wait for all copies."""
         self._stream.synchronise()
-        assert not self._events, f"copies were posted but never awaited: {[str(copy) for copy in self._events]}"
 
 
 def _unpack(saved: Any) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.chunk_passes import ChunkPasses
 from megatron_vp.runtime.collectives import VocabularyCollectives
-from megatron_vp.runtime.executor import Observer, execute, unobserved
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
-from megatron_vp.runtime.host_memory import HostMemory, slots_by_chunk
-from megatron_vp.runtime.iteration import Iteration, LayerShards
+from megatron_vp.runtime.host_memory import HostMemory
+from megatron_vp.runtime.iteration import Iteration, LayerShards, Observer, unobserved
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.progress import FINISHING, Progress
@@ -18,9 +18,19 @@ from megatron_vp.runtime.sharded_vocab_passes import ShardedVocabPasses
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, Stream, second_stream
 from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait
-from megatron_vp.schedule.pass_kinds import Held
+from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
-from megatron_vp.schedule.transfers import Collective, Copy, Message
+from megatron_vp.schedule.transfers import Collective, Copy, Message, Operation
+
+
+def execute(
+    program: Program, handlers: Mapping[type, Callable[[Any], None]], observer: Observer, progress: Progress
+) -> None:
+    """Run every instruction of `program` in order, with one handler for each kind of instruction."""
+    for instruction in program.instructions:
+        progress.at(instruction)
+        with observer(instruction):
+            handlers[type(instruction)](instruction)
 
 
 class Pipeline:
@@ -55,10 +65,10 @@ class Pipeline:
         store = Store()
         marks_device = shapes.device.type == "cuda"
         iteration = Iteration(self.groups, schedule, program, store, shapes, model, layer_shards, gradients, observer)
-        offload = self._offload(iteration)
-        # A runner starts (`post`) and awaits (`wait`) one kind of operation; `finish` makes later work wait for the
-        # rest.
+        # A runner's `post` starts an operation of one kind, and returns the function that completes the operation; its
+        # `finish` makes later work wait for the rest.
         runners: dict[type, Any] = {}
+        offload = self._offload(iteration)
         if layer_shards is None:
             chunks = ChunkPasses(iteration, offload)
         else:
@@ -68,13 +78,20 @@ class Pipeline:
             runners[Copy] = offload
         runners[Message] = Links(iteration)
         passes = chunks.handlers | (offload.handlers if offload else {})
+        posted: dict[Operation, Callable[[], None]] = {}
 
         def run(instruction: Run) -> None:
             action = instruction.action
             passes[action.kind](action.microbatch, action.chunk)
 
+        def post(instruction: Post) -> None:
+            operation = instruction.operation
+            complete = runners[type(operation)].post(operation)
+            if complete is not None:
+                posted[operation] = complete
+
         def wait(instruction: Wait) -> None:
-            runners[type(instruction.operation)].wait(instruction.operation)
+            posted.pop(instruction.operation)()
             if marks_device:
                 self.progress.mark(instruction, CudaEvent())
 
@@ -82,7 +99,7 @@ class Pipeline:
             Load: lambda instruction: chunks.load(instruction.microbatch),
             Run: run,
             Loss: lambda instruction: chunks.loss(instruction.microbatch),
-            Post: lambda instruction: runners[type(instruction.operation)].post(instruction.operation),
+            Post: post,
             Wait: wait,
         }
         with self.progress.schedule():
@@ -90,6 +107,7 @@ class Pipeline:
             self.progress.at(FINISHING)
             for runner in runners.values():
                 runner.finish()
+        assert not posted, f"operations were posted but never awaited: {[str(operation) for operation in posted]}"
         store.assert_empty()
         if gradients:
             store.assert_peaks(program.peaks)
@@ -97,9 +115,9 @@ class Pipeline:
 
     def _offload(self, iteration: Iteration) -> Offload | None:
         """Create the `Offload` of a program with copies to the host; return None for other programs."""
-        slots = slots_by_chunk(iteration.program.instructions)
-        if not slots:
+        passes = [each.action for each in iteration.program.instructions if isinstance(each, Run)]
+        chunks = {step.chunk for step in passes if step.kind is PassKind.O}
+        if not chunks:
             return None
         self._copies = self._copies or second_stream(iteration.shapes.device, alone=self.groups.alone)
-        self.host_memory.expect(slots)
-        return Offload(iteration, self._copies, self.host_memory, slots)
+        return Offload(iteration, self._copies, self.host_memory, chunks)

@@ -1,58 +1,20 @@
-"""Test that NaN or infinite losses and invalid token ids are reported, and that Megatron then handles them."""
+"""Test that NaN or infinite losses end a run as in plain Megatron, and that invalid token ids are named."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stderr
-from io import StringIO
 
 import pytest
 import torch
 
-from megatron_vp.mcore.training.loss_check import LossCheck
+from megatron_vp.mcore.training.loss_check import LabelCheck
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import train_case
-from tests.mcore.faults import Fault, errors, few_steps, injected, to_a_large_id, to_infinity, to_nan, train_with_fault
+from tests.mcore.faults import Fault, few_steps, injected, to_a_large_id, to_infinity, to_nan, train_with_fault
 from tests.runtime.device_double import Device
 
 RERUN = 16
 """Megatron ran the iteration again, found the same, saved a checkpoint, and asks to be started on other devices."""
-TENSOR = {"tensor_model_parallel_size": 2}
-V_HALF = {"pipeline_schedule": "v-half"}
-INTERLEAVED = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
-WHOLE = {"vocab_parallel": False}
-
-# Options, ranks; the fault; the ranks that run the loss function; the microbatches as they are named.
-BIRTHS = {
-    "several microbatches, tensor parallelism": (TENSOR, 4, Fault(to_nan, 2, "F", (1, 3)), (2, 3), "es 1, 3"),
-    "last chunk of a V": (V_HALF, 2, Fault(to_nan, 0, "F", chunk=1), (1,), " 2"),
-    "last chunk of a V, whole layers": ({**V_HALF, **WHOLE}, 2, Fault(to_infinity, 0, "F", chunk=1), (1,), " 2"),
-    "first chunk": (INTERLEAVED, 2, Fault(to_infinity, 0, "F"), (1,), " 2"),
-    "last chunk": (INTERLEAVED, 2, Fault(to_nan, 1, "F", (0,), chunk=1), (1,), " 0"),
-    "vocab-1": ({"vocab_parallel_algorithm": "vocab-1"}, 2, Fault(to_infinity, 1, "F", (3,)), (1,), " 3"),
-}
-DEFAULT = "last chunk of a V"
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == DEFAULT else pytest.mark.slow) for name in BIRTHS]
-)
-def test_a_loss_that_is_no_number_is_named_with_rank_and_microbatch_and_so_is_where_it_was_born(case, tmp_path):
-    options, ranks, fault, losses_on, named = BIRTHS[case]
-    arguments = few_steps(save=tmp_path, save_interval=10, **options)
-    ends = run_ranks_to_their_end(ranks, train_with_fault, arguments, fault)
-    assert [status for status, _ in ends] == [RERUN] * ranks
-    for rank, (_, output) in enumerate(ends):
-        expected = set()
-        if rank in losses_on:
-            expected.add(f"rank {rank}: the loss of microbatch{named} is NaN or infinite")
-        if rank == fault.rank:
-            expected |= {
-                f"rank {rank}: the forward pass of microbatch {each} in chunk {fault.chunk} produced NaN or infinity "
-                "from finite input"
-                for each in fault.microbatches
-            }
-        assert set(errors(output)) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,42 +32,33 @@ def test_a_loss_that_is_no_number_ends_a_run_where_it_ends_plain_megatron(act, o
         arguments = few_steps(vocab_parallel=not whole, **options)
         ends = run_ranks_to_their_end(2, train_with_fault, arguments, Fault(act, 1, "loss"))
         assert [status for status, _ in ends] == [status, status]
-        assert bool(errors(ends[1][1])) is not whole
 
 
 @pytest.mark.parametrize(
-    ("scale", "fault", "first", "named"),
-    [
-        pytest.param(2**21, None, 0, [], id="gradients"),
-        pytest.param(
-            1024, Fault(to_nan, 1, "loss"), 2, ["rank 1: the loss of microbatch 2 is NaN or infinite"], id="loss"
-        ),
-    ],
+    ("scale", "fault", "first"),
+    [pytest.param(2**21, None, 0, id="gradients"), pytest.param(1024, Fault(to_nan, 1, "loss"), 2, id="loss")],
 )
 @pytest.mark.slow
-def test_an_overflow_under_dynamic_loss_scaling_skips_the_step_that_plain_megatron_skips(scale, fault, first, named):
+def test_an_overflow_under_dynamic_loss_scaling_skips_the_step_that_plain_megatron_skips(scale, fault, first):
     options = {"fp16": True, "initial_loss_scale": scale, "hysteresis": 1}
     plain, ours = (
-        run_ranks(2, losses_and_errors, few_steps(vocab_parallel=vocab_parallel, **options), fault)[1]
+        run_ranks(2, losses_with_fault, few_steps(vocab_parallel=vocab_parallel, **options), fault)[1]
         for vocab_parallel in (False, True)
     )
-    skips = [[step for step, loss in enumerate(losses) if loss is None] for losses, _ in (plain, ours)]
+    skips = [[step for step, loss in enumerate(losses) if loss is None] for losses in (plain, ours)]
     assert skips[0] == skips[1] and skips[0][0] == first
-    taken = [[loss for loss in losses if loss is not None] for losses, _ in (plain, ours)]
+    taken = [[loss for loss in losses if loss is not None] for losses in (plain, ours)]
     assert taken[1] == pytest.approx(taken[0], rel=1e-4) and taken[0]
-    assert ours[1] == named and plain[1] == []
 
 
-def losses_and_errors(rank, world_size, arguments, fault):
-    """Losses of the steps, None where one was skipped; and what the rank said."""
+def losses_with_fault(rank, world_size, arguments, fault):
+    """Losses of the steps, None where one was skipped."""
     import pretrain_gpt_vp as script
 
     sys.argv = ["pretrain_gpt_vp.py", *arguments]
     script.prepare()
-    said = StringIO()
-    with injected(fault, rank), redirect_stderr(said):
-        run = train_case(rank, world_size, arguments)
-    return run.losses, errors(said.getvalue())
+    with injected(fault, rank):
+        return train_case(rank, world_size, arguments).losses
 
 
 @pytest.mark.parametrize(
@@ -131,6 +84,6 @@ def test_an_id_outside_the_vocabulary_is_named(fault, said):
 @pytest.mark.parametrize("gradients", [True, False])
 def test_judging_losses_does_not_hold_up_a_gpu(gradients):
     with Device().active():
-        labels_bs, loss = torch.zeros(2, 8, dtype=torch.int64, device="cuda"), torch.zeros((), device="cuda")
+        labels_bs = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
         gradient_ks = torch.zeros(4, 8, device="cuda") if gradients else None
-        LossCheck(100).add(0, loss, labels_bs, gradient_ks)
+        LabelCheck(100).add(labels_bs, gradient_ks)

@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_vp.mcore.training import chunk_data
+from megatron_vp.mcore.training import forward_backward
 
-SKIP = chunk_data._skipping
+SKIP = forward_backward._skipping
 
 
 class Rerun:
@@ -24,8 +24,8 @@ class Rerun:
 @pytest.mark.parametrize("chunks", [[iter(range(9)), None], [None, iter(range(9))], [iter(range(9)), iter(range(9))]])
 def test_a_skipped_iteration_advances_the_data_of_every_chunk_by_its_microbatches(chunks):
     with (
-        mock.patch.object(chunk_data, "get_rerun_state_machine", Rerun),
-        mock.patch.object(chunk_data, "get_num_microbatches", lambda: 4),
+        mock.patch.object(forward_backward, "get_rerun_state_machine", Rerun),
+        mock.patch.object(forward_backward, "get_num_microbatches", lambda: 4),
     ):
         SKIP(None)(chunks)
     assert {next(each) for each in chunks if each is not None} == {4}
@@ -34,8 +34,8 @@ def test_a_skipped_iteration_advances_the_data_of_every_chunk_by_its_microbatche
 @pytest.mark.parametrize("data", [None, iter(range(9))])
 def test_a_skipped_iteration_of_a_rank_with_one_chunk(data):
     with (
-        mock.patch.object(chunk_data, "get_rerun_state_machine", Rerun),
-        mock.patch.object(chunk_data, "get_num_microbatches", lambda: 4),
+        mock.patch.object(forward_backward, "get_rerun_state_machine", Rerun),
+        mock.patch.object(forward_backward, "get_num_microbatches", lambda: 4),
     ):
         SKIP(lambda data: None)(data)
     assert data is None or next(data) == 4

@@ -22,7 +22,7 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.storage.dataset import check_conversations
-from megatron_vp.mcore.training.packed_sequences import check_packed
+from megatron_vp.mcore.training.capture import check_packed
 from megatron_vp.runtime.buffers import Shapes
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, comparable_model, train_case

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vp.runtime import watchdog
-from megatron_vp.runtime.executor import execute, unobserved
+from megatron_vp.runtime.iteration import unobserved
+from megatron_vp.runtime.pipeline import execute
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Pass, PassKind

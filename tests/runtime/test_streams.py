@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, wraps
 from itertools import permutations, product
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,9 +16,8 @@ import torch
 
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.runtime.executor import Observer, unobserved
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.iteration import LayerShards
+from megatron_vp.runtime.iteration import LayerShards, Observer, unobserved
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream, ThreadStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
@@ -391,14 +391,21 @@ def without_its_buffers(
     made(event)
 
 
-def not_kept(self: links.Links, message: Message, post: Callable = links.Links.post) -> None:
-    post(self, message)
+def not_kept(self: links.Links, message: Message, post: Callable = links.Links.post) -> object:
+    complete = post(self, message)
     self._sending.clear()
+    return complete
 
 
-def not_awaited(self: links.Links, message: Message) -> None:
-    slot, _ = links.CONTENT[message.channel]
-    self._store.put(slot, message.microbatch, self._receiving.pop(message)[-1], at=message.target_stage)
+def not_awaited(self: links.Links, message: Message, post: Callable = links.Links.post) -> object:
+    receive = links.dist.irecv
+
+    def received(*args: object, **kwargs: object) -> SimpleNamespace:
+        work = receive(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: None, kept=work)
+
+    with mock.patch.object(links.dist, "irecv", received):
+        return post(self, message)
 
 
 def not_pinned(microbatches: int, ranks: int, device: torch.device) -> torch.Tensor:
@@ -420,7 +427,7 @@ def looked_at(self: GlobalStatistics, loss: TokenLoss, token_loss: Callable = Gl
         (CudaStream, "submit", not_behind_the_passes, "may come before the write of"),
         (CudaStream, "synchronise", lambda self: None, "is released while another stream uses it"),
         (links.Links, "post", not_kept, "is released while another stream uses it"),
-        (links.Links, "wait", not_awaited, "may come before the write of"),
+        (links.Links, "post", not_awaited, "may come before the write of"),
         (GlobalStatistics, "token_loss", looked_at, "the host waits for the device"),
         (embedding, "count_buffer", not_pinned, "the host waits for the device in copy_"),
     ],

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from megatron_vp.runtime import offload
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.runtime.executor import unobserved
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.iteration import LayerShards
+from megatron_vp.runtime.iteration import LayerShards, unobserved
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace

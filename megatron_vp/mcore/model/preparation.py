@@ -100,6 +100,8 @@ class RankModel:
         for index in range(self._prepared, self.chunks.index(chunk) + 1):
             each = self.chunks[index]
             leave_out_hooks(each)
+            if each.config.cuda_graph_impl == "local" and hasattr(each, "rotary_pos_emb"):
+                each.rotary_pos_emb.register_forward_hook(_copied)
             if job.settings.vocab_parallel:
                 self._check(each)
                 self.whole.append(WholeLayers(each))
@@ -151,6 +153,15 @@ class RankModel:
         args = self.job.arguments
         loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
         return LayerShards(self.rows, loss=loss, **self.shards)
+
+
+def _copied(_rotary: nn.Module, _inputs: tuple[Any, ...], positions: Any) -> Any:
+    """Let every forward have its own rotary positions (a tensor, or a tuple that begins with it).
+
+    If all microbatches shared one tensor, Megatron could capture the CUDA graph of a backward only after the graphs of
+    all forwards, but a pipeline runs its first backward earlier.
+    """
+    return (positions[0].clone(), *positions[1:]) if isinstance(positions, tuple) else positions.clone()
 
 
 def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:

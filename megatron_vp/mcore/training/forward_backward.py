@@ -9,26 +9,20 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer import cuda_graphs
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training.utils import print_rank_0
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.mcore.model.preparation import RankModel, prepare
 from megatron_vp.mcore.reports.watch import watch
-from megatron_vp.mcore.settled import own_loop
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
-from megatron_vp.mcore.training.packed_sequences import packs_sequences
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.runtime.executor import unobserved
 from megatron_vp.runtime.groups import pipeline_device
-from megatron_vp.runtime.host_memory import GIB
-from megatron_vp.runtime.iteration import LayerShards
+from megatron_vp.runtime.iteration import LayerShards, unobserved
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
@@ -54,7 +48,8 @@ def forward_backward(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one iteration under --pipeline-schedule. The arguments are those of Megatron's `forward_backward_func`.
+    """Run one iteration under --pipeline-schedule. The arguments are those of Megatron's `forward_backward_func`. Our
+    schedules have their own communicators, so `p2p_communicator` is ignored.
 
     Returns:
         On the last pipeline rank, a list of the reports of the user's loss function, one per microbatch; on other
@@ -68,7 +63,6 @@ def forward_backward(
     if adjust_tensor_shapes_fn is not None:
         raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
     gradients = not forward_only
-    _check_communicator(p2p_communicator)
     chunks = model if isinstance(model, list) else [model]
     built = _model(chunks, gradients)
     shards, pipeline, config = built.layer_shards(trains=gradients), built.pipeline, get_model_config(chunks[0])
@@ -91,14 +85,8 @@ def forward_backward(
     )
     # Options such as --rank-report time the passes and the communication of training iterations.
     watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
-    observer, memory = watched.recorder.span if watched else unobserved, pipeline.host_memory
-    before = memory.bytes
+    observer = watched.recorder.span if watched else unobserved
     peaks = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
-    if memory.bytes > before:
-        print_rank_0(
-            f"> allocated {(memory.bytes - before) / GIB:.2f} GiB of host memory for this rank's activations, "
-            f"{memory.bytes / GIB:.2f} GiB in all"
-        )
     if watched:
         watched.finish(chunks, schedule, *peaks)
     megatron.finish()
@@ -113,7 +101,7 @@ def forward_backward(
     if config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         cuda_graphs.create_cudagraphs()
-    megatron.loss_check.judge()
+    megatron.label_check.judge()
     if timers is not None:
         timers("forward-backward").stop()
     return megatron.losses
@@ -122,45 +110,25 @@ def forward_backward(
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 
 
-def _check_communicator(given: Any) -> None:
-    """Raise UserError for a p2p_communicator that is not Megatron's own. Megatron's own, which Megatron-Bridge always
-    passes, is ignored: our schedules use their own.
-    """
-    if given is not None and type(given) is not P2PCommunicator:
-        raise UserError(
-            f"this script passes its own p2p_communicator, a {type(given).__name__}, which our schedules would not "
-            f"use: pass Megatron's P2PCommunicator, pass None, or {_LEAVE_OUT}"
-        )
-
-
 def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
     """Check this rank's chunks, and return their model. A model that nothing has wrapped is prepared here."""
-    wrapped = [each for each in chunks if isinstance(each, _BaseDataParallel)]
-    others = [each for each in wrapped if not isinstance(each, DistributedDataParallel)]
-    if others:
+    for each in chunks if gradients else ():
+        trained = [weight for weight in each.parameters() if weight.requires_grad]
+        if not isinstance(each, DistributedDataParallel) and not all(
+            hasattr(weight, "main_grad") for weight in trained
+        ):
+            raise UserError(
+                f"this script trains a {type(each).__name__} that it did not wrap in Megatron's "
+                "DistributedDataParallel, but our passes write gradients to the wrapper's buffers: wrap the model in "
+                "DistributedDataParallel, even without data parallelism, and shard optimizer states with the "
+                "distributed optimizer"
+            )
+    built = prepare(chunks)
+    if built is None or built.pipeline is None:
         raise UserError(
-            f"this script wraps its model in {type(others[0]).__name__}, but our passes write gradients to the "
-            "buffers of Megatron's DistributedDataParallel: wrap the model in DistributedDataParallel, and use the "
-            "distributed optimizer to shard optimizer states"
-        )
-    built, core = prepare(chunks), unwrap_model(chunks[0])
-    whole = built is not None and built.pipeline is not None
-    if not whole and own_loop() is not None:
-        raise UserError(
-            f"this script's {type(core).__name__} was built before megatron_vp.enable was called, or is not a "
-            "GPTModel: call enable before the model is built, and build a GPTModel"
-        )
-    if built is None or not whole:
-        raise UserError(
-            f"this script's {type(core).__name__} was built by a custom builder, which --vocab-parallel and "
-            "--pipeline-schedule do not support: use Megatron's builder or a model_provider, or leave both options out"
-        )
-    bare = [each for each in chunks if not isinstance(each, _BaseDataParallel)]
-    weights = (weight for each in bare for weight in each.parameters() if weight.requires_grad)
-    if gradients and not all(hasattr(weight, "main_grad") for weight in weights):
-        raise UserError(
-            "this script trains a model that it did not wrap in Megatron's DistributedDataParallel, but our passes "
-            "write gradients to the wrapper's buffers: wrap every chunk, even without data parallelism"
+            f"this script's {type(unwrap_model(chunks[0])).__name__} was built before megatron_vp.enable was called, "
+            "or by a custom builder, which our schedules do not support: call enable first, and use Megatron's "
+            f"builder, a model_provider or GPTModel, or {_LEAVE_OUT}"
         )
     return built
 
@@ -170,7 +138,7 @@ def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: i
     heads = args.mtp_num_layers or 0
     behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
     sequence, batch = seq_length // context, micro_batch_size
-    if packs_sequences(args):
+    if args.sft or args.dataloader_inter_document_masking:  # Megatron joins a microbatch's sequences into one.
         sequence, batch = sequence * batch, 1
     return Shapes(
         sequence,
@@ -261,3 +229,20 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
 
     return _get_cuda_graph_input_data
+
+
+def _skipping(original: Callable[..., None]) -> Callable[..., None]:
+    """Let an iteration be skipped (`--iterations-to-skip`) on ranks with several chunks, for which Megatron has a list
+    of data iterators, and on middle stages, which have no data.
+    """
+
+    @wraps(original)
+    def dummy_train_step(data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None) -> None:
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        rerun = get_rerun_state_machine()
+        while rerun.should_run_forward_backward(data_iterator):
+            for iterator in filter(None, iterators):
+                for _ in range(get_num_microbatches()):
+                    next(iterator)
+
+    return dummy_train_step

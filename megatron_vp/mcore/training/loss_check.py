@@ -1,9 +1,8 @@
-"""Checks the loss of every microbatch of an iteration, and finds the first pass that produced a NaN or an infinity.
+"""Checks the labels of every microbatch, and defers Megatron's checks of losses and gradients.
 
 The checks run on the device. The host reads the results of all checks once, at the end of the iteration, when Megatron
-waits for the device anyway. Megatron's own checks of losses and gradients are deferred until then, too. With its
-defaults, the rank that runs the loss function would wait for the device twice per microbatch, and launch no kernels
-meanwhile.
+waits for the device anyway. With Megatron's defaults, the rank that runs the loss function would wait for the device
+twice per microbatch, and launch no kernels meanwhile.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_vp.errors import UserError, say
+from megatron_vp.errors import UserError
 
 
-class LossCheck:
-    """Collects the results of checks on the losses of one iteration, on the rank that runs the loss function.
+class LabelCheck:
+    """Collects the labels of an iteration that are outside the vocabulary, on the rank that runs the loss function.
 
     Args:
         vocab_size: the padded vocabulary size V; valid labels are 0..V-1.
@@ -28,19 +26,16 @@ class LossCheck:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._verdicts: dict[int, torch.Tensor] = {}
+        self._worst: list[torch.Tensor] = []
 
-    def add(
-        self, microbatch: int, loss: torch.Tensor, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None
-    ) -> None:
-        """Check one microbatch, without waiting for the device.
+    def add(self, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None) -> None:
+        """Check the next microbatch, without waiting for the device.
 
         A label outside the vocabulary, for which there is no logit, is an error if the loss depends on its token loss.
         Masked positions may have any label. In evaluation, there are no gradients that show which token losses matter,
         so negative labels, which usually mark ignored positions, are accepted.
 
         Args:
-            loss: the loss of the microbatch, []; in evaluation, a loss function may return nothing, [0].
             labels_bs: int64 [b, s].
             gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed
                 by [b, s] for each further predicted token; None in evaluation.
@@ -48,41 +43,17 @@ class LossCheck:
         counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
         wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
         label = torch.where(wrong_bs, labels_bs, 0).flatten()
-        worst = label.take(label.abs().argmax())  # Indexing with `[]` would copy the index to the host.
-        infinite = (~loss.detach().isfinite()).any()
-        self._verdicts[microbatch] = torch.stack([infinite.long(), worst])
+        self._worst.append(label.take(label.abs().argmax()))  # Indexing with `[]` would copy the index to the host.
 
     def judge(self) -> None:
-        """Report losses that are NaN or infinite. Megatron itself decides whether the run continues.
-
-        Raises UserError if a label is outside the vocabulary.
-        """
-        if not self._verdicts:
-            return
-        verdicts = dict(zip(self._verdicts, torch.stack([*self._verdicts.values()]).tolist(), strict=True))
-        if bad := [str(microbatch) for microbatch, (infinite, _) in verdicts.items() if infinite]:
-            which = f"microbatch{'es' if len(bad) > 1 else ''} {', '.join(bad)}"
-            say(f"error: rank {dist.get_rank()}: the loss of {which} is NaN or infinite")
-        for microbatch, (_, label) in verdicts.items():
+        """Raise UserError if a label is outside the vocabulary."""
+        for microbatch, label in enumerate(torch.stack(self._worst).tolist() if self._worst else ()):
             if label:  # Label 0 is always inside the vocabulary.
                 raise UserError(
                     f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "
                     "tokens: use the tokenizer with which the data was encoded, and exclude ignored positions through "
                     "the loss mask"
                 )
-
-
-def report_birth_of_nan(chunk: int, microbatch: int, given: torch.Tensor | None, made: torch.Tensor) -> None:
-    """Report a forward pass that produced NaN or infinity from finite input. The host waits until the device has
-    finished the pass.
-
-    given, made: the input and the output of the pass; `given` is None if the input is tokens.
-    """
-    if (given is None or given.isfinite().all()) and not made.isfinite().all():
-        say(
-            f"error: rank {dist.get_rank()}: the forward pass of microbatch {microbatch} in chunk {chunk} produced NaN "
-            "or infinity from finite input"
-        )
 
 
 _deferred: list[Callable[[], None]] | None = None

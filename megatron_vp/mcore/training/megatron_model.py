@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers, trained_parameters
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import PendingGradient, PendingWeightGradient, backward_without_weights
-from megatron_vp.mcore.training.capture import Capture, capture
-from megatron_vp.mcore.training.loss_check import LossCheck, report_birth_of_nan
-from megatron_vp.mcore.training.packed_sequences import check_packed
+from megatron_vp.mcore.training.capture import Capture, capture, check_packed
+from megatron_vp.mcore.training.loss_check import LabelCheck
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.schedule.passes import PassKind, Schedule
 
@@ -69,9 +67,7 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights(schedule, rank)
         self._weights_changed = gradients or first_val_step is not False
-        # When Megatron repeats an iteration after an unexpected loss, look for the pass that produced NaN or infinity.
-        self._watches_numbers = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
-        self.loss_check = LossCheck(self._chunks[-1].core.vocab_size)
+        self.label_check = LabelCheck(self._chunks[-1].core.vocab_size)
         self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
         self.losses: list[Any] = []
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
@@ -128,8 +124,7 @@ class MegatronModel:
             taken.register_hook(torch.clone)
         part.core.set_input_tensor(taken)
         labels = {} if labels_bs is None else {"labels": labels_bs}
-        with _own_positions(part.core) if self._keeps_outputs else nullcontext():
-            output = captured.run(part.model, self._output_options, **labels)
+        output = captured.run(part.model, self._output_options, **labels)
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
@@ -138,8 +133,6 @@ class MegatronModel:
             # The output is the input of a hybrid segment without layers, or a buffer of Megatron's CUDA graph, which
             # `release_output` must not free.
             output = output.clone()
-        if self._watches_numbers:
-            report_birth_of_nan(chunk, microbatch, input_sbh, output)
         # The loss function, which runs later, needs these arguments, but the attention mask can be freed.
         captured.keep("labels", "loss_mask", "packed_seq_params")
         self._calculate_loss(part, output)
@@ -170,7 +163,9 @@ class MegatronModel:
         """Run pass W: accumulate the weight gradients that pass B did not compute."""
         pending = self._pending_weights.pop((chunk, microbatch))
         part = self._chunks[chunk]
-        part.before_weight_gradient(microbatch)
+        # In Transformer Engine's layers, W of microbatch 0 overwrites main_grad.
+        assert part.weight_passes or not microbatch, "in every chunk, pass W of microbatch 0 must run first"
+        part.weight_passes += 1
         # Pass B has already computed the gradients of local layers' biases. A delaying layer whose weight is frozen has
         # no pending gradient, but its bias may be trained.
         parameters = [each.weight for each in pending if isinstance(each, PendingWeightGradient)]
@@ -179,7 +174,9 @@ class MegatronModel:
         pending.reverse()
         while pending:
             pending.pop().accumulate()
-        part.after_weight_gradient(parameters)
+        if part.weight_passes == self._microbatches:
+            for parameter in dict.fromkeys(parameters):
+                part.complete(parameter)
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
@@ -206,13 +203,13 @@ class MegatronModel:
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
             scaled.backward()
-        self.loss_check.add(microbatch, loss, labels_bs, token_loss_bs.grad)
+        self.label_check.add(labels_bs, token_loss_bs.grad)
         return token_loss_bs.grad
 
     def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
         """Report to Megatron that a weight's gradient is complete, as hooks do if autograd computes the gradient."""
         for chunk in self._chunks:
-            if chunk.owns(parameter):
+            if any(own is parameter for own in chunk.core.parameters()):
                 chunk.complete(parameter)
 
     def finish(self) -> None:
@@ -291,27 +288,6 @@ def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
     return frozenset(late)
 
 
-@contextmanager
-def _own_positions(core: torch.nn.Module) -> Iterator[None]:
-    """Inside this context, the model copies its rotary positions for every forward, for `--cuda-graph-impl local`.
-
-    Without the copies, all microbatches share one tensor of positions. Megatron can then capture the CUDA graph of a
-    backward only after the graphs of all forwards, but a pipeline runs its first backward earlier.
-    """
-    rotary = getattr(core, "rotary_pos_emb", None)
-    hook = rotary and rotary.register_forward_hook(lambda module, inputs, positions: _copies(positions))
-    try:
-        yield
-    finally:
-        if hook:
-            hook.remove()
-
-
-def _copies(positions: Any) -> Any:
-    """Return a copy of a tensor, or a tuple whose first tensor is copied."""
-    return (_copies(positions[0]), *positions[1:]) if isinstance(positions, tuple) else positions.clone()
-
-
 class _Chunk:
     """One model chunk of the rank in one iteration: its captured microbatches, the progress of its passes, and the
     synchronisation of its gradients, with or without Megatron's DDP.
@@ -337,32 +313,18 @@ class _Chunk:
         self.captured = 0
         self.delaying = delaying_layers(model)
         self._synchronises_in_schedule = synchronises_in_schedule
-        self._microbatches = self._backwards_left = microbatches
-        self._weight_passes = 0
+        self._backwards_left = microbatches
+        self.weight_passes = 0
         self._held = no_sync
         self._held.__enter__()
         self._started = False
         self._waiting: list[torch.nn.Parameter] = []
-
-    def owns(self, parameter: torch.nn.Parameter) -> bool:
-        return any(own is parameter for own in self.core.parameters())
 
     def before_backward(self) -> None:
         """Allow the last backward of the iteration to synchronise gradients."""
         self._backwards_left -= 1
         if not self._backwards_left and self._synchronises_in_schedule:
             self._start()
-
-    def before_weight_gradient(self, microbatch: int) -> None:
-        """Check that W of microbatch 0 runs first, because it overwrites main_grad in Transformer Engine's layers."""
-        assert self._weight_passes or not microbatch, "in every chunk, pass W of microbatch 0 must run first"
-        self._weight_passes += 1
-
-    def after_weight_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """After the last pass W of the iteration, report that the gradients of `parameters` are complete."""
-        if self._weight_passes == self._microbatches:
-            for parameter in dict.fromkeys(parameters):
-                self.complete(parameter)
 
     def complete(self, parameter: torch.nn.Parameter) -> None:
         """Record that a pass T, IB or W has completed the gradient of a weight."""
