@@ -7,8 +7,6 @@ import pytest
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.planning.stage_costs import order_costs
-from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
@@ -23,17 +21,6 @@ ROWS = (65536, 40960, 24576, 0)
 
 def assigned(rows=ROWS, **changes):
     return predict(replace(JOB, **changes), Plan(vocab=TWO, vocab_rows=rows), ALIKE)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_vocabulary_passes_take_what_the_rows_of_their_rank_take(tensor):
-    job = replace(JOB, tensor=tensor)
-    costs = assigned(tensor=tensor).timeline.costs
-    for rank in range(4):
-        own = PassTimes(job, H100).vocabulary_passes(TWO, ROWS[rank] // tensor)
-        assert (costs.S[rank], costs.T[rank], costs.IF[rank], costs.IB[rank]) == pytest.approx(own)
-    assert costs.S[3] == costs.T[3] == costs.IF[3] == costs.IB[3] == 0
-    assert costs.S[0] > 1.5 * costs.S[1] > 2 * costs.S[2] > 0
 
 
 def test_even_rows_cost_what_even_shards_cost():
@@ -55,14 +42,6 @@ def test_memory_follows_the_rows():
     assert found[0].vocabulary - even[0].vocabulary == 6 * 2048 * 32768
     assert assigned((65536, 65536, 0, 0)).memory[2].vocabulary == 0  # not a member of any collective
     assert found[3].vocabulary > 0  # the last stage has X and its gradient
-
-
-def test_the_order_is_made_for_every_ranks_own_costs_at_equal_speed():
-    costs = order_costs(JOB, Plan(vocab=TWO, vocab_rows=ROWS), H100)
-    assert all(value == round(value) for values in costs.named().values() for value in values)
-    assert costs.S[0] > costs.S[1] > costs.S[2] > costs.S[3] == 0
-    assert sum((*costs.F, *costs.B, *costs.W)) == pytest.approx(400, abs=6)
-    assert costs.F[1] == costs.F[2] == costs.F[3]
 
 
 def test_rows_that_are_no_cut_are_refused():

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layer_operations import operations
 from megatron_vp.cost.layers.shapes import Job, ModelShape
-from megatron_vp.cost.ranks.pass_times import BACKWARD, TILE, attention_times
+from megatron_vp.cost.ranks.pass_times import attention_times
 from megatron_vp.jobs.layer_kind import LayerKind
 
 H100 = HARDWARE["h100"]
@@ -52,21 +51,3 @@ def test_narrow_heads_are_slower_and_each_context_rank_sees_shorter_pieces():
     assert times(job(16384))[0] / times(job(16384, narrow))[0] == pytest.approx(497 / 648, rel=0.05)
     assert times(job(16384, replace(MODEL, heads=8, kv_groups=8, head_size=256))) == times(job(16384))
     assert times(job(16384))[0] < 2 * times(job(16384, context=2))[0] < 1.03 * times(job(16384))[0]
-
-
-def test_layers_with_windows_compute_those_alone():
-    windows = replace(MODEL, window=128, windowed=0.5)
-    share = 0.5 + 0.5 * (128 + TILE) / 2048
-    for each, full in zip(times(job(4096, windows)), times(job(4096)), strict=True):
-        assert each == pytest.approx(share * full)
-    assert times(job(4096, replace(windows, window=5000))) == times(job(4096))
-    flops = attention_flops(job(4096, windows))
-    assert flops == attention_flops(job(4096))  # as Megatron counts them for TFLOP/s
-
-
-def test_hardware_without_rates_takes_the_fitted_ones():
-    a100, one = HARDWARE["a100"], job(4096, flash_attention_2=1.0)
-    took, flops = times(one, a100), attention_flops(one) / 2
-    assert took[0] == pytest.approx(flops / a100.peak_flops / CALIBRATED.attention_forward)
-    assert took[1] == pytest.approx(BACKWARD * flops / a100.peak_flops / CALIBRATED.attention_backward)
-    assert times(one, HARDWARE["b200"]) == times(job(4096), HARDWARE["b200"])

@@ -19,7 +19,7 @@ from megatron_vp.cost.planning.balanced import (
     unit_of_rows,
 )
 from megatron_vp.cost.planning.candidates import balanced_layers
-from megatron_vp.cost.planning.layer_division import divided, divisions, fill, layer_seconds
+from megatron_vp.cost.planning.layer_division import divided, fill, layer_seconds
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
@@ -60,24 +60,6 @@ def test_no_other_way_to_pour_has_a_lower_peak(work, steps, data):
         return
     assert sum(found) == total and all(units <= cap for units, cap in zip(found, most, strict=True))
     assert peak(found) == pytest.approx(min(map(peak, ways)), rel=1e-9, abs=1e-9)
-
-
-def test_alike_ranks_share_alike():
-    cost = [0.01 * bool(units) + 0.1 * units for units in range(101)]
-    assert fill([1.0] * 4, cost, [100] * 4) == (25, 25, 25, 25)
-    assert fill([9.0, 1.0, 1.0, 9.0], cost, [100] * 4) == (0, 50, 50, 0)
-
-
-@pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
-@pytest.mark.parametrize("layers", [8, 11, 17])
-def test_every_division_has_all_layers_and_no_empty_stage(place, layers):
-    placement, cost = place(4), [0.01 * bool(units) + 0.3 * units for units in range(11)]
-    groups = divisions([1.0] * layers, placement, cost)
-    assert all(sum(found) == layers and min(found) >= 1 for group in groups for found, _ in group)
-    by_rank = [[sum(group[0][0][stage] for stage in row) for row in placement.stage_of] for group in groups[:3]]
-    assert all(max(counts) - min(counts) <= 1 for counts in by_rank)
-    assert by_rank[1] == sorted(by_rank[1], reverse=True) and by_rank[2] == sorted(by_rank[2])
-    assert [holders for _, holders in groups[3]] == [range(1), range(2), range(3)]
 
 
 @settings(max_examples=12, deadline=None)
@@ -168,20 +150,6 @@ def test_on_cpu_cores_rows_are_moved_only_where_layers_are_uneven():
     assert most_rows(JOB, replace(plan, layers=(1, 2, 2, 2)), cpu, 1e12) is None
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "v-half"])
-def test_every_schedule_is_balanced(schedule):
-    job = replace(JOB, model=replace(MODEL, layers=13))
-    plan = Plan(schedule, VocabMethod.VOCAB_1, 2 if schedule == "interleaved" else None)
-    found = balanced(job, plan, H100)
-    assert found.gain > 1.02 and sum(found.layers) == 13
-    assert predict(job, found.plan(plan), H100).iteration_seconds > 0
-
-
-def test_methods_without_assigned_shards_stay_even():
-    assert balanced(JOB, Plan(), H100).rows is None
-    assert balanced(JOB, Plan("interlaced", VocabMethod.INTERLACED), H100).rows is None
-
-
 def test_rows_leave_ranks_that_are_full():
     job = replace(JOB, model=replace(MODEL, layers=8), micro_batch=8)
     even = predict(job, Plan(vocab=TWO), H100)
@@ -194,18 +162,6 @@ def test_rows_leave_ranks_that_are_full():
     assert max(rank.total for rank in assigned.memory) <= limit
     # Where nothing fits, the limit is left aside.
     assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
-
-
-def test_measured_rows_know_what_every_rank_has_memory_for():
-    job, plan = replace(JOB, model=replace(MODEL, layers=12)), Plan(vocab=TWO, layers=(1, 1, 1, 9))
-    unlimited = most_rows(job, plan, H100, H100.memory)
-    assert unlimited is not None and set(unlimited) == {MODEL.vocab}
-    even = predict(job, plan, H100)
-    limit = 0.98 * even.memory[3].total
-    most = most_rows(job, plan, H100, limit)
-    assert most is not None and most[3] < MODEL.vocab // 4 < min(most[:3])
-    assert all(count % 128 == 0 for count in most)
-    assert most_rows(job, plan, H100, 1e9) is None
 
 
 @pytest.mark.parametrize(
@@ -225,18 +181,3 @@ def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():
     assert [rows % 128 for rows in found.rows] == [50 * (rank == last) for rank in range(4)]
     odd = replace(job, tensor=4)
     assert unit_of_rows(odd.model.vocab, 4, 4) is None and balanced(odd, Plan(vocab=TWO), H100).rows is None
-
-
-def test_the_whole_vocabulary_on_one_rank_is_a_layout_like_the_others():
-    layers = balanced_layers(JOB, Placement.round_robin(4), H100)
-    rows = (0, 0, 0, 131072)
-    one = predict(JOB, Plan(vocab=TWO, layers=layers, vocab_rows=rows), H100)
-    assert one.timeline.busy[3] > 0 and one.memory[3].parameters > one.memory[1].parameters
-
-
-@pytest.mark.parametrize(("layers", "schedule"), [(6, "zb-h1"), (7, "1f1b"), (9, "v-half")])
-def test_candidates_that_bounds_rule_out_would_not_have_been_chosen(monkeypatch, layers, schedule):
-    job, plan = replace(JOB, model=replace(MODEL, layers=layers)), Plan(schedule, TWO)
-    found = balanced(job, plan, H100)
-    monkeypatch.setattr(_Search, "least", lambda search, plan: 0.0)  # so that every candidate is simulated
-    assert found == balanced(job, plan, H100) and found.rows is not None

@@ -9,27 +9,23 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.layers.fp8 import activations_saved, quantised, refuse_fp8, weight_copies
+from megatron_vp.cost.layers.fp8 import quantised, refuse_fp8
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.layer_operations import operations
 from megatron_vp.cost.layers.layer_types import stage_layers
-from megatron_vp.cost.layers.layouts import equal_layers
-from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan
 from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
 from megatron_vp.cost.planning.predict import evaluate, predict
-from megatron_vp.cost.ranks.layer_memory import layer_activations
 from megatron_vp.cost.ranks.pass_times import PassTimes
-from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
-from megatron_vp.schedule import Placement, VocabMethod, generate
+from megatron_vp.schedule import Placement, VocabMethod
 
 H100, B200 = HARDWARE["h100"], HARDWARE["b200"]
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = ModelShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4, fp8=Fp8Recipe.TENSORWISE)
 WIDE = replace(JOB, fp8=None)
-EXPERTS = replace(MODEL, experts=8, experts_per_token=2)
 TINY = {
     **{"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_length": 32},
     **{"micro_batch_size": 2, "bf16": True, "pipeline_model_parallel_size": 2},
@@ -52,76 +48,12 @@ def test_bytes_of_an_element(recipe, gpu, moved, weight, inputs):
     assert (found.moved, found.kept, found.kept_for_weights) == pytest.approx((moved, weight, inputs))
 
 
-def test_a_layer_multiplies_at_the_fp8_rate_and_quantises_what_it_multiplies():
-    found, plain = (PassTimes(job, H100).layer() for job in (JOB, WIDE))
-    tokens, h = 2048, 2048
-    times = PassTimes(JOB, H100)
-    gain = 2 * tokens * (3 + 1 + 4 + 4) * h * h * (1 / 700e12 - 1 / 1280e12)
-    inputs, outputs = tokens * (1 + 1 + 1 + 4) * h, tokens * (3 + 1 + 4 + 1) * h
-    weights = 12 * h * h / 16  # once in 16 microbatches
-    assert pytest.approx(plain.F - gain + times.memory_time(6 * (inputs + weights))) == found.F
-    assert pytest.approx(plain.B - gain + times.memory_time(6 * outputs)) == found.B
-    assert pytest.approx(plain.W - gain) == found.W
-    assert times.layer("t'") == plain
-    again = PassTimes(replace(JOB, recompute=Recompute.FULL), H100).layer()
-    assert pytest.approx(found.B + found.F) == again.B
-    part, wide = (PassTimes(replace(job, recompute_modules=frozenset(["mlp"])), H100).layer() for job in (JOB, WIDE))
-    faster = 2 * tokens * 8 * h * h * (1 / 700e12 - 1 / 1280e12) - times.memory_time(6 * tokens * 5 * h)
-    assert pytest.approx(wide.B - plain.B - faster) == part.B - found.B
-
-
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():
     times = PassTimes(replace(JOB, sequence=8), H100)
     matrix = next(op.matrix for op in operations(times.job) if op.matrix)
     assert times.gemm_time(matrix, Fp8Recipe.TENSORWISE) == pytest.approx(
         times.memory_time(8 * (2048 + 2 * 6144) + 2048 * 6144)
     )
-
-
-def test_vocabulary_layers_and_routers_stay_as_they_are():
-    narrow, wide = (PassTimes(job, H100) for job in (JOB, WIDE))
-    for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
-        assert narrow.output_shard(method) == wide.output_shard(method)
-    assert narrow.whole_output() == wide.whole_output()
-    matrices = [op.matrix for op in operations(replace(JOB, model=EXPERTS)) if op.matrix and op.narrows]
-    assert [(m.inputs, m.outputs, m.copies) for m in matrices] == [
-        (2048, 3 * 2048, 1),
-        (2048, 2048, 1),
-        (2048, 8192, 8),
-        (8192, 2048, 8),
-    ]
-
-
-def test_weights_have_copies_and_inputs_are_kept_in_one_byte():
-    h, tokens = 2048, 2048
-    assert weight_copies(JOB, H100) == 2 * 12 * h * h and weight_copies(JOB, B200) == 12 * h * h
-    # Inputs of queries, keys and values, of the MLP, and of its second product; the projection's is kept twice.
-    assert activations_saved(JOB, H100) == tokens * (h + h + 4 * h - h)
-    halved = replace(JOB, tensor=2, sequence_parallel=True)
-    assert activations_saved(halved, H100) == activations_saved(JOB, H100) / 2
-    assert activations_saved(replace(JOB, model=EXPERTS), H100) == tokens * (h + 2 * h + 2 * 4 * h - h)
-    # Nothing is saved of what is not kept, because the backward computes it again.
-    for modules, inputs in ((["moe_act"], h + 2 * h - h), (["moe"], h - h)):
-        again = replace(JOB, model=EXPERTS, recompute_modules=frozenset(modules))
-        assert activations_saved(again, H100) == tokens * inputs
-
-
-def test_memory_of_a_rank_has_the_copies_and_keeps_less():
-    schedule = generate("1f1b", 4, 16, vocab="vocab-2")
-
-    def rank(job, gpu=H100):
-        return MemoryModel(job, schedule, equal_layers(job, 4), gpu).rank(0)
-
-    narrow, wide = rank(JOB), rank(WIDE)
-    assert narrow.parameters - wide.parameters == 4 * weight_copies(JOB, H100)
-    # Rank 0 of four holds four microbatches and one more for the barrier.
-    assert wide.activations - narrow.activations == pytest.approx(5 * 4 * activations_saved(JOB, H100))
-    assert layer_activations(JOB) == layer_activations(WIDE) > activations_saved(JOB, H100)
-    ends = replace(JOB, bf16_at_start=2)
-    assert rank(ends).parameters - wide.parameters == 2 * weight_copies(JOB, H100)
-    assert wide.activations - rank(ends).activations == pytest.approx(5 * 2 * activations_saved(JOB, H100))
-    input_alone = {"recompute": Recompute.FULL}
-    assert rank(replace(JOB, **input_alone)).activations == rank(replace(WIDE, **input_alone)).activations
 
 
 @pytest.mark.parametrize(
@@ -149,12 +81,6 @@ def test_stages_with_layers_in_16_bits_take_longer():
     assert costs.F[0] - even.F[0] == pytest.approx(times.layer("t'").F - times.layer().F)
     assert costs.W[7] - even.W[7] == pytest.approx(times.layer("t'").W - times.layer().W)
     assert costs.F[1:7] == even.F[1:7]
-
-
-def test_a_balanced_layout_knows_which_layers_are_slower():
-    job = replace(JOB, model=replace(MODEL, layers=80, vocab=1024), bf16_at_start=10, bf16_at_end=10)
-    layers = balanced_layers(job, Placement.round_robin(4), H100)
-    assert layers[0] < layers[1] and layers[3] < layers[2]
 
 
 def test_flags_and_megatrons_own_names_say_the_same():

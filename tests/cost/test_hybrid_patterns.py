@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vp.cost.hardware.gpus import find_hardware
-from megatron_vp.cost.layers.flops import model_flops
 from megatron_vp.cost.layers.job_plan import plan_of, settings_of, uncounted
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.layer_operations import (
@@ -21,13 +20,9 @@ from megatron_vp.cost.layers.layer_operations import (
     layer_flops,
     layer_weights,
 )
-from megatron_vp.cost.layers.layer_types import stage_layers
-from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan, Recompute
-from megatron_vp.cost.planning.balanced import balanced
-from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.layer_division import divided, layer_seconds
-from megatron_vp.cost.planning.predict import evaluate, predict
-from megatron_vp.cost.ranks.pass_times import PassTimes
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan
+from megatron_vp.cost.planning.layer_division import divided
+from megatron_vp.cost.planning.predict import predict
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -35,10 +30,9 @@ from megatron_vp.schedule import Placement, VocabMethod
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from least_passes import least_passes, loads_of
+from least_passes import loads_of
 
 H100 = find_hardware("h100")
-ALIKE = H100.alike
 MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4, layers=LayerKind.ENGINE)
 EXPERTS = replace(MODEL, experts=8, experts_per_token=2, gated=True)
@@ -70,13 +64,6 @@ def test_an_even_cut_costs_what_whole_layers_cost(job, plan):
         assert ours.parts() == pytest.approx(theirs.parts(), rel=1e-9)
 
 
-def test_a_recomputed_letter_keeps_its_input_as_a_layer_does():
-    job = replace(JOB, recompute=Recompute.FULL)
-    whole, letters = predict(job, Plan(), H100), predict(hybrid(job), Plan(), H100)
-    assert letters.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=1e-9)
-    assert letters.memory[0].activations > whole.memory[0].activations
-
-
 @pytest.mark.parametrize("model", [MODEL, EXPERTS])
 def test_letters_share_a_layers_work_and_weights(model):
     job = replace(JOB, model=model)
@@ -84,16 +71,6 @@ def test_letters_share_a_layers_work_and_weights(model):
     for figure in (layer_flops, layer_weights, expert_weights):
         assert sum(figure(job, kind) for kind in parts) == figure(job)
     assert expert_weights(job, "*") == 0
-
-
-def test_experts_and_mlps_have_widths_of_their_own():
-    model = replace(EXPERTS, layers=4, pattern="*-*E", dense_ffn=4096)
-    job = replace(JOB, model=model, pipeline=2)
-    dense = layer_weights(job, "-")
-    assert dense == 3 * 2048 * 4096 + 2 * 2048
-    counts = [dict(stage) for stage in stage_layers(job, (3, 1))]
-    assert counts == [{"*": 2, "-": 1}, {"E": 1}]
-    assert model_flops(job) > model_flops(replace(job, model=replace(model, pattern="*-*-")))
 
 
 @settings(max_examples=80, deadline=None)
@@ -114,57 +91,6 @@ def test_no_other_cut_has_a_lower_maximum(extra, work):
     assert sum(found) == len(work) and min(found) >= 1
     # Only a rank that must have a layer although it is too busy for any may get a larger one than necessary.
     assert most(found) <= min(map(most, cuts)) + (1.4 if any(extra) else 1e-9)
-
-
-@pytest.mark.parametrize("place", [Placement.round_robin, Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
-def test_equal_work_is_cut_equally(place):
-    placement = place(4)
-    assert divided([1.0, 2.0] * 16, placement) == (32 // placement.stages,) * placement.stages
-    assert divided([1.0] * 3, placement) is None
-
-
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
-    ranks=st.integers(2, 6),
-    layers=st.integers(7, 20),
-    hidden=st.sampled_from([1024, 4096]),
-    units=st.integers(16, 2048),
-    schedule=st.sampled_from(["1f1b", "v-half"]),
-)
-def test_the_best_cut_is_hardly_slower_than_whole_layers(ranks, layers, hidden, units, schedule):
-    model = ModelShape(layers=layers, hidden=hidden, heads=16, ffn=4 * hidden, vocab=128 * units)
-    job = Job(model, sequence=2048, micro_batch=1, microbatches=4 * ranks, pipeline=ranks, layers=LayerKind.ENGINE)
-
-    def fastest(one):
-        found = []
-        for candidate in candidates(one, ALIKE):
-            plan = candidate.plan
-            if plan.schedule != schedule:
-                continue
-            try:
-                found.append((plan.vocab, evaluate(candidate, one, ALIKE).iteration_seconds))
-            except UserError:
-                continue
-        whole = min((seconds for vocab, seconds in found if vocab is VocabMethod.NONE), default=None)
-        plan = Plan(schedule, VocabMethod.VOCAB_2)
-        assigned = predict(one, balanced(one, plan, H100).plan(plan), ALIKE).iteration_seconds
-        return whole, assigned
-
-    try:
-        whole, assigned = fastest(job)
-    except UserError:  # fewer layers than stages
-        return
-    finer, finer_assigned = fastest(hybrid(job))
-    assert whole is None or finer <= 1.05 * whole
-    assert finer_assigned <= 1.05 * assigned
-
-
-def test_the_bound_of_a_pattern_is_not_above_that_of_whole_layers():
-    job = replace(JOB, model=replace(MODEL, layers=7))
-    two = VocabMethod.VOCAB_2
-    assert least_passes(hybrid(job), two, ALIKE) <= least_passes(job, two, ALIKE) * (1 + 1e-9)
-    work = layer_seconds(PassTimes(hybrid(job), ALIKE))
-    assert len(work) == 14 and work[:2] == work[2:4] and work[0] != work[1]
 
 
 FLAGS = [

@@ -16,7 +16,7 @@ from megatron_vp.cost.ranks.layer_memory import layer_activations, small_activat
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.schedule import Pass, PassCosts, Simulator, VocabMethod, generate
+from megatron_vp.schedule import Pass, PassCosts, Simulator, generate
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 from tests.cost.small_job import run
@@ -30,21 +30,6 @@ PO = Plan("po", chunks=4)
 
 def memory_of(job, schedule):
     return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages), H200)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_tensors_below_one_mebibyte_stay(tensor):
-    llama = replace(MODEL, kv_groups=8, gated=True, query_key_norms=True)
-    job = Job(llama, 2048, 1, 8, 4, tensor=tensor, sequence_parallel=tensor > 1, layers=LayerKind.ENGINE)
-    # Log-sum-exp, and the statistics of the norms of queries and keys, in fp32.
-    assert small_activations(job) == 4 * 2048 * (32 + 32 + 8) / tensor
-    long = replace(job, sequence=2**17)
-    assert small_activations(long) == 0 < small_activations(job) < 0.01 * layer_activations(job)
-    local = replace(job, model=replace(llama, rotary=True), layers=LayerKind.LOCAL_SDPA)
-    # Sines and cosines of queries and keys.
-    assert small_activations(local) - small_activations(job) == 4 * 2 * 128 * 2048
-    short = replace(job, sequence=16)
-    assert small_activations(short) == pytest.approx(layer_activations(short))
 
 
 @pytest.mark.parametrize("method", ["none", "vocab-2"])
@@ -63,34 +48,6 @@ def test_device_memory_falls_as_the_ledger_says(method):
             assert fell == pytest.approx((levels[0] - levels[1]) * whole - stays, rel=0.03)
             assert levels[1] < share * levels[0] or rank
             assert after.rank(rank).outside.fragments < before.rank(rank).outside.fragments
-
-
-def test_the_host_has_places_for_every_chunks_own_peak():
-    schedule = generate("po", 4, 16, chunks=4, costs=PassCosts(other={"copy": 1.0}), offload_chunks=4)
-    found = memory_of(replace(JOB, pipeline=4, model=replace(MODEL, layers=16), sequence=2048), schedule)
-    moved = found.offloaded(0)
-    assert 0 < moved[0] == layer_activations(found.job) - small_activations(found.job)
-    places = 0
-    for chunk in range(4):
-        level = most = 0
-        for step in schedule.ranks[0]:
-            level += (step.kind == "F") * ((0, chunk) in schedule.offloaded) * (step.chunk == chunk)
-            most = max(most, level)
-            level -= (step.kind == "B") * ((0, chunk) in schedule.offloaded) * (step.chunk == chunk)
-        places += most
-    assert found.host(0) == places * moved[0]
-    assert places >= peak(schedule.ranks[0], Held.HOST_ACTIVATIONS)
-    assert memory_of(found.job, generate("po", 4, 16, chunks=4)).host(0) == 0
-
-
-def test_a_whole_output_layers_last_norm_leaves_and_its_logits_stay():
-    schedule = generate("1f1b", 8, 8)
-    found, unit = memory_of(JOB, schedule), JOB.tokens * MODEL.hidden
-    assert found.offloaded(7)[7] - found.offloaded(6)[6] == 2 * 2 * unit
-    # And of the first stage, the mask of the embedding's dropout.
-    dropped = replace(JOB, model=replace(MODEL, dropout=True))
-    sharded = memory_of(dropped, generate("1f1b", 8, 8, vocab="vocab-2"))
-    assert sharded.offloaded(0)[0] - sharded.offloaded(1)[1] == unit
 
 
 def test_copies_take_their_bytes_over_the_bandwidth_and_passes_are_ordered_for_them():
@@ -150,16 +107,6 @@ def test_megatron_wants_one_queue_for_tensor_parallelism_before_blackwell():
     assert len({predict(replace(JOB, one_queue=one), PO, H200).iteration_seconds for one in (False, True)}) == 1
 
 
-def test_copies_of_a_prediction():
-    plan = Plan("po", VocabMethod.VOCAB_2, 4, offload_chunks=2)
-    prediction = predict(JOB, plan, H200)
-    found = prediction.copies
-    assert [len(each.chunks) for each in found] == [2] * 8
-    lane = JOB.microbatches * 2 * found[0].bytes / 50e9
-    assert found[0].load == pytest.approx(lane / prediction.timeline.busy[0])
-    assert max(each.wait_out for each in found) > 0
-
-
 def test_a_node_holds_the_activations_of_its_own_ranks():
     host = [5.0, 4.0, 3.0, 2.0]
     job = replace(JOB, pipeline=4)
@@ -199,10 +146,3 @@ def test_too_little_host_memory_is_refused_with_what_fits(small, monkeypatch, sh
     monkeypatch.setattr(offloading, "host_room", lambda hardware: share * needed)
     refused = run("simulate", *words, "all")
     assert isinstance(refused.exception, UserError) and said in str(refused.exception)
-
-
-def test_recomputed_chunks_are_not_offloaded(small):
-    words = [small, "--pipeline-schedule", "v-half", "--offload-chunks", 1]
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
-    refused = run("simulate", *words, *full)
-    assert isinstance(refused.exception, UserError) and "leave out one of the two" in str(refused.exception)

@@ -10,11 +10,7 @@ from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.ranks.outside import (
-    COMMUNICATOR,
     CONNECTION,
-    CONTEXT,
-    FRAGMENTS,
-    KERNELS,
     MEGATRON_CHANNELS,
     outside_memory,
 )
@@ -26,7 +22,6 @@ H100 = HARDWARE["h100"]
 MODEL = ModelShape(layers=16, hidden=64, heads=4, ffn=256, vocab=1000)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=4, pipeline=4)
 OURS, MEGATRONS = CHANNELS * CONNECTION, MEGATRON_CHANNELS * CONNECTION
-MEGATRONS_RING = COMMUNICATOR + 2 * MEGATRONS
 FLAGS = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 100000 "
     "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --vocab-parallel"
@@ -71,42 +66,6 @@ def test_members_alone_join_and_rows_come_from_holders():
     found = [outside_memory(replace(JOB, pipeline=5, tensor=2), schedule, rank, 0.0, H100) for rank in range(5)]
     assert [each.communicators for each in found] == [2 + 2, 4 + 2, 4 + 2, 4, 2 + 2]
     assert [each.rows / OURS for each in found] == pytest.approx([2, 1, 1, 0, 0])
-
-
-def test_memory_by_parts_of_a_pipeline_in_one_node():
-    first, second = outside(0, moving=1e9), outside(1)
-    assert (first.context, first.kernels, first.fragments) == (CONTEXT, KERNELS, FRAGMENTS * 1e9)
-    # Rank 0 receives gradients alone, rank 1 activations too; the sender of an edge inside a node has no buffers.
-    assert (first.edges, second.edges) == pytest.approx((2 * COMMUNICATOR + OURS, 4 * COMMUNICATOR + 2 * OURS))
-    assert first.vocabulary == pytest.approx(COMMUNICATOR + 2 * OURS)
-    assert (first.rows, second.rows) == pytest.approx((3 * OURS, OURS))
-    assert first.megatron == pytest.approx(2 * MEGATRONS_RING)  # all ranks, and those of the replica
-    assert (first.communicators, second.communicators) == (3, 5)
-    assert first.total == pytest.approx(sum(first.parts().values())) and "communicators" not in first.parts()
-
-
-def test_more_ranks_of_any_kind_take_more_and_edges_between_nodes_take_both_ends():
-    replicas, tensor = outside(1, replace(JOB, data=2)), outside(1, replace(JOB, tensor=2))
-    assert replicas.megatron == pytest.approx(3 * MEGATRONS_RING)
-    assert tensor.megatron == pytest.approx(3 * MEGATRONS_RING)
-    assert tensor.vocabulary == pytest.approx(2 * (COMMUNICATOR + 2 * OURS))
-    # Eight GPUs a stage: every stage is a node of its own.
-    assert outside(0, replace(JOB, data=8)).edges == pytest.approx(2 * (COMMUNICATOR + OURS))
-
-
-def test_megatrons_own_schedule_has_its_own_connections_and_none_of_ours():
-    first, second = (outside(rank, vocab="none") for rank in (0, 1))
-    assert first.communicators == first.edges == first.vocabulary == first.rows == 0
-    assert (second.megatron - first.megatron) == pytest.approx(MEGATRONS)
-    tied = replace(JOB, model=replace(MODEL, tied=True))
-    assert outside(0, tied, vocab="none").megatron - first.megatron == pytest.approx(MEGATRONS_RING)
-    assert outside(1, tied, vocab="none") == second
-    assert outside(0, name="v-half", vocab="none").communicators == 4 + 3 + 1
-
-
-def test_a_cpu_has_neither_kernels_nor_channels():
-    found = outside(0, hardware=HARDWARE["cpu"])
-    assert found.total == CONTEXT and found.communicators == 3
 
 
 def test_simulate_shows_the_parts_and_the_communicators():

@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cli.planning import seconds
-from megatron_vp.cli.result_output import progress_bar
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_plan import plan_of, settings_of
 from megatron_vp.cost.layers.job_sizes import job_of
@@ -19,7 +17,6 @@ from megatron_vp.cost.planning import charts
 from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
-from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layout_text import layers_in, layout_of
@@ -40,13 +37,6 @@ def test_the_configuration_gives_the_job_and_flags_win(small):
     job = job_of(read_sizes([small], flags).values, 8)
     assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (2, 4, 2, 16)
     assert job.model.gated and job.model.ffn == 2688
-
-
-def test_every_model_of_the_repository_can_be_planned():
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        config = read_sizes([path], ["--vocab-size", "50000"] if path.stem == "quickstart" else [])
-        job, plan = job_of(config.values), plan_of(config)
-        assert plan.layers is None or sum(plan.layers) == job.model.layers, path
 
 
 def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
@@ -263,16 +253,6 @@ def test_layers_that_options_shift_are_read_and_give_way_to_another_layout(small
     assert layout == "Et*2|t*1|t*1|t*2mL"
 
 
-def test_tied_embeddings_need_a_split_in_a_v(small):
-    small.write_text(SMALL.replace("  untie_embeddings_and_output_weights: true\n", ""))
-    table = run("plan", small).stdout
-    assert "not possible: v-half, plain: --pipeline-schedule v-half with a job without --untie-embeddings" in table
-    assert "not possible: v-half, vocab" not in table and "not possible: 1f1b" not in table
-    refused = run("simulate", small, "--pipeline-schedule", "v-half").exception
-    assert "add --vocab-parallel or --untie" in str(refused)
-    assert not run("simulate", small, "--pipeline-schedule", "v-half", "--vocab-parallel").exception
-
-
 def test_plan_prints_what_to_use(small, tmp_path):
     lines = run("plan", small).stdout.splitlines()
     job = job_of(read_sizes([small], []).values)
@@ -307,15 +287,6 @@ def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch
     )
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run("plan", *job).stdout
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
-
-
-def test_a_line_of_progress_is_not_repeated(monkeypatch, capsys):
-    monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 0.0)
-    with progress_bar() as bar:
-        task = bar.add_task("simulating", total=1000)
-        for done in range(41):
-            bar.update(task, completed=done)
-    assert capsys.readouterr().err.splitlines() == [f"simulating: {share} %" for share in range(5)]
 
 
 def test_progress_goes_into_a_pipe_too(small, monkeypatch):
@@ -399,22 +370,6 @@ def test_the_picture_marks_what_is_recommended(small, tmp_path, monkeypatch, eva
     assert run("plan", small, "-o", tmp_path / "plan.png").exit_code == 0
     said = [text.get_text() for text in figures[0].axes[0].texts]
     assert [words for words in said if "recommended" in words] == ["1f1b, vocab-1, recommended"]
-
-
-def test_the_axis_speaks_of_a_limit_only_where_the_picture_shows_it(small, monkeypatch):
-    figures = []
-    monkeypatch.setattr(charts, "_png", lambda figure: figures.append(figure) or b"")
-    job, machine = job_of(read_sizes([small], []).values), find_hardware("h100")
-    found = [evaluate(candidate, job, machine) for candidate in candidates(job, machine)[:2]]
-    for limit in (1.05, 100):
-        search = Search([Variant(job, {}, own=True)], machine, limit * found[0].peak_memory, found=found[:1])
-        charts.runs_chart(search, found[0], "a title")
-    labels = [(len(axes.lines), axes.get_xlabel()) for (axes,) in (figure.axes for figure in figures)]
-    assert ["dotted line" in label for _, label in labels] == [True, False] and labels[0][0] == labels[1][0] + 1
-
-
-def test_seconds_have_four_digits():
-    assert [seconds(value) for value in (0.0123456, 1.59, 12345.6)] == ["0.01235", "1.590", "12346"]
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

@@ -8,19 +8,17 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
-from megatron_vp.cost.planning.bounds import frontier
-from megatron_vp.cost.planning.candidates import Candidate, candidates
-from megatron_vp.cost.planning.choice import simplicity
+from megatron_vp.cost.planning.candidates import Candidate
 from megatron_vp.cost.planning.offloading import (
     copy_load,
     offloaded_evaluations,
     with_chosen_offload,
 )
-from megatron_vp.cost.planning.predict import evaluate, predict
+from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.schedule import FAMILIES, VocabMethod
+from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import run
 
 H200 = HARDWARE["h200"]
@@ -37,13 +35,6 @@ def base_of(plan=PLAN, hardware=WIDE):
 
 def counts(found):
     return [each.candidate.plan.offload_chunks for each in found]
-
-
-def test_the_load_of_copies_is_that_of_the_simulation():
-    for chunks in (1, 2):
-        found = predict(JOB, replace(PLAN, offload_chunks=chunks), H200).copies
-        assert copy_load(JOB, PLAN, chunks, H200) == pytest.approx(max(each.load for each in found), rel=1e-6)
-    assert copy_load(JOB, PLAN, 2, WIDE) < copy_load(JOB, PLAN, 4, WIDE) < 1
 
 
 def test_every_number_of_chunks_is_tried():
@@ -71,23 +62,6 @@ def test_a_node_with_too_little_memory_offloads_less():
     room = (most[0] + most[1]) / 2
     small = replace(WIDE, host=replace(WIDE.host, memory=room / 0.8 / 8))
     assert counts(offloaded_evaluations(base_of(), JOB, small)) == counts(found)[:1]
-
-
-def test_families_of_any_chunks_join_with_the_methods_of_their_records():
-    found = candidates(JOB, H200, chunks=4, offload=True)
-    own = {each.plan.vocab for each in found if each.plan.schedule == "gis-h"}
-    assert own == set(FAMILIES["gis-h"].methods)
-    assert all(each.plan.chunks == 4 for each in found if each.plan.schedule in ("gis", "gis-h", "po", "interleaved"))
-    assert [each for each in found if FAMILIES[each.plan.schedule].planned] == candidates(JOB, H200, chunks=4)
-
-
-def test_the_frontier_and_ties_prefer_what_stays_on_the_device():
-    base = base_of()
-    twins = [replace(base, iteration_seconds=time) for time in (1.0, 2.0, 3.0)]
-    moved = replace(base, candidate=Candidate("vocab-2", replace(PLAN, offload_chunks=1)))
-    assert frontier([*twins, replace(moved, iteration_seconds=0.5)])[0].iteration_seconds == 0.5
-    assert len(frontier(twins)) == 1
-    assert simplicity(base) < simplicity(moved)
 
 
 def test_plan_says_what_less_memory_costs(small, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import predict, samples
 from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
-from megatron_vp.cost.planning.layer_division import divided
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates, with_limit
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
@@ -23,7 +22,6 @@ from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
-from megatron_vp.vocab.shards import VocabShards
 
 H100 = find_hardware("h100")
 MODEL = ModelShape(layers=12, hidden=2048, heads=16, ffn=8192, vocab=131072)
@@ -71,13 +69,6 @@ def test_redistributed_is_what_has_uneven_layers():
     small, shallow = (replace(JOB, model=replace(MODEL, **size)) for size in ({"vocab": 128}, {"layers": 8}))
     assert ("1f1b", "redistributed") not in {(e.plan.schedule, e.method) for e in candidates(small, H100)}
     assert ("v-half", "redistributed") in {(e.plan.schedule, e.method) for e in candidates(shallow, H100)}
-
-
-def test_what_costs_little_has_no_name():
-    for work, name in ((10, "bubble"), (100, "compute")):
-        found = _made("1f1b", "plain", 1.0)
-        found.seconds = {"work": work, "imbalance": 0.1, "bubble": 2.0, "communication": 1.0, "step": 0.5}
-        assert found.bound_by(H100.memory) == name
 
 
 def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
@@ -139,25 +130,6 @@ def test_a_simulation_that_is_cut_short_comes_to_the_same(name, layers, monkeypa
     assert short.busy == pytest.approx(whole.busy)
     assert short.peak_memory == pytest.approx(whole.peak_memory)
     assert (short.mfu, short.tokens_per_second) == pytest.approx((whole.mfu, whole.tokens_per_second), rel=1e-3)
-
-
-def test_layers_that_no_stage_count_divides_are_spread():
-    job = replace(JOB, model=replace(MODEL, layers=14))
-    layers = {
-        each.plan.layers for each in candidates(job, H100) if each.method == "vocab-2" and each.plan.chunks is None
-    }
-    assert {sum(each) for each in layers} == {14}
-    assert all(max(each) - min(each) == 1 for each in layers)
-
-
-@pytest.mark.parametrize("place", [Placement.v_shape, lambda p: Placement.round_robin(p, 2)])
-@pytest.mark.parametrize("total", [20, 24, 42])
-def test_uneven_chunks_leave_the_ranks_even(place, total):
-    placement = place(8)
-    layers = divided([1.0] * total, placement)
-    ranks = [sum(layers[stage] for stage in stages) for stages in placement.stage_of]
-    assert sum(ranks) == total and max(ranks) - min(ranks) <= 1
-    assert max(layers) - min(layers) == 1
 
 
 @pytest.mark.parametrize(
@@ -283,14 +255,6 @@ def test_interlaced_is_never_chosen():
         choose(made, H100.memory)
 
 
-def test_rows_by_rank_are_those_of_the_shards():
-    for vocab, tensor in ((131072, 1), (100096, 2), (50257, 1), (640, 1)):
-        job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
-        shards = VocabShards(vocab, 4 * tensor)
-        rows = [sum(shards.rows(rank * tensor + index) for index in range(tensor)) for rank in range(4)]
-        assert list(Plan(vocab=VocabMethod.VOCAB_2).rows_by_rank(job)) == rows and sum(rows) == vocab
-
-
 def _whole_bases(candidate, job):
     plans = [replace(candidate.plan, schedule=base.name) for base in FAMILIES["v-flex"].bases]
     return [evaluate(replace(candidate, plan=each), job, H100) for each in plans]
@@ -314,14 +278,3 @@ def test_memory_between_two_schedules_gets_one_of_its_own():
     assert fitted_evaluation(candidate, job, H100, most.peak_memory) is None, "zb-v fits"
     assert fitted_evaluation(candidate, job, H100, 0.3 * least.peak_memory) is None, "nothing fits"
     assert flexible_candidates(replace(job, pipeline=32, model=replace(MODEL, layers=32)), H100) == []
-
-
-def test_a_plan_has_what_is_fitted_to_its_memory():
-    job = replace(JOB, microbatches=8, model=replace(MODEL, vocab=32768))
-    candidate = next(each for each in flexible_candidates(job, H100) if each.plan.vocab is VocabMethod.NONE)
-    most, middle, _ = _whole_bases(candidate, job)
-    limit = (most.peak_memory + middle.peak_memory) / 2
-    expected = fitted_evaluation(candidate, job, H100, limit)
-    assert expected is not None
-    runs = Search([Variant(job, {}, own=True)], H100, limit).run().found
-    assert expected in runs or any(each.fits(limit) and each.candidate.plan.vocab is VocabMethod.NONE for each in runs)

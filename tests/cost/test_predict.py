@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from operator import mul
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -10,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evidence.calibration import known_cells
-from megatron_vp.cost.hardware.constants import CALIBRATED, FITTED
+from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import redistributed_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.paper.published import Cell, jobs
+from megatron_vp.cost.paper.published import Cell
 from megatron_vp.cost.paper.runs import predict_cell
 from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import _pace, expected_maximum
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import GIB
 from megatron_vp.errors import UserError
@@ -63,16 +61,6 @@ def test_no_schedule_that_fits_into_a_limit_is_faster_than_a_flexible_one(ranks,
             assert found.timeline.makespan <= other.timeline.makespan * (1 + 1e-9), (name, limit)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
-def test_every_schedule_is_predicted(schedule):
-    found = predict(job(), Plan(schedule, VocabMethod.VOCAB_1), H100)
-    assert max(found.timeline.busy) < found.iteration_seconds and 0 < found.timeline.bubble_fraction < 0.5
-    assert found.fits() and not found.fits(GIB)
-    worst = max(found.memory, key=lambda rank: rank.total)
-    assert found.fits(worst.total) and not found.fits(worst.total - 1)
-    assert found.allocated == worst.allocated == pytest.approx(sum(worst.parts().values()) - worst.outside.total)
-
-
 def test_measured_costs_replace_the_modelled_ones():
     costs = PassCosts(F=1, B=1, W=1, S=0, T=0, IF=0, IB=0)
     found = predict(job(), Plan(), H100, measured=costs)
@@ -84,36 +72,6 @@ def test_redistributed_layers_shorten_the_plain_run():
     assert predict(job(), Plan(layers=layers), H100).iteration_seconds < predict(job(), Plan(), H100).iteration_seconds
     with pytest.raises(UserError, match="does not match 16 layers"):
         predict(job(), Plan(layers=(4, 4, 4, 5)), H100)
-
-
-def test_parallel_sizes_share_memory():
-    sizes = {"tensor": 2, "data": 4, "distributed_optimizer": True}
-    alone, shared = predict(job(), Plan(), H100), predict(job(**sizes), Plan(), H100)
-    assert shared.memory[0].optimizer == pytest.approx(alone.memory[0].optimizer / 8, rel=1e-3)
-    assert shared.memory[0].parameters == pytest.approx(alone.memory[0].parameters / 2, rel=1e-3)
-    assert shared.memory[0].activations < alone.memory[0].activations
-    assert shared.tokens_per_second == 4 * 16 * 2048 / shared.iteration_seconds
-
-
-def test_passes_take_what_their_layers_and_their_share_of_the_vocabulary_take():
-    halved = job(tensor=2)
-    times, communication = PassTimes(halved, H100), CommunicationModel(halved, H100)
-    layer, traffic, gap = times.layer(), communication.layer_traffic(), CALIBRATED.gap
-    split = predict(halved, Plan("zb-h1", VocabMethod.VOCAB_1), H100).timeline
-    costs, placement = split.costs, split.schedule.placement
-    assert (costs.F[1], costs.B[1], costs.W[1]) == pytest.approx(
-        (4 * (layer.F + traffic) + gap, 4 * (layer.B + traffic) + gap, 4 * layer.W + gap)
-    )
-    vocabulary = (*times.output_shard(VocabMethod.VOCAB_1), *times.embedding_shard())
-    assert (costs.S[1], costs.T[1], costs.IF[1], costs.IB[1]) == pytest.approx(vocabulary)
-    assert costs.messages == communication.messages(placement) and costs.collectives == communication.collectives(
-        VocabMethod.VOCAB_1
-    )
-    method = VocabMethod.INTERLACED
-    together = predict(halved, Plan("interlaced", method), H100).timeline.costs
-    work = sum(times.output_shard(method)) + sum(times.synchronous_embedding())
-    assert together.V[1] == pytest.approx(work + communication.synchronous_vocabulary())
-    assert together.W[1] == pytest.approx(4 * layer.W)
 
 
 def test_experts_have_fewer_replicas_to_share_their_optimizer_with():
@@ -155,33 +113,6 @@ def test_published_cells_come_out(cell):
     assert found.memory == pytest.approx(published.memory, rel=0.015)
 
 
-def test_memory_of_the_v_half_baseline_counts_the_step_s_wide_gradients():
-    # 2 layers and two whole vocabulary layers: 20 bytes a parameter where gradients are widened.
-    cell = Cell(6, 16, 2048, "baseline", 256)
-    parameters = 2 * (12 * 4096**2 + 4 * 4096) + 2 * 256000 * 4096
-    assert predict_cell(cell).memory * GIB == pytest.approx(20 * parameters, rel=0.01)
-
-
-def test_constants_carry_over_to_other_models():
-    newer, older = (
-        predict(jobs()[Cell(5, 8, 4096, "baseline", 64)], Plan(), replace(H100, constants=c))
-        for c in (CALIBRATED, FITTED)
-    )
-    assert newer.iteration_seconds < older.iteration_seconds
-    fitted = replace(H100, rates=None)
-    slow = predict(job(), Plan(), replace(fitted, constants=replace(CALIBRATED, matrix=CALIBRATED.matrix / 2)))
-    assert slow.iteration_seconds > 1.3 * predict(job(), Plan(), fitted).iteration_seconds
-
-
-def test_ranks_that_idle_run_faster_and_one_runs_slowest():
-    idle, busy = (
-        predict(job(), Plan(vocab=vocab), H100).timeline.costs for vocab in (VocabMethod.NONE, VocabMethod.VOCAB_2)
-    )
-    assert idle.F[1] == pytest.approx(busy.F[1] * (1 - CALIBRATED.idle_boost))
-    # Of four normal values the largest is expected 1.03 standard deviations above the mean.
-    assert busy.F[2] == pytest.approx(busy.F[1] * (1 + 1.03 * CALIBRATED.speed_spread), rel=1e-3)
-
-
 SPREAD = CALIBRATED.speed_spread
 
 WORK = st.lists(st.floats(0.5, 1.2), min_size=2, max_size=16)
@@ -193,27 +124,12 @@ def slowest(work, each):
     return max(own * factor for own, factor in zip(work, pace, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "each", "last", "gain"), [(4, 16, 1.055, 1.0262), (16, 64, 1.05, 1.0244), (8, 8, 1.03, 1.0073)]
-)
-def test_balancing_a_slightly_heavier_last_rank_gains_although_gpus_differ(ranks, each, last, gain):
-    work = [1.0] * (ranks - 1) + [last]
-    assert slowest(work, each) / slowest([fmean(work)] * ranks, each) == pytest.approx(gain, abs=1e-4)
-
-
 @pytest.mark.parametrize("work", [(1.0,) * 6, (1.0, 0.99, 1.02, 1.01), (0.9, 1.0, 1.4), (0.0, 1.0, 0.98)])
 @pytest.mark.parametrize("each", [1, 4, 32])
 def test_the_last_gpu_takes_as_long_as_drawn_gpus_take_on_average(work, each):
     drawn = 1 + SPREAD * np.random.default_rng(1).standard_normal((20_000, len(work), each))
     mean = (np.array(work)[:, None] * drawn).max((1, 2)).mean()
     assert expected_maximum(work, each, SPREAD) == pytest.approx(mean, rel=5e-4)
-
-
-def test_equal_ranks_wait_for_all_gpus_and_a_much_busier_rank_only_for_its_own():
-    # Of 64 normal values, the largest is expected 2.344 standard deviations above the mean; of 16, 1.766.
-    assert slowest([1.0] * 4, 16) == pytest.approx(1 + 2.344 * SPREAD, abs=1e-5)
-    assert slowest([1.0, 1.0, 1.0, 2.0], 16) == pytest.approx(2 + 2 * 1.766 * SPREAD, abs=1e-5)
-    assert slowest([1.0, 1.0, 1.0, 2.0], 1) == pytest.approx(2, abs=1e-6)
 
 
 @given(WORK, st.data(), st.sampled_from([1, 8, 1024]))

@@ -7,18 +7,15 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape
-from megatron_vp.cost.ranks.layer_memory import SPLIT_BACKWARD, WORKING_SET, layer_activations
+from megatron_vp.cost.ranks.layer_memory import WORKING_SET, layer_activations
 from megatron_vp.cost.ranks.outside import FRAGMENTS
-from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import (
     EMBEDDED,
-    OWN_SCORES,
     SCORES,
     SHARED_BUFFERS,
     WORKSPACES,
     MemoryModel,
 )
-from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import generate
 from megatron_vp.schedule.instructions import Post, Wait
 from megatron_vp.schedule.lowering import lower
@@ -94,19 +91,6 @@ def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_
     assert memory(narrow, microbatches=40).rank(0).optimizer == 12 * parameters
 
 
-def test_a_precision_aware_optimizer_keeps_less_and_its_step_widens_no_gradients():
-    large = replace(JOB, model=replace(MODEL, ffn=400 * HIDDEN), wide_gradients=False)  # its step needs most
-    first = memory(large).rank(0)
-    parameters = memory(large).parameters(0)
-    assert first.gradients == (2 + 4) * parameters and first.optimizer == 12 * parameters
-    aware = memory(replace(large, kept_states=6, takes_gradients=True)).rank(0)
-    assert aware.gradients == 2 * parameters and aware.optimizer == 6 * parameters
-    own = memory(replace(large, kept_states=8)).rank(0)
-    assert own.gradients == (2 + 4) * parameters and own.optimizer == 8 * parameters
-    steps = [PassTimes(replace(large, kept_states=each), HARDWARE["h100"]).optimizer_step(1000) for each in (0, 6)]
-    assert steps[1] / steps[0] == pytest.approx((46 - 2 * 6) / 46)
-
-
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence_parallel": True}])
 def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits(parallel):
     job = replace(JOB, **parallel)
@@ -121,34 +105,9 @@ def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits
     assert first.communication == last.communication == 2 * 2 * unit
 
 
-def test_an_embedding_s_dense_gradient_comes_when_its_backward_is_over():
-    large = replace(JOB, model=replace(MODEL, vocab=10 * ROWS))
-    first = memory(large).rank(0)
-    assert first.activations == pytest.approx(WORKSPACES + 2 * layer_activations(JOB))
-    assert first.vocabulary == 2 * 10 * ROWS * HIDDEN
-
-
-def test_a_split_backward_holds_one_more_layer_and_leaves_the_logits_gradient_to_w():
-    last = memory(JOB, "zb-h1", microbatches=1).rank(1)
-    kept = 2 * layer_activations(JOB)
-    assert last.activations == pytest.approx(WORKSPACES + kept + (WORKING_SET + SPLIT_BACKWARD) * 32 * HIDDEN)
-    short = replace(JOB, model=replace(MODEL, vocab=10 * ROWS), sequence=8)
-    last = memory(short, "zb-h1", microbatches=1).rank(1)
-    assert last.vocabulary == 2 * 8 * 10 * ROWS + 2 * 10 * ROWS * HIDDEN
-
-
 def test_split_vocabulary_layers_hold_a_microbatch_more_their_buffers_and_their_share_of_the_logits():
     first, last = map(memory(JOB, microbatches=4, vocab="vocab-2").rank, range(2))
     unit, kept = 32 * HIDDEN, 2 * layer_activations(JOB)
     assert first.activations == pytest.approx(WORKSPACES + 3 * (kept + EMBEDDED * unit) + WORKING_SET * unit)
     assert last.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit)
     assert first.vocabulary == last.vocabulary == SHARED_BUFFERS * unit + SCORES * 32 * ROWS / 2
-
-
-@pytest.mark.parametrize(("widened", "microbatches_scored"), [(1, 1), (64, 2)])
-def test_own_layers_hold_the_logits_of_each_microbatch_from_its_s_to_its_t(widened, microbatches_scored):
-    """The order: IF0 F0 IF1 F1 S0 IF2 IF3 S1 T0 F2 T1 B0 F3 S2 IB0 B1 S3 T2 IB1 ...; B1 holds most of the layers."""
-    rows = widened * ROWS
-    own = replace(JOB, model=replace(MODEL, vocab=rows), layers=LayerKind.ENGINE)
-    first = memory(own, microbatches=4, vocab="vocab-2").rank(0)
-    assert first.vocabulary == SHARED_BUFFERS * 32 * HIDDEN + microbatches_scored * OWN_SCORES * 32 * rows / 2

@@ -22,10 +22,9 @@ from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import charts, search
-from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, time_and_memory
+from megatron_vp.cost.planning.bounds import SLOWEST, time_and_memory
 from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates
-from megatron_vp.cost.planning.predict import Prediction, evaluate, predict
+from megatron_vp.cost.planning.predict import Prediction, predict
 from megatron_vp.cost.planning.samples import extended, sampled
 from megatron_vp.cost.planning.variants import variants
 from megatron_vp.errors import UserError
@@ -73,10 +72,6 @@ def test_experts_are_spread_over_the_replicas():
     tried = [each.job for each in variants(arguments, 16, H100)]
     assert {job.expert for job in tried} == {1, 2, 4, 8}
     assert all(job.data % job.expert == 0 for job in tried)
-
-
-def test_long_sequences_are_cut_over_context_ranks():
-    assert {each.job.context for each in variants(MODEL | {"seq_length": 16384}, 16, H100)} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(
@@ -144,34 +139,6 @@ def test_the_search_finds_everything_near_the_edge_of_memory(gib):
     assert_finds_all(arguments, 4, gib * 2**30, {"context", "micro-batch", "tensor"})
 
 
-@pytest.mark.parametrize(
-    ("seconds", "memory", "gains"),
-    [
-        (0.9, 15.0, True),
-        (0.9, 21.0, False),
-        (1.1, 9.9, True),
-        (1.1, 10.1, False),
-        (1.3, 7.9, True),
-        (1.3, 8.1, False),
-        (1.51, 1.0, False),
-    ],
-)
-def test_what_may_gain_on_the_front(seconds, memory, gains):
-    front = Front(20.0)
-    assert front.may_gain(Bound(9.0, 20.0)) and not front.may_gain(Bound(9.0, 20.1))
-    for point in ((1.2, 8.0), (1.1, 11.0), (1.0, 10.0), (0.5, 21.0)):
-        front.add(*point)
-    assert front.points == [(1.0, 10.0), (1.2, 8.0)]
-    assert front.may_gain(Bound(seconds, memory)) == gains
-    assert front.expects(Bound(seconds, 0.0, expected=memory)) == gains
-
-
-def test_memory_that_falls_with_time_may_gain_where_it_is_least():
-    front = Front(20.0, [(1.0, 10.0), (1.2, 8.0)])
-    assert front.may_gain(Bound(1.05, 0.0, (HeldBytes(0.0, 11.5, 0.0),))), "9.6 bytes in 1.2 seconds"
-    assert not front.may_gain(Bound(1.05, 0.0, (HeldBytes(0.0, 12.5, 0.0),)))
-
-
 def test_microbatches_that_are_not_simulated_take_the_work_of_a_rank_at_least():
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     job = job_of(MODEL | full | {"global_batch_size": 4096, "pipeline_model_parallel_size": 8}, 8)
@@ -183,26 +150,6 @@ def test_microbatches_that_are_not_simulated_take_the_work_of_a_rank_at_least():
     timeline = predict(sampled(job), Plan("v-half", VocabMethod.VOCAB_2, layers=layers), H100).timeline
     assert timeline.schedule.microbatches < 4096
     assert extended(timeline, 4096) >= max(timeline.busy) / timeline.schedule.microbatches * 4096
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
-def test_bounds_hold_where_some_microbatches_stand_for_all(schedule):
-    job = job_of(MODEL | {"global_batch_size": 4096, "pipeline_model_parallel_size": 4}, 4)
-    for candidate in candidates(job, H100):
-        if candidate.plan.schedule == schedule:
-            found_here, least = evaluate(candidate, job, H100), search.bound(candidate.plan, job, H100)
-            assert least.seconds <= found_here.iteration_seconds * (1 + 1e-9)
-            assert least.memory_within(found_here.iteration_seconds) <= found_here.peak_memory * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("schedule", ["v-half", "zb-v"])
-def test_a_bound_refuses_what_a_simulation_refuses(schedule):
-    tied = job_of(MODEL | {"untie_embeddings_and_output_weights": False, "pipeline_model_parallel_size": 4}, 4)
-    with pytest.raises(UserError, match="the first rank would hold the tied weight twice") as simulated:
-        predict(tied, Plan(schedule), H100)
-    with pytest.raises(UserError) as bounded:
-        search.bound(Plan(schedule), tied, H100)
-    assert str(bounded.value) == str(simulated.value)
 
 
 DRAWN = [
@@ -248,40 +195,6 @@ def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
     searched = found(arguments, 8, budget=1).choice(0.03)
     assert searched.chosen.iteration_seconds <= planned.chosen.iteration_seconds
     assert searched.tied[0].iteration_seconds <= planned.tied[0].iteration_seconds
-
-
-def test_the_jobs_own_sizes_and_the_fastest_are_fitted_to_the_memory():
-    arguments = MODEL | {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "vocab_size": 32768}
-    limit = 7.22 * 2**30
-    (own,) = [each for each in variants(arguments, 4, H100) if each.own]
-    fitted = [
-        made
-        for each in flexible_candidates(own.job, H100)
-        if (made := fitted_evaluation(each, own.job, H100, limit)) is not None
-    ]
-    assert fitted
-    result = found(arguments, 4, SOME | {"pipeline"}, limit)
-    shaped = [each for each in result.found if each.candidate.plan.shape]
-    assert sorted(shaped, key=str) == sorted(fitted, key=str)
-
-
-def test_layers_that_the_ranks_cannot_share_equally_come_with_balanced_shards():
-    arguments = MODEL | {"num_layers": 7, "pipeline_model_parallel_size": 4, "global_batch_size": 64}
-    result = found(arguments, 4, SOME | {"pipeline"})
-    (variant,) = result.tried
-    fastest = result.fitting[0]
-    rows = fastest.candidate.plan.vocab_rows
-    assert rows is not None and sum(rows) == variant.job.model.vocab
-    even = min(each.iteration_seconds for each in result.found if each.candidate.plan.vocab_rows is None)
-    assert fastest.iteration_seconds < 0.95 * even
-
-
-def test_a_spent_budget_leaves_the_fastest_runs_without_vocabulary_parallelism():
-    # The fastest of them all, zb-h1, needs the plug-in: Megatron's own fastest run is searched for separately.
-    job = (MODEL | {"pipeline_model_parallel_size": 4, "global_batch_size": 32}, 16, SOME | {"pipeline"})
-    whole, result = found(*job), found(*job, budget=1)
-    assert fastest(whole.fitting, "in_megatron") > fastest(whole.fitting, "without_split")
-    assert [fastest(result.fitting, kind) for kind in KINDS] == [fastest(whole.fitting, kind) for kind in KINDS]
 
 
 def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be(monkeypatch):

@@ -7,8 +7,7 @@ import yaml
 
 from megatron_vp.cost.hardware.gpus import GIB
 from megatron_vp.cost.planning import search
-from megatron_vp.cost.planning.bounds import Bound
-from megatron_vp.cost.planning.offloading import SIZES, sizes_to_offload
+from megatron_vp.cost.planning.offloading import SIZES
 from megatron_vp.cost.planning.variants import variants
 from tests.cost.small_job import run
 from tests.cost.test_plan_offload import WIDE
@@ -36,14 +35,6 @@ def plain_and_offloaded():
     return [search.Search(tried, WIDE, 100 * GIB, offload=offload).run() for offload in (False, True)]
 
 
-def test_sizes_that_nothing_beats_in_both_are_offloaded_and_of_many_evenly_spaced_ones():
-    bounds = [(Bound(1.0, 9.0), 5), (Bound(1.5, 9.5), 0), (Bound(2.0, 7.0), 5), (Bound(2.5, 6.0), 3)]
-    assert sizes_to_offload(bounds[::-1]) == [5, 3]
-    many = [(Bound(float(place), 100.0 - place), place) for place in range(10)]
-    assert sizes_to_offload(many) == [0, 3, 6, 9] and SIZES == 4
-    assert sizes_to_offload([]) == []
-
-
 def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
     plain, offloaded = plain_and_offloaded
     assert plain.offload_sizes == 0 and offloaded.offload_sizes in range(1, SIZES + 2)
@@ -56,12 +47,6 @@ def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
     away = [each for each in best if each.candidate.plan.offload_chunks]
     assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier)
     assert all(rank.load <= 0.91 for each in away for rank in each.copies)
-
-
-@pytest.mark.slow
-def test_a_search_with_offload_repeats(plain_and_offloaded):
-    again = search.Search(variants(MODEL, 4, WIDE, KEPT), WIDE, 100 * GIB, offload=True).run()
-    assert again.found == plain_and_offloaded[1].found
 
 
 def test_the_command_says_how_many_runs_were_offloaded(plain_and_offloaded, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from megatron_vp.cli.app import main
 from megatron_vp.cost.paper import runs
 from megatron_vp.cost.paper.published import Cell, Measurement, Row, jobs, read_cells
 from megatron_vp.cost.paper.runs import plan_of, predict_cell
-from megatron_vp.cost.paper.tables import errors, make_rows, picture, to_csv, to_text
+from megatron_vp.cost.paper.tables import errors, make_rows, to_csv, to_text
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod
 
@@ -82,10 +82,6 @@ def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(t
     assert (beside["mfu_error_percent"], beside["memory_error_percent"]) == ("-20.00", "100.00")
 
 
-def test_picture_is_a_png():
-    assert picture(ROWS).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -121,27 +117,10 @@ def test_no_file_and_no_place_for_a_picture(tmp_path, capsys):
         assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_an_empty_field_did_not_fit(tmp_path):
-    path = tmp_path / "cells.csv"
-    path.write_text(HEADER + "6,32,4096,baseline,256,,\n")
-    assert read_cells(path) == {Cell(6, 32, 4096, "baseline", 256): Measurement(None, None)}
-
-
-def test_the_papers_shards_are_not_rounded():
-    for cell, job in jobs().items():
-        assert job.shard_rows == -(-1000 * cell.vocab_k // cell.gpus)
-
-
 def test_methods_run_what_the_paper_ran():
     plans = {cell.method: plan_of(cell) for cell in jobs() if cell.gpus == 8 and cell.vocab_k == 256}
     assert plans["interlaced"].vocab is VocabMethod.INTERLACED and plans["redis"].layers[-1] == 0
     assert plan_of(Cell(6, 24, 2048, "vocab-1", 32)).schedule == "v-half"
-
-
-def test_another_layout_is_listed_apart():
-    cell = Cell(5, 16, 2048, "redis", 128)
-    ((row, last),) = other_layout_rows(make_rows([predict_cell(cell)], known_cells())).items()
-    assert last == 2 and abs(row.error("mfu")) < 2
 
 
 @pytest.mark.slow
