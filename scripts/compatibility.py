@@ -13,11 +13,16 @@ sys.path.insert(0, str(ROOT))
 from megatron_vp.jobs.options import OPTIONS, RUNS, UNCOUNTED, UNREAD, Option, Term  # noqa: E402
 from megatron_vp.mcore.options.refusals import REFUSALS  # noqa: E402
 from megatron_vp.mcore.patch_table import GROUPS, patches_of  # noqa: E402
-from tests.mcore.cases import CASES  # noqa: E402
-from tests.mcore.moves import MOVES  # noqa: E402
-from tests.mcore.option_survey.job import BOUND, WAYS, covered  # noqa: E402
-from tests.mcore.option_survey.jobs import JOBS  # noqa: E402
-from tests.mcore.proofs import NOT_YET, PROOFS  # noqa: E402
+from tests.mcore.case_parts import (  # noqa: E402
+    COMBINATIONS,
+    MOVES,
+    NOT_YET,
+    PROOFS,
+    SURVEY,
+    SURVEY_BOUND,
+    SURVEY_WAYS,
+)
+from tests.mcore.test_option_survey import covered  # noqa: E402
 
 
 def flags(options: Mapping[str, object], *before: str) -> str:
@@ -41,35 +46,35 @@ def typed(text: str) -> str:
 def tested() -> str:
     """A table of all test cases with the schedules under which each ran, and a table of proofs in other tests."""
     lines = ["| feature | options, in addition to p = 2 | `--pipeline-schedule` and algorithm |", "|---|---|---|"]
-    for case in CASES:
+    for case in COMBINATIONS:
         size = [] if case.size == 2 else [f"p = {case.size}"]
         replicas = [f"{case.replicas} replicas"] if case.replicas > 1 else []
-        options = flags(case.options, *size, *replicas)
-        lines.append(f"| {case.name} | {options} | {', '.join(case.methods).replace('/', ' ')} |")
+        options = flags({**case.options, **case.ours}, *size, *replicas)
+        lines.append(f"| {case.name} | {options} | {', '.join(case.ways).replace('/', ' ')} |")
     lines += ["", "| | tested by |", "|---|---|"]
-    lines += [f"| {proof.name} | `tests/{proof.test.replace('::', '`, `')}` |" for proof in PROOFS]
+    lines += [f"| {name} | `tests/{test.replace('::', '`, `')}` |" for name, test in PROOFS.items()]
     return "\n".join(lines)
 
 
 def surveyed() -> str:
     """Generate a paragraph on the coverage of the option survey, and a table of all its jobs."""
-    jobs = [job for group in JOBS.values() for job in group]
+    jobs = [job for group in SURVEY.values() for job in group]
     runs = sum(len(job.ways) for job in jobs)
     lines = [
-        f"**{len(jobs)} jobs, {runs} runs, {len(covered(jobs))} of Megatron's options.** A job runs "
-        f"as {', '.join(WAYS).replace('/', ' ')}, unless its row names other ways.",
+        f"**{len(jobs)} jobs, {runs} runs, {len(covered())} of Megatron's options.** A job runs "
+        f"as {', '.join(SURVEY_WAYS).replace('/', ' ')}, unless its row names other ways.",
         "",
         "| subject | job | options | other ways, bounds |",
         "|---|---|---|---|",
     ]
-    for group, members in JOBS.items():
+    for group, members in SURVEY.items():
         for job in members:
             size = [] if job.size == 2 else [f"p = {job.size}"]
             replicas = [f"{job.replicas} replicas"] if job.replicas > 1 else []
             options = flags({name: _short(value) for name, value in job.options.items()}, *size, *replicas)
             then = f"; then {flags(job.then)}" if job.then else ""
-            ways = [] if job.ways == WAYS else [", ".join(job.ways).replace("/", " ")]
-            bound = [] if job.bound == BOUND else [f"within {job.bound:g}"]
+            ways = [] if job.ways == SURVEY_WAYS else [", ".join(job.ways).replace("/", " ")]
+            bound = [] if job.bound == SURVEY_BOUND else [f"within {job.bound:g}"]
             lines.append(
                 f"| {group} | {job.name} | {options}{then} | {'; '.join([*ways, *bound, *filter(None, [job.why])])} |"
             )

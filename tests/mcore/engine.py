@@ -282,6 +282,7 @@ def pipeline(schedule: str, method: str | None) -> dict[str, object]:
         "pipeline_schedule": schedule,
         "vocab_parallel": method is not None,
         "vocab_parallel_algorithm": method,
+        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
     }
 
 

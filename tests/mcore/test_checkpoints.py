@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,67 @@ import pytest
 from megatron_vp.errors import UserError
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.training import Run, tiny_model, train
-from tests.mcore.case_parts import BOTH, DISTRIBUTED, DROPOUT, FP32, MOE, SEQUENCE
+from tests.mcore.case_parts import (
+    ASYNCHRONOUS,
+    BOTH,
+    DISTRIBUTED,
+    DROPOUT,
+    FP32,
+    HYBRID,
+    MOE,
+    MOVES,
+    RESHARDABLE,
+    SEQUENCE,
+    chunks,
+)
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.faults import errors, train_with_fault
-from tests.mcore.moves import AHEAD, ASYNCHRONOUS, LONG_HYBRID, MOVES, RESHARDABLE, Layout
+
+AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+LONG_HYBRID = {**HYBRID, "hybrid_layer_pattern": "*-" * 6}
+_SIZES = {
+    "p": "pipeline_model_parallel_size",
+    "t": "tensor_model_parallel_size",
+    "e": "expert_model_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out.
+
+    ranks: processes.
+    stages: virtual stages of the pipeline.
+    options: long argument names with underscores.
+    """
+
+    ranks: int
+    stages: int
+    options: Mapping[str, object]
+
+    @classmethod
+    def read(cls, text: str) -> Layout:
+        """A layout written as `METHOD [pN] [tN] [dN] [eN] [VN] [rN,N...]`.
+
+        METHOD is `plain` or `schedule/algorithm`, the algorithm `none` without --vocab-parallel. p, t and e are sizes
+        of pipeline, tensor and expert parallelism, d is the number of replicas, each 1 where it is left out. V is the
+        number of rows that --make-vocab-size-divisible-by pads the vocabulary to, r the rows of each pipeline rank.
+        """
+        method, *words = text.split()
+        rows = next((word[1:] for word in words if word[0] == "r"), None)
+        sizes = {"p": 1, "t": 1, "d": 1} | {word[0]: int(word[1:]) for word in words if word[0] != "r"}
+        schedule, _, algorithm = method.partition("/")
+        options: dict[str, object] = {_SIZES[letter]: sizes[letter] for letter in _SIZES if letter in sizes}
+        if "V" in sizes:
+            options["make_vocab_size_divisible_by"] = sizes["V"] // sizes["t"]
+        if algorithm:
+            options["pipeline_schedule"] = schedule
+        if algorithm not in ("", "none"):
+            options |= {"vocab_parallel": True, "vocab_parallel_algorithm": algorithm, "vocab_shards": rows or "even"}
+        if schedule == "interleaved":
+            options["num_virtual_stages_per_pipeline_rank"] = 2
+        return cls(sizes["p"] * sizes["t"] * sizes["d"], sizes["p"] * chunks(method), options)
+
 
 BY_NAME = {move.name: move for move in MOVES}
 RUNS = [
@@ -113,7 +171,7 @@ def test_training_continues_as_if_nothing_had_happened(train_along, name, other)
         pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
     path, steps = (move.start, other, move.start), (2, 0 if move.carried else 2, 2)
     moved, _ = train_along(path, steps, move.options)
-    if move.pads:
+    if " V" in move.start:  # padding rows take part in the softmax, so that another number of them is another loss
         path = tuple(f"plain {layout.split()[-1]}" for layout in path)
         unmoved, _ = train_along(path, steps, move.options)
     else:
@@ -197,7 +255,6 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     as_before = {"load": good, **Layout.read(layout).options, **options, "override_opt_param_scheduler": None}
     cases = [
         ({**as_before, "train_iters": 2}, None),
-        ({**as_before, "use_checkpoint_opt_param_scheduler": True}, None),
         (as_before, "total number of weight decay iterations do not match; steps are counted in samples): add --over"),
         ({**as_before, "lr": 1e-2}, "input value 0.01 and checkpointvalue 0.001 for learning rate"),
         (
@@ -205,16 +262,12 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             "an untied output layer",
         ),
         ({"load": good, "no_load_optim": True}, None),
-        ({"load": good, "optimizer": "sgd"}, "--optimizer sgd"),
-        ({"load": good, "optimizer": "sgd", "no_load_optim": True}, None),
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "contains no checkpoint"),
-        ({"load": good, "ckpt_step": 3}, "iter_0000003 contains no checkpoint"),
         ({"load": cut, "save": cut, "save_interval": 2, "no_load_optim": True}, None),
         ({"load": unreadable}, "iter_0000002 is corrupt"),
         ({"load": unmarked}, "iter_0000002 is corrupt"),
         ({"load": wrong_tracker}, "contains 'twelve' instead of an iteration number"),
-        ({"load": by_rank, "ckpt_format": "torch"}, None),
         (
             {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
             "which this run cannot load: convert it in a run that has the checkpoint's parallel sizes",
@@ -230,8 +283,6 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
             "--vocab-shards was even in the run that wrote it and is 30,10 in this run: resume with the old split and "
             "save with --dist-ckpt-optim-fully-reshardable",
         ),
-        ({**as_before, "vocab_shards": "40,0", "train_iters": 2, "no_load_optim": True}, None),
-        ({"load": good, **DISTRIBUTED, "no_load_optim": True}, None),
     ]
     pretrained = {"pretrained_checkpoint": good}
     tied = {"untie_embeddings_and_output_weights": None}
@@ -243,15 +294,9 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     cases += [
         (pretrained, None),
         ({**pretrained, "load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
-        ({**pretrained, **tied}, "an untied output layer"),
         ({**pretrained, **tied, "load": tmp_path / "new"}, "an untied output layer"),
         ({"pretrained_checkpoint": tmp_path / "no such"}, "--pretrained-checkpoint"),
-        (
-            {"pretrained_checkpoint": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
-            "which this run cannot load: convert it in a run that has the checkpoint's parallel sizes",
-        ),
         ({**as_before, **fleeting, "train_iters": 2}, None),
-        ({**as_before, **fleeting, **tied}, "an untied output layer"),
         ({**as_before, **fleeting, "train_iters": 2, "non_persistent_global_ckpt_dir": older}, None),
         ({**as_before, **fleeting, "non_persistent_global_ckpt_dir": newer}, f"{newer}/iter_0000004 is corrupt"),
     ]

@@ -1,4 +1,4 @@
-"""Test vocabulary parallelism combined with other features: the cases of `cases.py` against plain Megatron."""
+"""Test vocabulary parallelism with other features against plain Megatron: the combinations of `matrix.toml`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from functools import cache
 import pytest
 
 from tests.harness.training import Run, comparable_model, train
-from tests.mcore.case_parts import Case
-from tests.mcore.cases import CASES
+from tests.mcore.case_parts import COMBINATIONS, Job, way_options
 from tests.mcore.comparison import assert_as_close, assert_equal
 
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {job.name: job for job in COMBINATIONS}
 RUNS = [
-    pytest.param(case.name, method, marks=pytest.mark.slow if number or case.slow else (), id=f"{case.name}-{method}")
-    for case in CASES
-    for number, method in enumerate(case.methods)
+    pytest.param(job.name, way, marks=() if way == job.default else pytest.mark.slow, id=f"{job.name}-{way}")
+    for job in COMBINATIONS
+    for way in job.ways
 ]
 
 
-def _run(case: Case, **changes: object) -> Run:
+def _run(job: Job, **changes: object) -> Run:
     arguments = {
         "train_iters": 4,
-        "global_batch_size": 12 * case.replicas,
-        "pipeline_model_parallel_size": case.size,
+        "global_batch_size": 12 * job.replicas,
+        "pipeline_model_parallel_size": job.size,
     }
-    return train(case.ranks, comparable_model(**arguments | dict(case.options) | changes))
+    return train(job.ranks, comparable_model(**arguments | dict(job.options) | changes))
 
 
 @cache
@@ -40,21 +39,13 @@ def _exact(name: str) -> Run:
     return _run(BY_NAME[name], bf16=None, fp16=None, **undistributed)
 
 
-@pytest.mark.parametrize(("name", "method"), RUNS)
-def test_every_step_equals_plain_megatron(name, method):
-    case = BY_NAME[name]
-    if case.options.get("optimizer", "sgd") != "sgd":
+@pytest.mark.parametrize(("name", "way"), RUNS)
+def test_every_step_equals_plain_megatron(name, way):
+    job = BY_NAME[name]
+    if job.options.get("optimizer", "sgd") != "sgd":
         pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
-    schedule, algorithm = method.split("/")
-    in_rounds = schedule == "interleaved" and "pipeline_model_parallel_layout" not in case.options
-    split = _run(
-        case,
-        vocab_parallel=algorithm != "none",
-        vocab_parallel_algorithm=None if algorithm == "none" else algorithm,
-        pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=2 if in_rounds else None,
-    )
-    if case.precision:
+    split = _run(job, **way_options(way, job.options), **job.ours)
+    if job.precision:
         assert_as_close(split, _plain(name), _exact(name))
     else:
-        assert_equal(split, _plain(name), case.bound)
+        assert_equal(split, _plain(name), job.bound)

@@ -1,12 +1,8 @@
 """Test unmodified Megatron on CPU processes: the patches of torch, and the runs that need them."""
 
-import ast
 import os
-import re
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -119,21 +115,6 @@ def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwar
     ]
 
 
-def warmed_up(_rank, _world_size):
-    from megatron.training import initialize
-
-    from megatron_vp.mcore import patch_table, patches
-
-    with patches.patched(patch_table.patches_of("warm-up")):
-        initialize.set_jit_fusion_options()
-    with pytest.raises(AssertionError, match="not initialized"):  # it asks for the arguments first
-        initialize.set_jit_fusion_options()
-
-
-def test_without_transformer_engine_a_start_compiles_no_fused_kernels():
-    run_ranks(1, warmed_up)
-
-
 def test_what_an_asynchronous_save_writes_is_not_changed_by_the_next_step():
     from megatron_vp.mcore.platform.cpu import copied_tensors
 
@@ -176,49 +157,6 @@ def test_a_flag_that_cannot_work_here_is_refused(given):
         flags.platform_arguments(given, cpu=True)
 
 
-SAFE_WITHOUT_A_DEVICE = {
-    *("is_available", "device_count", "is_initialized", "current_device", "set_device", "synchronize", "empty_cache"),
-    *("Stream", "Event", "stream", "current_stream", "default_stream", "get_rng_state", "set_rng_state", "manual_seed"),
-}
-"""What PyTorch runs without a device, and what our patches replace."""
-
-NOT_SWITCHED_OFF = {
-    "moe_grouped_gemm": "local layers ignore it",
-    "language_model": "it belongs to --yaml-cfg, which is refused",
-    "profile_ranks": "without --profile, it has no effect",
-    "profile_step_start": "without --profile, it has no effect",
-    "profile_step_end": "without --profile, it has no effect",
-    "log_interval": "it guards --record-memory-history",
-    "tensorboard_log_interval": "it guards --log-memory-to-tensorboard",
-    "perform_rl_step": "reinforcement learning has a script of its own",
-    "rl_inference_pipeline_model_parallel_size": "reinforcement learning has a script of its own",
-    "rl_inference_tensor_model_parallel_size": "reinforcement learning has a script of its own",
-    "rl_inference_expert_model_parallel_size": "reinforcement learning has a script of its own",
-    "rl_inference_expert_tensor_model_parallel_size": "reinforcement learning has a script of its own",
-}
-
-
-def arguments_that_guard_a_device():
-    """The arguments of Megatron's training code under whose conditions it calls what needs a device."""
-    import megatron.training
-
-    found = set()
-    for file in Path(megatron.training.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.If):
-                calls = {name for each in node.body for name in re.findall(r"torch\.cuda\.(\w+)", ast.unparse(each))}
-                if calls - SAFE_WITHOUT_A_DEVICE:
-                    found |= set(re.findall(r"\bargs\.(\w+)", ast.unparse(node.test)))
-    return found
-
-
-def test_every_option_that_calls_what_needs_a_device_is_switched_off():
-    off = flags.ROLES["of_a_device"].keys()
-    found = arguments_that_guard_a_device()
-    assert found > {"log_memory_to_tensorboard", "record_memory_history", "profile", "cuda_graph_impl"}
-    assert found <= off | NOT_SWITCHED_OFF.keys()
-
-
 def test_options_for_gpus_are_switched_off_and_named_once(tmp_path):
     options = {
         **{"log_memory_to_tensorboard": True, "tensorboard_dir": str(tmp_path), "record_memory_history": True},
@@ -249,20 +187,3 @@ def test_sequence_parallel_training_equals_pipeline_training():
     sequence = train(4, tiny_model(**shared, **split), same_weights=False)
     assert sequence.losses == pytest.approx(pipeline.losses, rel=2e-6)
     assert sequence.grad_norms == pytest.approx(pipeline.grad_norms, rel=2e-6)
-
-
-@pytest.mark.slow
-def test_the_distributed_optimizer_resumes_exactly(tmp_path):
-    case = {
-        "pipeline_model_parallel_size": 1,
-        "use_distributed_optimizer": True,
-        "dist_ckpt_optim_fully_reshardable": True,
-        "train_iters": 6,
-    }
-    whole = train(2, tiny_model(**case))
-    half = train(2, tiny_model(**case, save=tmp_path, save_interval=3, exit_interval=3))
-    rest = train(2, tiny_model(**case, load=tmp_path), same_weights=False)
-    assert len(half.losses) == len(rest.losses) == 3
-    assert half.losses + rest.losses == whole.losses
-    for name, parameter in whole.parameters.items():
-        assert np.array_equal(rest.parameters[name], parameter), name

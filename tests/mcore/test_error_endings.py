@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.mcore.start.launch import one_line_errors
 from megatron_vp.mcore.storage.attempt import noting_the_end
 from tests.harness.broken import BROKEN, break_stderr
-from tests.harness.ranks import ROOT, RankError, run_ranks, run_ranks_to_their_end
+from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 
@@ -40,7 +38,6 @@ ERRORS = [
     (UserError("bad input"), False, 2, "error: bad input"),
     (UserError("bad input"), True, 2, "error: bad input"),
     (OSError(36, "File name too long", "log"), False, 2, "error: File name too long: log (in end_with ("),
-    (OSError(116, "Stale file handle", "log"), False, 1, "error: Stale file handle: log (in end_with ("),
     (PeerLost("rank 0 waited"), True, 1, "error: rank 0 waited"),
     (OSError(28, "No space left on device", "log"), True, 1, "No space left on device: log"),
     (ZeroDivisionError("a defect"), True, 1, "ZeroDivisionError: a defect"),
@@ -141,7 +138,7 @@ def test_what_ends_before_training_has_status_2_unless_a_machine_may_be_the_caus
 
 
 @pytest.mark.parametrize("stderr", BROKEN)
-@pytest.mark.parametrize(("error", "connected", "status", "said"), ERRORS[1::5])  # a refusal, and a defect
+@pytest.mark.parametrize(("error", "connected", "status", "said"), ERRORS[1:2])  # a refusal
 def test_a_line_that_cannot_be_printed_changes_no_status(error, connected, status, said, stderr):
     [(ended, output)] = run_ranks_to_their_end(1, end_with, error, connected, stderr, timeout=30)
     assert ended == status and said not in output
@@ -178,39 +175,6 @@ def test_ctrl_c_is_one_line_and_no_traceback(tmp_path):
     outputs = [output for _, output in ends]
     assert [output.count("stopped by Ctrl-C (SIGINT)") for output in outputs] == [1, 0]
     assert not any("Traceback" in output or "error: " in output for output in outputs), outputs
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_terminal_of_torchrun_is_one_line_of_the_job(tmp_path):
-    """All processes get the signal. Torchrun adds its warnings and one traceback of its own."""
-    words = tiny_model(pipeline_model_parallel_size=4, vocab_parallel=True, tokenizer_type="NullTokenizer")
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=4", "--no-python")
-    script = ("megatron_vp.cli.app", "run", str(ROOT / "tests" / "mcore" / "own_script.py"))
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            [sys.executable, "-m", *launcher, sys.executable, "-m", *script, *words, "--train-iters=100000"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-    try:
-        deadline = time.monotonic() + 300
-        while "iteration        3/" not in log.read_text() and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        before = len(log.read_text().splitlines())
-        os.killpg(job.pid, signal.SIGINT)
-        status = job.wait(60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-    lines = log.read_text().splitlines()
-    assert status == 1 and lines[-1].endswith("got signal: 2"), "as torchrun ends: " + "\n".join(lines[-40:])
-    assert sum("stopped by Ctrl-C (SIGINT)" in line for line in lines) == 1
-    assert sum("Traceback" in line for line in lines) == 1, "\n".join(lines[before:])
-    assert len(lines) - before < 60 and not any("error: " in line for line in lines[before:])
 
 
 def _exiting(rank, world_size, *args):

@@ -73,8 +73,7 @@ def _plain(what: str, options: tuple[tuple[str, object], ...]) -> Run:
 
 def _scheduled(method: str) -> dict[str, object]:
     schedule, algorithm = method.split("/")
-    virtual = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
-    return pipeline(schedule, None if algorithm == "none" else algorithm) | virtual
+    return pipeline(schedule, None if algorithm == "none" else algorithm)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,7 @@ ENGINE_CASES = [
 def test_frozen_layers_of_transformer_engine_leave_nothing_to_w(what, schedule, method, fused, options):
     on_a_stage, hook = 2 if options else 1, getattr(frozen, what)
     plain, _ = engine.trained(engine.NEWEST, on_a_stage, fused, hook=hook, **options)
-    virtual = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
-    job = {**pipeline(schedule, method), **virtual, **options}
+    job = {**pipeline(schedule, method), **options}
     ours, found = engine.trained(engine.NEWEST, 2 * on_a_stage, fused, hook=hook, **job)
     assert_equal(ours, plain, BOUND)
     if schedule not in ("interleaved", "1f1b"):

@@ -8,7 +8,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.division import TWO_BATCHES, last_batch
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.mcore.start.banner import describe_sizes
-from megatron_vp.mcore.start.preflight import check_job, describe_start
+from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.training import tiny_model
 
 GROWING = {"step_batch_size_schedule": "0:4 1K:8 0.002M:12", "global_batch_size": None}
@@ -33,12 +33,6 @@ def test_check_and_banner_count_and_predict_the_microbatches_of_the_last_batch()
     assert "; 6 microbatches at the end of --step-batch-size-schedule; 1f1b" in describe_sizes(grown, 4)
     assert "; 6 microbatches; 1f1b" in describe_sizes(fixed, 4)
     assert [said for said in grown.warnings if "--train-samples" in said] and not fixed.warnings
-
-
-def test_a_job_that_is_given_in_samples_says_where_it_ends(tmp_path):
-    folders = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 2}
-    job = check_job(["--cpu", *tiny_model(**PIPELINE, **folders, train_iters=None, train_samples=64)], 4)
-    assert describe_start(job) == [f"the job saves to {tmp_path}, and starts at iteration 0 and ends after 64 samples"]
 
 
 def test_plan_and_simulate_count_the_microbatches_of_the_last_batch():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.jobs.options import OPTIONS, RUNS, UNREAD
+from megatron_vp.jobs.options import OPTIONS, UNREAD
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.options.refusals import warnings_of
 from megatron_vp.mcore.start.banner import describe_run
@@ -27,7 +27,6 @@ ASKED = {
     "save_dgrads_interval": 10,
     "account_for_loss_in_pipeline_split": True,
 }
-FAULTS = [each for each in OPTIONS if each.does and RUNS[each.run] == ""]
 SOUND = {
     **{"virtual_pipeline_model_parallel_size": 2, "transformer_impl": "local", "moe_aux_loss_coeff": 0.01},
     **{"data_parallel_size": 2, "pipeline_model_parallel_size": 2, "distributed_backend": "nccl"},
@@ -83,12 +82,6 @@ def test_an_option_without_effect_is_named_once(name):
     assert " with --pipeline-schedule 1f1b and --vocab-parallel: " in said
 
 
-def test_every_option_without_effect_is_asked_for():
-    asked = {term.name for each in OPTIONS if each.does and RUNS[each.run] for way in each.ways for term in way}
-    others = {"save_activations_interval", "account_for_embedding_in_pipeline_split"}
-    assert asked == {*ASKED, *others}
-
-
 def test_nothing_is_said_where_megatron_uses_the_option():
     assert warned(**ASKED) == [] == warned(vocab_parallel=True)
     # The vocabulary layers are Megatron's own, and three options about messages share a record.
@@ -108,11 +101,6 @@ def test_a_single_hardware_queue_is_warned_of_where_megatron_does_not_need_it(mo
     assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 lets a collective or copy that waits block all passes")
     for sound in ({"vocab_parallel": False}, {"tensor_model_parallel_size": 2}, {"distributed_backend": "gloo"}):
         assert warned(**{"vocab_parallel": True} | sound) == []
-
-
-def test_every_fault_has_a_job():
-    found = {said.partition(": ")[2] for job, _ in TRAINS_SOMETHING_ELSE for said in warned(**job)}
-    assert found == {each.why for each in FAULTS}
 
 
 def test_the_options_that_megatron_never_reads_are_those_of_the_table():
@@ -153,13 +141,3 @@ def test_an_option_that_megatron_never_reads_is_warned_of_and_changes_nothing_el
         )
     )
     assert [line for line in grown if "--rampup" not in line] == plain
-
-
-def test_warnings_stand_in_the_banner_and_in_check_in_plain_runs_too():
-    words = tiny_model(context_parallel_size=2, core_attention="sdpa", eod_mask_loss=True)
-    (said,) = (line for line in describe_run(check_job(["--cpu", *words], 2), 2) if "warning" in line)
-    assert said == (
-        "warning: --context-parallel-size 2 and --eod-mask-loss without --calculate-per-token-loss weights tokens "
-        "unequally: Megatron divides the loss of each part of a sequence by the number of trained tokens in that part "
-        "alone; add --calculate-per-token-loss"
-    )

@@ -24,38 +24,16 @@ TWO_STAGES = {"pipeline_model_parallel_size": 2}
 AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 HYBRID_AHEAD = {"num_layers": None, "hybrid_layer_pattern": "*|-|*|-/*-", "position_embedding_type": "rope"}
 VP = {**TWO_STAGES, "vocab_parallel": True}
-DECAY = {**TWO_STAGES, "lr_decay_style": "linear"}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
-    (
-        {**VP, "pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1},
-        "--pipeline-schedule 1f1b has one chunk per rank, but this job has 2",
-    ),
+    ({**VP, "pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1}, "1f1b has one chunk per rank"),
     ({"eval_interval": None, "eval_iters": 0}, "a job without --eval-interval"),
-    (
-        {"vocab_size": None, "tokenizer_type": "NullTokenizer"},
-        "has no vocabulary of its own; add --vocab-size",
-    ),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),
     ({"vocab_size": -3}, "--vocab-size -3 is not a whole number from 1 to"),
-    (
-        {"pipeline_model_parallel_size": 0, "pipeline_schedule": "zb-v"},
-        "--pipeline-model-parallel-size 0 is not",
-    ),
     ({"clip_grad": "nan"}, "--clip-grad nan is not a finite number"),
-    (
-        {**VP, "context_parallel_size": 2},
-        "--context-parallel-size 2 and --transformer-impl local",
-    ),
-    (
-        {**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"},
-        "builds several prediction heads on the last rank",
-    ),
-    (
-        {**VP, **HYBRID_AHEAD, "hybrid_layer_pattern": "*-|*-", "mtp_num_layers": 1},
-        "Megatron builds no prediction heads",
-    ),
+    ({**VP, "context_parallel_size": 2}, "--context-parallel-size 2 and --transformer-impl local"),
+    ({**VP, **HYBRID_AHEAD, "pipeline_schedule": "v-half"}, "builds several prediction heads on the last rank"),
     (
         {
             **{**VP, **AHEAD, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"},
@@ -63,101 +41,25 @@ REFUSED = [
         },
         "--vocab-shards without rows for the rank of the MTP layers",
     ),
-    ({**VP, **AHEAD, "vocab_label_smoothing": 0.1}, "--mtp-num-layers and --vocab-label-smoothing cannot work"),
     ({**VP, "dataloader_inter_document_masking": True}, "needs whole sequences without document boundaries"),
-    (
-        {"core_attention": "sdpa", "dataloader_inter_document_masking": True, "context_parallel_size": 2},
-        "splits the whole sequence among the ranks",
-    ),
-    (
-        {**TWO_STAGES, "core_attention": "sdpa", "dataloader_inter_document_masking": True},
-        "Megatron's scripts concatenate the sequences of a micro-batch, but the stages of Megatron's own",
-    ),
     ({"sft": True}, "add --data-path and --tokenizer-type SFTTokenizer"),
-    ({"optimizer": "muon", "use_distributed_optimizer": True}, "supports only 16-bit weights with master weights"),
-    ({"no_pad_vocab_size": True}, "--no-pad-vocab-size without --padded-vocab-size cannot work"),
-    ({"multiple_validation_sets": True}, "use both --full-validation and --multiple-validation-sets"),
-    (
-        {**VP, "full_validation": True, "multiple_validation_sets": True},
-        "--eval-micro-batch-size 2 cannot work: Megatron reads one sequence at a time",
-    ),
-    ({"multi_latent_attention": True, "position_embedding_type": "rope"}, "and keys and values of the same size"),
-    (
-        {
-            "fp8_format": "hybrid",
-            "fp8_recipe": "tensorwise",
-            "fp8_param_gather": True,
-            "use_distributed_optimizer": True,
-        },
-        "--fp8-param-gather without --bf16 or --fp16 cannot work",
-    ),
-    ({**VP, "ckpt_format": "torch", "save": "there", "save_interval": 2}, "use --ckpt-format torch_dist, which every"),
-    (
-        {**VP, "ckpt_convert_format": "torch", "ckpt_convert_save": "there", "load": "here"},
-        "--vocab-parallel with --ckpt-convert-format torch is not supported",
-    ),
     ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "use --dataloader-inter-document-masking"),
-    (
-        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
-        "gloo",
-    ),
-    ({"core_attention": "sdpa", "window_size": "(8,0)"}, "--core-attention sdpa with --window-size is not supported"),
     ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts fail in their first forward pass; add --sequence"),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "interlaced"},
-        "the schedule has vocabulary passes; add --vocab-parallel",
-    ),
-    ({"pipeline_model_parallel_size": 1, "pipeline_schedule": "zb-h1"}, "zb-h1 with one pipeline stage"),
+    ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "the schedule has vocabulary passes; add --vocab-parallel"),
     (
         {**TWO_STAGES, "pipeline_schedule": "v-min", "untie_embeddings_and_output_weights": None},
         "v-min with a job without --untie-embeddings-and-output-weights is not supported",
     ),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "v-min", **AHEAD},
-        "the first rank would hold the word embedding",
-    ),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "interleaved"},
-        "has two or more chunks per rank, but this",
-    ),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Ett|ttL"},
-        "--pipeline-schedule v-half has two chunks per rank",
-    ),
-    (
-        {**TWO_STAGES, "pipeline_schedule": "v-half", "decoder_last_pipeline_num_layers": 1},
-        "v-half with fewer layers in the first or last stage",
-    ),
     ({**TWO_STAGES, "pipeline_schedule": "zigzag"}, "--pipeline-schedule: unknown schedule 'zigzag'"),
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
-    (
-        {**TWO_STAGES, "vocab_z_loss": 1e-4},
-        "--vocab-z-loss without --vocab-parallel cannot work",
-    ),
-    ({**TWO_STAGES, "vocab_parallel_algorithm": "vocab-1"}, "vocab-1 has no effect without --vocab-parallel"),
-    (
-        {**TWO_STAGES, "eval_micro_batch_size": 0},
-        "modulo by zero",
-    ),
-    ({**TWO_STAGES, "group_query_attention": True, "num_query_groups": 3}, "is not divisible by --num-query-groups 3"),
-    ({**TWO_STAGES, "padded_vocab_size": 64}, "--padded-vocab-size 64 is smaller than the tokenizer's vocabulary"),
-    ({**VP, "vocab_z_loss": -1}, "--vocab-z-loss -1.0 is out of range"),
-    ({**VP, "log_pipeline_interval": 1}, "--log-pipeline-interval without --tensorboard-dir or --wandb-project"),
+    ({**TWO_STAGES, "eval_micro_batch_size": 0}, "modulo by zero"),
     ({**VP, "pipeline_trace": "there", "rank_report": "there"}, "both write rank_N.json"),
     ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations: 5-3 is not a range of iterations"),
-    ({**VP, "pipeline_trace": "there", "pipeline_trace_iterations": "4"}, "after the last iteration (--train-iters 3)"),
-    ({**VP, "pipeline_trace": __file__, "pipeline_trace_iterations": "1"}, f"--pipeline-trace {__file__} cannot be"),
     ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option; the nearest"),
-    (
-        {"pipeline_model_parallel_size": 3},
-        "world size (4) is not divisible by total_model_size",
-    ),
-    ({**TWO_STAGES, "data_path": "there"}, "--mock-data replaces neither"),
-    ({**TWO_STAGES, "num_layers": 5}, "Number of layers should be divisible by the pipeline-model-parallel size"),
+    ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible by total_model_size"),
     ({**TWO_STAGES, "micro_batch_size": None}, "assert args.micro_batch_size is not None"),
     ({**TWO_STAGES, "distributed_backend": "nccl"}, "--distributed-backend nccl cannot work without a CUDA device"),
     ({**TWO_STAGES, "yaml_cfg": "x.yaml"}, "use --config"),
-    ({**TWO_STAGES, "config": "no_such.yaml"}, "no_such.yaml"),
 ]
 
 
@@ -191,11 +93,6 @@ def messages():
 def test_what_cannot_work_is_refused_in_one_line(messages, case):
     assert messages[case] is not None and REFUSED[case][1] in messages[case]
     assert "\n" not in messages[case]
-
-
-def test_grouped_products_of_experts_are_taken_with_local_layers():
-    arguments = tiny_model(**VP, num_experts=4, moe_grouped_gemm=True, disable_bias_linear=True)
-    assert run_ranks(1, refusals, [arguments]) == [[None]]
 
 
 def test_a_batch_that_megatron_reduces_is_not_refused():
@@ -232,18 +129,6 @@ def test_one_rank_says_it_for_all_and_all_exit_with_status_2():
     assert text.startswith("error: --vocab-parallel with one pipeline stage")
 
 
-def test_an_option_that_this_script_does_not_serve_is_refused():
-    ((code, text),) = run_ranks(1, start, tiny_model(log_straggler=True), {})
-    assert code == 2 and text.startswith("error: pretrain_gpt_vp.py with --log-straggler is not supported")
-    assert text.count("\n") == 1
-
-
-def test_a_start_without_data_is_refused():
-    ((code, text),) = run_ranks(1, start, tiny_model(mock_data=None), {})
-    assert code == 2 and text.startswith("error: the job has no data: add --data-path PREFIX") and "--mock-data" in text
-    assert text.count("\n") == 1
-
-
 def test_a_start_without_a_launcher_says_how_to_launch():
     ((code, text),) = run_ranks(1, start, tiny_model(), {"RANK": ""})
     assert (
@@ -257,10 +142,7 @@ def test_a_start_without_a_launcher_says_how_to_launch():
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"WORLD_SIZE": "two"}, "no rank has RANK=0, LOCAL_RANK=0, WORLD_SIZE=two, MASTER_PORT="),
         ({"RANK": "1"}, "no rank has RANK=1, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_PORT="),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1, "),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: correct these variables"),
         ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 37}..., "),
         ({"LOCAL_RANK": "1\x1b[2J\n"}, "LOCAL_RANK=1 [2J, "),
     ],
@@ -270,9 +152,8 @@ def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environ
     assert code == 2 and said in text and text.count("\n") == 1 and len(text) < 300
 
 
-@pytest.mark.parametrize("option", ["save", "tensorboard_dir", "load", "rank_report"])
-def test_a_path_that_cannot_be_is_one_line_before_ranks_are_connected(option, tmp_path):
-    paths = {option: tmp_path / ("x" * 300), "save_interval": 1}
+def test_a_path_that_cannot_be_is_one_line_before_ranks_are_connected(tmp_path):
+    paths = {"save": tmp_path / ("x" * 300), "save_interval": 1}
     ((code, text),) = run_ranks(1, start, tiny_model(**paths), {})
     assert code == 2 and "error: File name too long: " in text
     assert text.count("error") == 1 and "Traceback" not in text

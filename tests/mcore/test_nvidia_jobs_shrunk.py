@@ -221,7 +221,7 @@ def test_a_recipe_of_megatron_bridges_with_muon_is_as_close_to_fp32_as_plain_meg
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_recipe_of_megatron_bridges_in_fp8_or_fp4_is_as_close_as_two_roundings(name):
-    """As `tests/mcore/test_engine_fp8.py` compares. The unrounded run has layers in bf16."""
+    """As `tests/mcore/test_engine_formats.py` compares. The unrounded run has layers in bf16."""
     options, left_out = shrunk(name, ROUNDED[name], (*FORMATS, "bf16", "moe_grouped_gemm"))
     say(name, left_out)
     options |= {"transformer_impl": "transformer_engine", "attention_backend": "unfused"}

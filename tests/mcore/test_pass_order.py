@@ -24,8 +24,7 @@ from megatron_vp.mcore.options import predicted_job
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.mcore.training.forward_backward import programs
-from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, StageCosts, VocabMethod, generate
+from megatron_vp.schedule import FAMILIES, PassCosts, StageCosts, VocabMethod, generate
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
@@ -144,12 +143,6 @@ def test_offloading_that_is_asked_for_is_done_by_training_simulate_and_schedule(
     assert simulated == trained and len(trained.offloaded) >= 4 * count // 2
 
 
-@pytest.mark.parametrize("job", [SIXTEEN, SEVEN])
-def test_options_that_are_not_counted_are_left_aside(job):
-    found, simulated = ordered_for(**job, vocab_parallel=True)
-    assert ordered_for(**job, vocab_parallel=True, optimizer="sgd") == (found, simulated) and found == simulated
-
-
 @pytest.mark.parametrize(
     ("hardware", "asked", "counted"),
     [
@@ -166,11 +159,6 @@ def test_narrow_formats_count_as_16_bits_where_their_speed_is_not_known(hardware
     with mock.patch.object(predicted_job, "_hardware", lambda _: HARDWARE[hardware]):
         assert (found.job().job.fp8 is not None) == counted
         assert choose_order(args, run_settings(args), found) is not None
-
-
-def test_sizes_that_the_cost_model_does_not_take_leave_the_costs_open():
-    with mock.patch("megatron_vp.mcore.options.predicted_job.order_costs", side_effect=UserError("of another kind")):
-        assert check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True)], 4).order is None
 
 
 FIRST, LAST, *ACCOUNTED = SHIFTS
@@ -224,27 +212,6 @@ def test_a_stage_with_fewer_layers_by_options_counts_as_it_is():
     job = SEVEN | {"vocab_parallel": True, "vocab_shards": "even", "account_for_loss_in_pipeline_split": True}
     order = check_job(["--cpu", *tiny_model(**job)], 4).order
     assert isinstance(order, StageCosts) and order.F[3] < order.F[2] == order.F[1]
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interlaced", "zb-h1"])
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_programs_are_made_for_costs_by_rank(name, forward_only):
-    interlaced, holders = name == "interlaced", (2, 3)
-    work = {"V": (0, 0, 3, 2)} if interlaced else dict.fromkeys(("S", "T", "IF", "IB"), (0, 0, 3, 2))
-    family = FAMILIES[name]
-    request = ScheduleRequest.of(
-        family,
-        4,
-        6,
-        method=family.method(VocabMethod.VOCAB_2),
-        costs=StageCosts(F=(3, 4, 1, 1), B=(3, 4, 1, 1), W=(3, 4, 1, 1), **work),
-        vocab_ranks=None if interlaced else holders,
-        forward_only=forward_only,
-    )
-    schedule, lowered = programs(request, False)
-    assert programs(request, False)[1] is lowered, "made once"
-    assert schedule.vocab_ranks == (tuple(range(4)) if interlaced else holders)
-    assert lowered[0].vocab_members == ((0, 1, 2, 3) if interlaced else (0, 2, 3))
 
 
 def order_of(rank, _world_size, words):

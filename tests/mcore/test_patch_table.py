@@ -6,7 +6,6 @@ import io
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -172,18 +171,6 @@ def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch)
         patch_table.require_fit(run)
 
 
-def test_delayed_weight_gradients_are_checked_at_the_start(monkeypatch):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self, more: None)
-    args = early_arguments(["--pipeline-schedule", "zb-h1"])
-    monkeypatch.setattr(patch_table, "installed", lambda: Installed(apex_accumulation=True))
-    patch_table.require_fit(args)
-    monkeypatch.setattr(patch_table, "installed", lambda: ENGINE)
-    with pytest.raises(UserError, match=r"TransformerConfig\.__post_init__ does not fit"):
-        patch_table.require_fit(args)
-
-
 UNFIT = {
     "checkpoint files": [],
     "flash attention": ["--core-attention", "sdpa"],
@@ -229,11 +216,3 @@ def test_a_group_that_does_not_fit_stops_the_start_before_the_first_patch():
         if flags:  # nobody asked for it
             stopped, text, _, in_force = said[name, ()]
             assert stopped is None and in_force > 0 and text == "", (name, text)
-
-
-def test_rooms_apply_patches_through_the_table_alone():
-    package = Path(patches.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        if path.name not in ("patches.py", "patch_table.py", "rehearsed.py"):
-            text = path.read_text()
-            assert "patches.apply(" not in text and "patches.patched(" not in text, path

@@ -17,13 +17,8 @@ EVERYWHERE = [
         {**VP, "freeze_all_layers": True, "ckpt_format": "torch", "save": "there", "save_interval": 1},
         r"2 reasons: \(1\) .*; \(2\) ",
     ),
-    ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "--vocab-parallel with one pipeline stage"),
     ({"pipeline_model_parallel_size": 3, "num_layers": 3}, "AssertionError: world size "),
-    ({**VP, "no_such_option": True}, "unrecognized arguments: --no-such-option"),
-    ({**VP, "micro_batch_size": 0, "lr": "nan"}, "2 reasons: .*--micro-batch-size 0.*--lr nan is not a finite number"),
     ({**VP, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, ".*no/such/data"),
-    ({**VP, "load": "nowhere", "tensorboard_dir": "/dev/null"}, r"2 reasons: \(1\) --load nowhere .*--tensorboard-dir"),
-    ({**VP, "save": "x" * 300, "save_interval": 1}, "File name too long: "),
 ]
 """Jobs that all ranks refuse, with the beginning of the line."""
 
@@ -59,7 +54,7 @@ def _to_the_end(rank, world_size, *args):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        pytest.param(*case, marks=[] if number < 3 else pytest.mark.slow, id=case[1][:40])
+        pytest.param(*case, marks=[] if number < 2 else pytest.mark.slow, id=case[1][:40])
         for number, case in enumerate(EVERYWHERE)
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.ranks import run_ranks, run_ranks_to_their_end
 from tests.harness.training import tiny_model
 from tests.mcore.faults import errors, train_with_fault
-from tests.mcore.option_survey.data import make_data
+from tests.mcore.test_option_survey import make_data
 
 DATA = {"mock_data": None, "split": "8,1,1", "eval_iters": 1}
 BY_SPLIT = {**DATA, "split": None, "per_split_data_args_path": "{data}/sets.json"}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
-import random
 import sys
-from enum import Enum
 from unittest import mock
 
 import pytest
@@ -112,73 +109,6 @@ def test_a_rank_that_does_not_arrive_is_named(monkeypatch):
 
 def test_a_default_that_one_rank_states_is_the_same_job():
     run_ranks(2, state_a_default)
-
-
-@pytest.fixture(scope="module")
-def parser():
-    """Megatron's own, with our options."""
-    from megatron_vp.mcore.start import preflight
-
-    with preflight._parsed(["--cpu", *tiny_model()], 1):
-        from megatron.training import arguments
-
-        yield arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-def options_of(parser):
-    return [action for action in parser._actions if action.option_strings and action.dest != "help"]
-
-
-_BY_TYPE = {int: "7", float: "0.125", str: "else", None: "else", bool: "yes"}
-_OTHER = {
-    **{"window_size": "(8,0)", "moe_layer_freq": "2", "linear_attention_freq": "2", "no_rope_freq": "2"},
-    **{"window_attn_skip_freq": "2", "vocab_shards": "even", "pipeline_schedule": "zb-h1", "offload_chunks": "1"},
-    **{"cuda_graph_scope_deprecated": "attn", "cuda_graph_modules": "attn"},
-}
-
-
-def other_than_default(action):
-    """Words that give an option another value than the one that it has without them."""
-    option = action.option_strings[-1]
-    if isinstance(action, argparse.BooleanOptionalAction):
-        negative = next(each for each in action.option_strings if each.startswith("--no-"))
-        return [negative if action.default else action.option_strings[0]]
-    if action.nargs == 0:
-        return [option]
-    if action.choices is not None:
-        other = next(each for each in action.choices if each not in (action.default, str(action.default)))
-        return [option, other.name if isinstance(other, Enum) else str(other)]
-    value = _OTHER.get(action.dest) or _BY_TYPE[action.type]
-    return [option, *[value] * (action.nargs if isinstance(action.nargs, int) else 1)]
-
-
-def parsed(parser, words):
-    from megatron_vp.mcore.start import same_job
-
-    values = vars(argparse.ArgumentParser.parse_known_args(parser, words)[0])
-    with mock.patch.object(same_job, "code", lambda package: "the same"):
-        return same_job.facts(values, given=parser.given(words))
-
-
-def test_options_of_megatron_are_compared_or_have_a_reason(parser):
-    from megatron_vp.mcore.start.same_job import OF_A_RANK, difference
-
-    without, always_given = parsed(parser, []), set()
-    actions = options_of(parser)
-    assert len(actions) > 700
-    for action in random.Random(40).sample(actions, 150):
-        words = other_than_default(action)
-        own = parsed(parser, words)
-        if action.dest in OF_A_RANK:
-            assert own["alike"] == without["alike"]
-            continue
-        said = difference(without, own, 1)
-        if not said:
-            always_given.add(action.dest)
-            continue
-        named = {action.dest, words[0], f"{action.dest} ({words[0]})"}
-        assert said.partition(" is ")[0] in named and said.endswith("on rank 1"), said
-    assert always_given <= {*("memory_snapshot_path", "config_logger_dir", "one_logger_project", "app_tag_run_version")}
 
 
 def test_places_of_files_may_differ_and_versions_may_not():

@@ -1,12 +1,9 @@
-"""Test that a run's settings are one value in one place: no module asks Megatron for arguments or stores its own."""
+"""Test that a run's settings are one value, and what a job without a schedule gets."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
-import re
-from pathlib import Path
 
 import pytest
 
@@ -20,59 +17,6 @@ from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, VocabMeth
 from megatron_vp.schedule.flex import shaped
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
-
-MCORE = Path(__file__).parents[2] / "megatron_vp" / "mcore"
-TREES = {path.relative_to(MCORE).as_posix(): ast.parse(path.read_text()) for path in sorted(MCORE.rglob("*.py"))}
-RUNNING = {
-    "model/split_backward.py": {"_collected"},  # the weight gradients that the pass B which runs now has put aside
-    "training/loss_check.py": {"_deferred"},  # the checks of the iteration that runs now
-    "reports/plain_schedule.py": {"_steps"},  # the iteration of Megatron's own schedule that runs now
-    "reports/watch.py": {"_reports"},  # what has been recorded
-    "storage/save_folder.py": {"_claimed"},  # a file that this process holds
-    "storage/attempt.py": {"_told_to_stop"},  # a signal that came
-}
-"""Globals that say what happens, not what was decided."""
-
-
-def nodes(kind):
-    return ((name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind))
-
-
-def test_no_module_asks_megatron_for_its_arguments():
-    asks = [(name, node.lineno) for name, node in nodes(ast.Name) if node.id == "get_args"]
-    assert asks == []
-
-
-def test_nothing_of_ours_hides_in_megatrons_arguments():
-    hidden = [
-        (path, found)
-        for path in sorted(MCORE.rglob("*.py"))
-        for found in re.findall(r"\b(?:args|a|parsed|get_args\(\))\._[a-z]\w*", path.read_text())
-    ]
-    assert hidden == []
-
-
-def test_no_module_but_one_keeps_what_a_run_decides():
-    found: dict[str, set[str]] = {}
-    for name, node in nodes(ast.Global):
-        found.setdefault(name, set()).update(node.names)
-    assert found == RUNNING
-    changed = [
-        (name, ast.unparse(node)) for name, node in nodes(ast.Assign) for each in node.targets if _of_module(name, each)
-    ]
-    assert changed == []
-
-
-def _of_module(name, target):
-    """Whether an assignment changes what another module of ours holds."""
-    if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
-        return False
-    return target.value.id in {
-        alias.asname or alias.name
-        for node in ast.walk(TREES[name])
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_vp")
-        for alias in node.names
-    }
 
 
 def test_a_job_is_settled_from_its_words():
