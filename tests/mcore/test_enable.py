@@ -210,8 +210,8 @@ def refusal(rank, ranks, hook):
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        (with_value_head, "output_layer is a Linear of width 1, such as a value head"),
-        (frozen.adapted_output_layer, "an adapter on output_layer .here a Adapter."),
+        (with_value_head, "output_layer is a Linear of torch"),
+        (frozen.adapted_output_layer, "output_layer is a Adapter of "),
     ],
 )
 def test_a_changed_output_layer_is_refused_on_all_ranks(hook, said):

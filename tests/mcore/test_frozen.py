@@ -223,7 +223,7 @@ def test_a_layer_frozen_where_plain_megatron_has_it_is_frozen_on_all_ranks():
 
 
 def test_an_adapter_on_a_vocabulary_layer_is_refused_on_all_ranks():
-    said, job = "an adapter on output_layer .here a Adapter.", tiny_model(**pipeline("1f1b", "vocab-2"))
+    said, job = "output_layer is a Adapter of ", tiny_model(**pipeline("1f1b", "vocab-2"))
     ends = run_ranks_to_their_end(2, to_its_end, job, frozen.adapted_output_layer)
     assert [status for status, _ in ends] == [2, 2]
     assert any(re.search(f"^error: .*{said}", output, re.MULTILINE) for _, output in ends), ends

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vp.mcore.model.initial_weights import PlainLayout, moves_layers
+from megatron_vp.mcore.model.initial_weights import moves_layers, plain_settings
 from megatron_vp.mcore.settled import ChosenRows, SettledJob, Words, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
@@ -282,15 +282,22 @@ def _settled(layout: str | None = None, pattern: str | None = None, **arguments:
 
 
 def _layers(**given: object) -> list[str]:
-    return ["".join(kind.name[0] for kind in stage) for stage in PlainLayout.of(_settled(**given)).layout]
+    layout = plain_settings(_settled(**given))["pipeline_model_parallel_layout"].layout
+    stages = [row[chunk] for chunk in range(len(layout[0])) for row in layout]
+    return ["".join(kind.name[0] for kind in stage) for stage in stages]
+
+
+def _pattern(**given: object) -> str:
+    settings = plain_settings(_settled(**given))
+    assert settings["virtual_pipeline_model_parallel_size"] is settings["pipeline_model_parallel_layout"] is None
+    return settings["hybrid_layer_pattern"]
 
 
 def test_neighbouring_segments_of_a_v_are_one_stage_of_plain_megatron():
     assert _layers() == ["edd", "ddl"]
     assert _layers(num_layers=5, mtp_num_layers=1) == ["edd", "dddml"]
     assert _layers(layout="Et|tt||tmL") == ["eddd", "dml"]
-    hybrid = PlainLayout.of(_settled(hybrid_layer_pattern="*-|*||-/*-/*-"))
-    assert hybrid == PlainLayout(1, None, "*-*|-/*-/*-")
+    assert _pattern(hybrid_layer_pattern="*-|*||-/*-/*-") == "*-*|-/*-/*-"
 
 
 def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_would_cut_them():
@@ -304,6 +311,6 @@ def test_chunks_in_rounds_and_layers_that_we_cut_ourselves_start_as_megatron_wou
     assert not moves_layers(_settled(**chosen, pipeline_model_parallel_layout="Ett|ttL"))
     chosen |= {"pattern": "*-*-"}
     assert moves_layers(_settled(**chosen, hybrid_layer_pattern="*-*|-"))
-    assert PlainLayout.of(_settled(**chosen, hybrid_layer_pattern="*-*|-")) == PlainLayout(1, None, "*-|*-")
+    assert _pattern(**chosen, hybrid_layer_pattern="*-*|-") == "*-|*-"
     assert not moves_layers(_settled(**chosen, hybrid_layer_pattern="*-|*-"))
     assert moves_layers(_settled())

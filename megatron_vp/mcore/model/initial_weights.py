@@ -19,11 +19,9 @@ the plain stages too.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -31,7 +29,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from torch import nn
 
@@ -45,79 +42,52 @@ from megatron_vp.schedule.placement import Placement
 _LAYERS = "decoder.layers."
 
 
-@dataclass(frozen=True)
-class PlainLayout:
-    """How plain Megatron would split the model over the same ranks: the settings that differ from ours.
-
-    chunks: stages per rank.
-    layout: the layers of each stage, unless the model is hybrid.
-    pattern: the layers of each stage of a hybrid model.
+def plain_settings(job: SettledJob) -> dict[str, Any]:
+    """How plain Megatron would split the model over the same ranks: the settings that differ from ours, under the names
+    that Megatron's arguments and model configurations share.
     """
-
-    chunks: int
-    layout: tuple[tuple[LayerType, ...], ...] | None
-    pattern: str | None
-
-    @classmethod
-    def of(cls, job: SettledJob) -> PlainLayout:
-        """Derive the plain layout from a job's layout or hybrid pattern."""
-        args = job.arguments
-        chunks = args.virtual_pipeline_model_parallel_size or 1
-        joined = chunks if job.settings.places_chunks else 1
-        stages = chunks * args.pipeline_model_parallel_size
-        layout, pattern = job.given.pipeline_model_parallel_layout, args.hybrid_layer_pattern
+    args = job.arguments
+    chunks, ranks = args.virtual_pipeline_model_parallel_size or 1, args.pipeline_model_parallel_size
+    joined = chunks if job.settings.places_chunks else 1
+    layout, pattern = job.given.pipeline_model_parallel_layout, args.hybrid_layer_pattern
+    if pattern is None:
+        layout = layout or even_layout(args.num_layers, chunks * ranks, args.mtp_num_layers or 0)
+        segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        layout = PipelineParallelLayerLayout([list(chain(*part)) for part in _in_groups(segments, joined)], ranks)
+    else:
         given = pattern_in(vars(job.given))
-        if pattern is None:
-            layout = layout or even_layout(args.num_layers, stages, args.mtp_num_layers or 0)
-            segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
-            layout = tuple(tuple(chain(*part)) for part in _in_groups(segments, joined))
-        else:
-            if given is not None and given.layers is None and "|" in pattern:
-                pattern = given.with_bars(even_layers(len(given.letters), stages))
-            main, *heads = pattern.split("/")
-            layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
-        return cls(chunks // joined, layout, pattern)
-
-    def settings(self, ranks: int) -> dict[str, Any]:
-        """The settings of this layout, under the names that Megatron's arguments and model configurations share."""
-        layout = None if self.layout is None else PipelineParallelLayerLayout(list(map(list, self.layout)), ranks)
-        return {
-            "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
-            "pipeline_model_parallel_layout": layout,
-            "hybrid_layer_pattern": self.pattern,
-        }
-
-    def of_model(self, config: Any) -> Any:
-        """Return a copy of a configuration (of a model or a transformer) with the settings of this layout."""
-        changed = copy.copy(config)
-        if hasattr(config, "transformer"):
-            changed.transformer = copy.copy(config.transformer)
-        for name, value in self.settings(config.pipeline_model_parallel_size).items():
-            if hasattr(changed, name):
-                setattr(changed, name, value)
-        return changed
+        if given is not None and given.layers is None and "|" in pattern:
+            pattern = given.with_bars(even_layers(len(given.letters), chunks * ranks))
+        main, *heads = pattern.split("/")
+        layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
+    return {
+        "virtual_pipeline_model_parallel_size": chunks // joined if chunks > joined else None,
+        "pipeline_model_parallel_layout": layout,
+        "hybrid_layer_pattern": pattern,
+    }
 
 
-BuildPlain = Callable[[PlainLayout, dict[str, Any]], nn.Module]
-"""Builds a chunk of a layout as Megatron would, given `pre_process`, `post_process` and, with several chunks per rank,
-`vp_stage`.
+BuildPlain = Callable[..., nn.Module]
+"""Builds a chunk as Megatron would, given `pre_process`, `post_process` and, with several chunks per rank, `vp_stage`.
 """
 
 
 class PlainStart:
     """Builds the chunks that this rank would have in plain Megatron. They are kept until our chunks have copied the
     weights.
+
+    config: the configuration that `build` reads, unless it reads Megatron's arguments.
     """
 
-    def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> None:
-        layout = PlainLayout.of(job)
-        rank, ranks = groups.pp.rank(), groups.pp.size()
-        self._placement = Placement.round_robin(ranks, layout.chunks)
-        with _settings_of(job, layout):
-            self._held = []
-            for index, stage in enumerate(self._placement.stage_of[rank]):
+    def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain, config: Any) -> None:
+        settings = plain_settings(job)
+        chunks = settings["virtual_pipeline_model_parallel_size"]
+        self._placement = Placement.round_robin(groups.pp.size(), chunks or 1)
+        self._held = []
+        with _as_in_plain_megatron(job.args, config, settings):
+            for index, stage in enumerate(self._placement.stage_of[groups.pp.rank()]):
                 ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
-                chunk = build(layout, ends | ({"vp_stage": index} if layout.chunks > 1 else {}))
+                chunk = build(**ends, **({"vp_stage": index} if chunks else {}))
                 self._held.append(dict(_tensors(chunk)))
         self._group, self._tensor_size = groups.mp, groups.tp.size()
         stages, find = range(self._placement.stages), self._placement
@@ -168,7 +138,7 @@ class PlainStart:
                 torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
 
 
-def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain) -> PlainStart | None:
+def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain, config: Any) -> PlainStart | None:
     """Build the weights that our chunks start from, or return None if our chunks do not need them.
 
     All ranks of a model replica make this call before the first chunk is built. The weights are not needed in a replay,
@@ -179,35 +149,38 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
         return None
     # Nodes may see different files. The ranks exchange the weights, so all ranks or none must build them.
     loads = from_all(job.checkpoint_to_load is not None, groups.mp)
-    return None if all(loads) else PlainStart(job, groups, build)
+    return None if all(loads) else PlainStart(job, groups, build, config)
 
 
 def moves_layers(job: SettledJob) -> bool:
     """Whether some layers are on different ranks than in plain Megatron."""
-    layout, pattern = job.arguments.pipeline_model_parallel_layout, job.arguments.hybrid_layer_pattern
+    args, plain = job.arguments, plain_settings(job)
     if job.settings.places_chunks:
         return True
-    if pattern is not None:
-        return pattern != PlainLayout.of(job).pattern
-    if layout is None:
+    if args.hybrid_layer_pattern is not None:
+        return args.hybrid_layer_pattern != plain["hybrid_layer_pattern"]
+    if args.pipeline_model_parallel_layout is None:
         return False
-    return tuple(map(tuple, PipelineParallelLayerLayout.parse_str_to_list(layout))) != PlainLayout.of(job).layout
+    ours = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    return ours.layout != plain["pipeline_model_parallel_layout"].layout
 
 
 @contextmanager
-def _settings_of(job: SettledJob, layout: PlainLayout) -> Iterator[None]:
-    """Inside this context, Megatron's arguments and state are those of a job with this layout."""
-    settings = layout.settings(job.arguments.pipeline_model_parallel_size)
+def _as_in_plain_megatron(args: Any, config: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Inside this context, Megatron's arguments and state and a model's configuration have plain Megatron's settings.
+    `args` and `config` may be None.
+    """
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    megatrons = {} if job.args is None else vars(job.args)
-    ours = {name: megatrons.get(name) for name in settings}
+    ours = [(each, name, getattr(each, name)) for each in (args, config) for name in settings if hasattr(each, name)]
     try:
-        megatrons.update(settings)
+        for each, name, _ in ours:
+            setattr(each, name, settings[name])
         parallel_state.set_virtual_pipeline_model_parallel_world_size(settings["virtual_pipeline_model_parallel_size"])
         with placed_as_megatron(settings):
             yield
     finally:
-        megatrons.update(ours)
+        for each, name, value in ours:
+            setattr(each, name, value)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -21,17 +21,13 @@ _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute
 """Methods of Megatron's models that run only in part, or not at all, in a chunk whose vocabulary layers are split."""
 
 
-_UNREAD = "which only Megatron's own schedules read"
-_UNTRIED = "which has not been tested under our schedules"
-_FIELDS = {
-    "enable_autocast": _UNREAD,
-    "variable_seq_lengths": _UNREAD,
-    "num_microbatches_with_partial_activation_checkpoints": _UNREAD,
-    "defer_embedding_wgrad_compute": _UNREAD,
-    "fp8_dot_product_attention": _UNTRIED,
-    "fp8_multi_head_attention": _UNTRIED,
-}
-"""Unsupported fields of a model's configuration. A script may set them; no flag does."""
+_UNREAD = (
+    "enable_autocast",
+    "variable_seq_lengths",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "defer_embedding_wgrad_compute",
+)
+"""Fields of a model's configuration that only Megatron's own schedules read. A script may set them; no flag does."""
 
 
 _SOFTCAP = "final_logit_softcapping"
@@ -52,11 +48,11 @@ def check_model(chunk: nn.Module) -> None:
             f"the script built a {type(chunk).__name__}, but --vocab-parallel and --pipeline-schedule support only "
             "Megatron's language models: build a GPTModel or HybridModel, or leave both options out"
         )
-    for name, why in _FIELDS.items():
+    for name in _UNREAD:
         if getattr(chunk.config, name):
             raise UserError(
-                f"the script's model configuration sets {name}, {why}: leave it out, or leave --vocab-parallel and "
-                "--pipeline-schedule out"
+                f"the script's model configuration sets {name}, which only Megatron's own schedules read: leave it "
+                "out, or leave --vocab-parallel and --pipeline-schedule out"
             )
 
 
@@ -108,32 +104,27 @@ def softcap_of(config: Any) -> float:
 
 
 def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None:
-    weight = getattr(layer, "weight", None)
-    if weight is not None and len(weight) == 1:
-        _refuse(f"{name} is a {type(layer).__name__} of width 1, such as a value head", expected.__name__)
-    if any(isinstance(inner, expected) for inner in layer.modules() if inner is not layer):
-        raise UserError(adapted(name, layer))
     extension, *others = type(layer).__bases__
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
-        kind = extension if type(layer).__name__ == expected.__name__ else type(layer)
-        _refuse(f"{name} is a {kind.__name__}, whose own behaviour would be skipped", expected.__name__)
+        refuse_layer(name, layer)
     if getattr(layer, "bias", None) is not None:
         _refuse(f"{name} has a bias, which would be ignored", f"{expected.__name__} without a bias")
     if layer._forward_hooks or layer._forward_pre_hooks:
         _refuse(f"{name} has a forward hook, which would not run", f"{expected.__name__} without hooks")
 
 
-def adapted(name: str, layer: nn.Module) -> str:
-    """The error message for an adapter on a vocabulary layer, or for a layer of a script's own in its place."""
-    return (
-        f"an adapter on {name} (here a {type(layer).__name__}) is not supported with --vocab-parallel, which reads "
-        "the rows of that layer directly and would ignore the adapter: adapt only layers between the embedding and "
+def refuse_layer(name: str, layer: nn.Module) -> NoReturn:
+    """Refuse an adapter on a vocabulary layer, or another layer in its place."""
+    kind = type(layer)
+    raise UserError(
+        f"{name} is a {kind.__qualname__} of {kind.__module__}, but --vocab-parallel reads the rows of Megatron's own "
+        "layer directly, and would skip an adapter or other behaviour: adapt only layers between the embedding and "
         "the output layer, or leave --vocab-parallel out"
     )
 
 
-def _refuse(found: str, instead: str) -> None:
+def _refuse(found: str, instead: str) -> NoReturn:
     raise UserError(
         f"--vocab-parallel with this model is not supported: {found}; use Megatron's {instead}, or leave "
         f"--vocab-parallel out"

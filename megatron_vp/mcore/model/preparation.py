@@ -13,10 +13,10 @@ them, freeze them, or add adapters to layers in between.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from torch import nn
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
-from megatron_vp.mcore.model.initial_weights import BuildPlain, PlainLayout, plain_start
-from megatron_vp.mcore.model.model_check import adapted, check_methods, check_model, check_vocabulary_layers
+from megatron_vp.mcore.model.initial_weights import BuildPlain, plain_start
+from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers, refuse_layer
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
 from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
@@ -51,7 +51,7 @@ class RankModel:
     whole, shown: the unsharded layers that the export view puts in place of the shards, and whether it is open.
     """
 
-    def __init__(self, groups: ProcessGroupCollection, build_plain: BuildPlain) -> None:
+    def __init__(self, groups: ProcessGroupCollection, build_plain: BuildPlain, config: Any) -> None:
         self.job, self.groups = current(), groups
         self.chunks: list[nn.Module] = []
         self.pipeline: Any = None
@@ -60,7 +60,7 @@ class RankModel:
         self.shards: dict[str, Any] = {}
         self.whole: list[WholeLayers] = []
         self.shown = False
-        self._start = plain_start(self.job, groups, build_plain)
+        self._start = plain_start(self.job, groups, build_plain, config)
 
     def build(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Build the next chunk, given a function of `pre_process` and `post_process`. The placement, not the caller,
@@ -144,7 +144,7 @@ class RankModel:
                 continue
             layer = self.chunks[self.job.placement.chunk_of(stage)].get_submodule(path)
             if layer is not shard or [each for each, _ in layer.named_parameters() if each != "weight"]:
-                raise UserError(adapted(path, layer))
+                refuse_layer(path, layer)
             if trains and layer.weight.requires_grad != hasattr(layer.weight, "main_grad"):
                 raise UserError(
                     "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
@@ -178,19 +178,19 @@ def prepare(chunks: Iterable[nn.Module]) -> RankModel | None:
     return model
 
 
-def _placing(
-    build: Callable[..., nn.Module], groups: ProcessGroupCollection, build_plain: BuildPlain
-) -> Callable[..., nn.Module]:
-    """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`."""
+def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, config: Any) -> Callable[..., nn.Module]:
+    """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`. `config` is the
+    configuration that `build` reads, unless it reads Megatron's arguments.
+    """
     if _constructor_places():
         return build
     model: RankModel | None = None
 
-    def build_chunk(*args: Any, **kwargs: Any) -> nn.Module:
+    def build_chunk(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> nn.Module:
         nonlocal model
-        if model is None or not kwargs.get("vp_stage"):
-            model = RankModel(groups, build_plain)
-        return model.build(lambda **ends: build(*args, **kwargs | ends))
+        if not vp_stage:
+            model = RankModel(groups, partial(build, *args, **kwargs), config)
+        return model.build(partial(build, *args, **kwargs, **({} if vp_stage is None else {"vp_stage": vp_stage})))
 
     return build_chunk
 
@@ -204,11 +204,11 @@ def _constructor_places() -> bool:
 def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a patch that changes the arguments of each call, given by name."""
 
-    @functools.wraps(change)
+    @wraps(change)
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
-        @functools.wraps(original)
+        @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             change(bound.arguments)
@@ -222,32 +222,22 @@ def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..
 @_changing
 def building(given: dict[str, Any]) -> None:
     """Patch `unimodal_build_distributed_models`, through which Megatron's builders build and wrap a rank's chunks."""
-    build, groups, hook = given["build_model_func"], given["pg_collection"], given.get("pre_wrap_hook")
-
-    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        plain = copy.copy(build.__self__)
-        plain._model_config = layout.of_model(plain._model_config)
-        return plain.build_model(groups, **place)
+    build, hook = given["build_model_func"], given.get("pre_wrap_hook")
 
     def last_hook(chunks: list[nn.Module]) -> list[nn.Module]:
         chunks = (hook and hook(chunks)) or chunks
         prepare(chunks)
         return chunks
 
-    given["build_model_func"] = _placing(build, groups, plain_chunk)
+    given["build_model_func"] = _placing(build, given["pg_collection"], build.__self__._model_config)
     given["pre_wrap_hook"] = last_hook
 
 
 @_changing
 def getting_model(given: dict[str, Any]) -> None:
     """Patch Megatron's `get_model`, which builds chunks with a script's own `model_provider`."""
-    provider, config = given["model_provider_func"], given.get("config")
     groups = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-
-    def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
-        return provider(config=config and layout.of_model(config), pg_collection=groups, **place)
-
-    build = _placing(provider, groups, plain_chunk)
+    build = _placing(given["model_provider_func"], groups, given.get("config"))
 
     def prepared(*args: Any, **kwargs: Any) -> nn.Module:
         chunk = build(*args, **kwargs)
@@ -262,7 +252,7 @@ def wrapping(original: Callable[..., None]) -> Callable[..., None]:
     weights of Transformer Engine's layers, because pass W reports their gradients.
     """
 
-    @functools.wraps(original)
+    @wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         given = set(map(id, module.parameters()))
         prepare([module])
@@ -282,7 +272,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
     model: RankModel | None = None
 
-    @functools.wraps(original)
+    @wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         loop = own_loop()
         if loop is None or not _constructor_places():
@@ -313,13 +303,13 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
         groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
         config = given["config"]
 
-        def plain_chunk(layout: PlainLayout, place: dict[str, Any]) -> nn.Module:
+        def build_plain(**place: Any) -> nn.Module:
             plain = GPTModel.__new__(GPTModel)
-            original(plain, **{**given, "config": layout.of_model(config), "vp_stage": None, **place})
+            original(plain, **{**given, "vp_stage": None, **place})
             return plain
 
         if model is None or len(model.chunks) == job.placement.chunks:
-            model = RankModel(groups, plain_chunk)
+            model = RankModel(groups, build_plain, config)
         if (given["vp_stage"] or 0) != len(model.chunks):
             raise UserError(
                 f"the script builds the model with vp_stage={given['vp_stage']} out of order on this rank: build one "
@@ -349,7 +339,7 @@ def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None
     is wrapped yet.
     """
 
-    @functools.wraps(original)
+    @wraps(original)
     def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
         prepare(model)
         original(model, pg_collection)
@@ -360,7 +350,7 @@ def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     """Make Megatron-Bridge apply Gemma's softcap on the rank to which the schedule assigns the last stage."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
         return dist.get_rank(pp_group) == current().placement.last_rank
 
