@@ -14,7 +14,7 @@ from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.transfers import Channel, Message
 
 CONTENT: dict[Channel, tuple[Slot, Callable[[Shapes, int], torch.Tensor]]] = {
-    Channel.ACTIVATION: (Slot.ACTIVATION, lambda shapes, stage: shapes.activation(stage)),
+    Channel.ACTIVATION: (Slot.ACTIVATION, Shapes.activation),
     Channel.GRADIENT: (Slot.GRADIENT, lambda shapes, stage: shapes.activation(stage + 1)),
     Channel.LABELS: (Slot.LABELS, lambda shapes, _: shapes.token_ids()),
     Channel.TOKEN_LOSS: (Slot.TOKEN_LOSS, lambda shapes, _: shapes.token_values()),

@@ -119,17 +119,11 @@ class Progress:
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at
 
     def sentence(self) -> str:
-        """Describe what this rank was doing, as in "rank 1 was ...".
-
-        Never raises, because a rank calls this just before it exits.
-        """
-        try:
-            _, at = self.place()
-            said, behind = self._words(at), self.behind
-            if isinstance(at, _HOSTS_OWN) and behind is not None:
-                said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
-        except Exception as error:
-            said = f"was at a point that could not be determined ({printable(f'{type(error).__name__}: {error}')})"
+        """Describe what this rank was doing, as in "rank 1 was ..."."""
+        _, at = self.place()
+        said, behind = self._words(at), self.behind
+        if isinstance(at, _HOSTS_OWN) and behind is not None:
+            said += f", ahead of its device, last seen waiting for {self._named(behind.operation)}"
         return f"rank {self.members[self.rank]} {said}"
 
     def _words(self, at: Instruction | str | None) -> str:

@@ -90,17 +90,7 @@ class Watchdog:
             _forget(self._signals[1])
 
     def watch(self) -> None:
-        """Watch the rank, and end the process if watching itself fails.
-
-        Without a running watchdog, the process would obey neither time limits nor signals.
-        """
-        try:
-            self._watch_until_the_end()
-        except BaseException as error:
-            reason = printable(f"{type(error).__name__}: {error}")
-            self._end(f"{self._progress.sentence()}, and its watchdog failed ({reason})")
-
-    def _watch_until_the_end(self) -> None:
+        """Watch the rank until it stalls or is told to end."""
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
@@ -120,7 +110,9 @@ class Watchdog:
             else:
                 # A rank that has made progress recently does not start a roll call.
                 others = self.others(_LAST_WORDS_SECONDS, call=stood >= limit / 4)
-            self._end(f"{said} ({stood:.0f} s)" if self._told is None else said, others)
+            if self._told is None:
+                end_process(1, f"error: {said} ({stood:.0f} s){others}")
+            end_process(128 + self._told, f"error: {said} when it received {signal.Signals(self._told).name}{others}")
 
     @property
     def _period(self) -> float:
@@ -169,8 +161,7 @@ class Watchdog:
                         heard.update((rank, printable(word)) for rank, word in found.items())
 
         asking = threading.Thread(target=ask, daemon=True)
-        with suppress(Exception):  # The system may refuse to start a thread.
-            asking.start()
+        asking.start()
         ends = time.monotonic() + 3 * seconds + 1
         while asking.is_alive() and time.monotonic() < ends:
             self._sleep(_ROUND_SECONDS / 2)
@@ -183,12 +174,6 @@ class Watchdog:
         busy = [heard[rank] for rank in sorted(heard) if waits and " waited " not in heard[rank]]
         silent = [rank for rank in members if rank not in heard and rank != self._own]
         return "".join(f"; {each}" for each in [*busy, *([f"no word from {named(silent)}"] if silent else [])])
-
-    def _end(self, said: str, others: str = "") -> NoReturn:
-        if self._told is None:
-            end_process(1, f"error: {said}{others}")
-        name = signal.Signals(self._told).name
-        end_process(128 + self._told, f"error: {said} when it received {name}{others}")
 
     def _sleep(self, seconds: float) -> None:
         """Sleep, but wake up at a termination signal."""

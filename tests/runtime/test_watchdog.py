@@ -53,7 +53,6 @@ def wait_in_a_backend(
     store: tuple[str, int] | None = None,
     words: tuple[tuple[int, bytes], ...] = SPOKEN,
     child: str | None = None,
-    broken: str | None = None,
 ) -> None:
     """Stall in code that no signal interrupts, in the third iteration.
 
@@ -65,7 +64,6 @@ def wait_in_a_backend(
         store: an address in place of the launcher's.
         words: what lies in the store, by rank.
         child: a file for the number of a process that this rank starts.
-        broken: what raises an error: the `words` of what this rank waits for, or its `place`.
     """
     if store is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store[0], str(store[1])
@@ -83,11 +81,7 @@ def wait_in_a_backend(
     progress.iteration = 3
     progress.at(WAIT)
     progress.mark(WAIT, AskedByTheMainThread())
-    if broken == "words":
-        progress.behind = Wait(object())
     Watchdog(progress, 100, limit).start()
-    if broken == "place":
-        progress.place = lambda: {}["place"]
     break_stderr(stderr)
     if told:
         threading.Timer(0.5, os.kill, (os.getpid(), told)).start()
@@ -152,20 +146,6 @@ def test_sigterm_is_answered_while_the_store_does_not_answer(black_hole):
     ends = run_ranks_to_their_end(1, wait_in_a_backend, 0.1, told=signal.SIGTERM, store=black_hole, timeout=30)
     assert ends == [(143, f"{WAITED}{TOLD.format('SIGTERM')}; the launcher's store does not answer\n")]
     assert time.monotonic() - started < 5, "the store is given longer than that"
-
-
-@pytest.mark.parametrize(("limit", "told", "status"), [(0.5, None, 1), (100, signal.SIGTERM, 143)])
-def test_it_ends_although_it_cannot_say_where_it_is(limit, told, status):
-    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, limit, told, broken="words", timeout=30)
-    assert ended == status
-    unknown = r"was at a point that could not be determined \(AttributeError: .* no attribute 'words'\)"
-    assert re.match(f"error: rank 5 {unknown}", output)
-
-
-def test_it_ends_with_its_watchdog():
-    [(ended, output)] = run_ranks_to_their_end(1, wait_in_a_backend, 100, broken="place", timeout=30)
-    assert ended == 1
-    assert re.fullmatch(r"error: rank 5 .*, and its watchdog failed \(KeyError: 'place'\)\n", output)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ the plain stages too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -100,7 +99,7 @@ class PlainStart:
         """Overwrite the weights of this rank's new chunk `index` with plain Megatron's initial weights.
 
         All ranks of a model replica call this method, once per chunk. The last call also frees plain Megatron's chunks.
-        A parameter that does not exist in plain Megatron keeps its own initial value, and a warning names it.
+        A parameter that does not exist in plain Megatron keeps its own initial value.
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
@@ -123,15 +122,7 @@ class PlainStart:
                     value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
                     dist.broadcast(value, src=dist.get_global_rank(self._group, source), group=self._group)
                 if rank == owner:
-                    _set(own.pop(name), value)
-        unfilled = [name for name, _ in chunk.named_parameters() if _global_name(chunk, name) in own]
-        if unfilled:
-            warnings.warn(
-                f"virtual stage {stage} keeps its own initial values for the parameter {unfilled[0]}"
-                f"{f' and {len(unfilled) - 1} more' * (len(unfilled) > 1)}, because plain Megatron has no parameter "
-                "of the same name and shape",
-                stacklevel=2,
-            )
+                    _set(own[name], value)
         if index + 1 == placement.chunks:
             self._held.clear()
             if device.type == "cuda":

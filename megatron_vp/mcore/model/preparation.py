@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _fork_rng
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import unwrap_model
 from torch import nn
@@ -34,7 +33,7 @@ from megatron_vp.mcore.model.initial_weights import BuildPlain, plain_start
 from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers, refuse_layer
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
-from megatron_vp.mcore.settled import SettledJob, current, is_settled, own_loop
+from megatron_vp.mcore.settled import current, is_settled, own_loop
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.schedule.instructions import Run
@@ -274,32 +273,15 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        loop = own_loop()
-        if loop is None or not _constructor_places():
-            original(self, *args, **kwargs)
-            return
+        nonlocal model
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        job = loop.settle_for(given)
-        if job.settings.replaces_schedule:
-            build_next(self, given, job)
-        else:
-            original(self, *args, **kwargs)
-        if job.arguments.core_attention == "sdpa" and any(type(each) is DotProductAttention for each in self.modules()):
-            raise UserError(
-                "core_attention='sdpa' has no effect, because this script made the model's layer specification before "
-                "megatron_vp.enable was called: call enable first"
-            )
-
-    def build_next(chunk: nn.Module, given: dict[str, Any], job: SettledJob) -> None:
-        """Build `chunk` as the next chunk of the model, or as the first one of a new model."""
-        nonlocal model
-        if type(chunk) is not GPTModel:
-            raise UserError(
-                f"the script builds a {type(chunk).__name__}, but megatron_vp.enable supports only Megatron's "
-                "GPTModel: build a GPTModel, or build the model through Megatron's get_model"
-            )
+        loop = own_loop()
+        job = loop.settle_for(given) if loop is not None and _constructor_places() else None
+        if job is None or not job.settings.replaces_schedule:
+            original(self, **given)
+            return
         groups = given["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
         config = given["config"]
 
@@ -322,29 +304,16 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
             config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, groups.pp.size())
 
         def build(**ends: bool) -> nn.Module:
-            original(chunk, **{**given, "config": config, **ends})
+            original(self, **{**given, "config": config, **ends})
             # Restore the configuration object that the script passed, because training loops later set functions in
             # it, such as finalize_model_grads_func.
-            chunk.config = given["config"]
-            return chunk
+            self.config = given["config"]
+            return self
 
         with delaying(config) if job.settings.splits_backward else nullcontext():
             model.build(build)
 
     return construct
-
-
-def _preparing_before_count(original: Callable[..., None]) -> Callable[..., None]:
-    """Prepare chunks just before Megatron-Bridge prints a model's size, because all hooks have run by then and no chunk
-    is wrapped yet.
-    """
-
-    @wraps(original)
-    def print_num_params(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
-        prepare(model)
-        original(model, pg_collection)
-
-    return print_num_params
 
 
 def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
