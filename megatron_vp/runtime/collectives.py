@@ -28,6 +28,8 @@ from megatron_vp.vocab.output import PendingOutput
 from megatron_vp.vocab.statistics import MAX, GlobalStatistics, statistics_dtype
 
 Action = Callable[[], None]
+Parts = tuple[Action, list[tuple[Slot, Any, int]]]
+"""A collective on the second stream, and its results for the store: slot, value, and how often the value is used."""
 
 
 class VocabularyCollectives:
@@ -66,7 +68,7 @@ class VocabularyCollectives:
         puts its result into the store; None if this rank does not use the result.
         """
         # Each kind of collective has a method of its name.
-        communicate, complete = getattr(self, f"_{collective.kind.lower()}")(collective.microbatch, collective.root)
+        communicate, results = getattr(self, f"_{collective.kind.lower()}")(collective.microbatch, collective.root)
 
         def observed() -> None:
             with self._observer(collective):
@@ -83,7 +85,8 @@ class VocabularyCollectives:
                 # the host waits only for the second stream to run TOKENS, not for the compute stream to drain.
                 event.host_wait()
             event.wait()
-            complete()
+            for slot, value, uses in results:
+                self._store.put(slot, collective.microbatch, value, uses=uses)
 
         return wait
 
@@ -92,7 +95,7 @@ class VocabularyCollectives:
         self._stream.synchronise()
         self._unawaited.clear()
 
-    def _tokens(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _tokens(self, microbatch: int, root: int) -> Parts:
         """Broadcast token ids from the first pipeline rank, and labels from the last pipeline rank, to all members."""
         last = len(self._groups.members) - 1
         rank, shapes = self._groups.rank, self._shapes
@@ -115,17 +118,12 @@ class VocabularyCollectives:
             for depth, target in enumerate(shapes.predictions_of(labels_n)):
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
-        def complete() -> None:
-            # EMBED and EMBED_GRAD use the exchange, and ranks with rows also use it in IF and IB. EMBED_GRAD and IB use
-            # it only if the embedding is trained.
-            uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
-            self._store.put(Slot.ROW_EXCHANGE, microbatch, exchange, uses=uses)
-            if self._holds_rows:
-                self._store.put(Slot.TARGETS, microbatch, labels_n)
+        # EMBED and EMBED_GRAD use the exchange, and ranks with rows also use it in IF and IB. EMBED_GRAD and IB use it
+        # only if the embedding is trained.
+        uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
+        return communicate, [(Slot.ROW_EXCHANGE, exchange, uses), (Slot.TARGETS, labels_n, int(self._holds_rows))]
 
-        return communicate, complete
-
-    def _embed(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _embed(self, microbatch: int, root: int) -> Parts:
         """Send embedding rows from their owners to virtual stage 0 and to the stage of multi-token prediction, if any.
 
         Each pipeline of a replica sends the rows of its own shards; the tensor ranks of the receiving stage then add up
@@ -146,15 +144,12 @@ class VocabularyCollectives:
                 if self._groups.tensor is not None:
                     dist.all_reduce(words_nh, group=self._groups.tensor)
 
-        def complete() -> None:
-            if self._holds_first:
-                self._store.put(Slot.EMBEDDING, microbatch, words_nh)
-            if self._holds_mtp:
-                self._store.put(Slot.MTP_EMBEDDING, microbatch, words_nh.detach())
+        return communicate, [
+            (Slot.EMBEDDING, words_nh, int(self._holds_first)),
+            (Slot.MTP_EMBEDDING, words_nh.detach(), int(self._holds_mtp)),
+        ]
 
-        return communicate, complete
-
-    def _c0(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _c0(self, microbatch: int, root: int) -> Parts:
         """Send X, the output of the last virtual stage, to all members."""
         shapes, whole = self._shapes, self._shapes.sp_size == 1
         if self._holds_last:
@@ -169,9 +164,9 @@ class VocabularyCollectives:
             if gathers:
                 dist.all_gather_into_tensor(x_nh, own_nh, self._groups.tensor)
 
-        return communicate, lambda: self._store.put(Slot.X, microbatch, x_nh)
+        return communicate, [(Slot.X, x_nh, 1)]
 
-    def _c1(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _c1(self, microbatch: int, root: int) -> Parts:
         """Gather the statistics on all members; with vocab-2, also reduce the input gradient to the last stage."""
         pending: PendingOutput | None = None
         output = self._layer_shards.output
@@ -203,36 +198,31 @@ class VocabularyCollectives:
                     output.rescaled_input_gradient(part_nh, pending, total)
                 reduce()
 
-        def complete() -> None:
-            uses = self._runs_loss + (self._gradients and self._holds_rows)
-            self._store.put(Slot.STATISTICS, microbatch, total, uses=uses)
-            if gradient_nh is not None and self._holds_last:
-                self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
+        uses = self._runs_loss + (self._gradients and self._holds_rows)
+        reduced = gradient_nh is not None and self._holds_last
+        return communicate, [(Slot.STATISTICS, total, uses), (Slot.OUTPUT_GRAD, gradient_nh, int(reduced))]
 
-        return communicate, complete
-
-    def _c2(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _c2(self, microbatch: int, root: int) -> Parts:
         """Reduce the input gradient to the last virtual stage (vocab-1 only). T has computed this rank's part."""
         part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
         reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
-        return reduce, lambda: self._store.put(Slot.OUTPUT_GRAD, microbatch, gradient_nh)
+        return reduce, [(Slot.OUTPUT_GRAD, gradient_nh, 1)]
 
-    def _loss_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _loss_grad(self, microbatch: int, root: int) -> Parts:
         """Broadcast g, one number per token, from the rank that runs the loss function to all members."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
             token_loss_grad_n = self._shapes.token_loss_grads()
         uses = self._holds_rows + self._holds_last
-        return (
-            lambda: self._communicator.broadcast(token_loss_grad_n, root),
-            lambda: self._store.put(Slot.LOSS_GRAD, microbatch, token_loss_grad_n, uses=uses),
-        )
+        return lambda: self._communicator.broadcast(token_loss_grad_n, root), [
+            (Slot.LOSS_GRAD, token_loss_grad_n, uses)
+        ]
 
-    def _embed_grad(self, microbatch: int, root: int) -> tuple[Action, Action]:
+    def _embed_grad(self, microbatch: int, root: int) -> Parts:
         """Send the gradients of embedding rows back to the rows' owners; send nothing if the embedding is frozen."""
         if not self._embedding_gradients:
-            return lambda: None, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, ())
+            return lambda: None, [(Slot.OWN_ROW_GRADS, (), 1)]
         exchange = self._row_exchange(microbatch)
         gradients_nh = []
         if self._holds_first:
@@ -249,7 +239,7 @@ class VocabularyCollectives:
             self._communicator.exchange(received_kh, outgoing_nh, incoming, outgoing)
 
         parts = received_kh.view(len(self._word_ranks), own, self._shapes.hidden)
-        return communicate, lambda: self._store.put(Slot.OWN_ROW_GRADS, microbatch, parts)
+        return communicate, [(Slot.OWN_ROW_GRADS, parts, 1)]
 
     def _reduction_to_last_stage(self, part_nh: torch.Tensor, root: int) -> tuple[Action, torch.Tensor]:
         """Return a function and a buffer. The function sums the ranks' parts of dX / g in the last stage's buffer. The

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import batched
 from typing import Any
 
 import torch
@@ -136,20 +137,17 @@ class PipelineGroups:
         def group(ranks: Sequence[int], ctas: int = CTAS) -> Any:  # On other ranks, `new_group` returns a placeholder.
             return dist.new_group(list(ranks), timeout, pg_options=_nccl_options(timeout, ctas))
 
-        for replica in map(tuple, replicas):
-            stages = [replica[first : first + tensor_size] for first in range(0, len(replica), tensor_size)]
+        for replica in replicas:
+            stages = list(batched(replica, tensor_size))
             tensor = [group(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
                 pipeline = vocabulary = group(members)
                 if len(joined) < len(members):
                     vocabulary = group([members[each] for each in joined])
-                groups: dict[Edge, Any] = {
-                    (source, target, channel): group([members[source], members[target]], EDGE_CTAS)
-                    for source, target, channel in edges
-                }
+                groups = {edge: group([members[edge[0]], members[edge[1]]], EDGE_CTAS) for edge in edges}
                 if dist.get_rank() in members:
                     rank = members.index(dist.get_rank())
-                    own = {edge: group for edge, group in groups.items() if rank in edge[:2]}
+                    own = {edge: each for edge, each in groups.items() if rank in edge[:2]}
                     part = Communicator(vocabulary, members) if rank in joined else None
                     mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, pipeline)
         assert mine is not None, f"rank {dist.get_rank()} belongs to none of the model replicas"

@@ -57,8 +57,6 @@ class ScaledDotProductAttention(MegatronModule):
         # Engine passes them around a ring, and each rank keeps only those of its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
-        causal = attn_mask_type is AttnMaskType.causal
-        assert causal or self.context_group is None, "with context parallelism, only causal layers are supported"
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -86,7 +84,6 @@ class ScaledDotProductAttention(MegatronModule):
         Returns:
             The context, [s, b, heads * dv], or [s, heads * dv] for a packed sequence.
         """
-        assert attention_bias is None, "an attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         if packed_seq_params is not None:
             lengths = self._lengths(packed_seq_params)

@@ -25,9 +25,6 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: Placement) -> None:
         super().__init__(layout, pipeline_model_parallel_size)
-        assert self.virtual_pipeline_model_parallel_size == placement.chunks, (
-            "layout and placement have different numbers of chunks"
-        )
         # Megatron-Bridge's export copies a configuration's attributes one by one, which fails for frozen dataclasses
         # such as `Placement`. So the layout keeps only the placement's table.
         self._stage_of = placement.stage_of

@@ -50,21 +50,20 @@ class DelayedWeightGradient:
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients to `main_grad`."""
-        fused = self.layer.fuse_wgrad_accumulation
+        fused, weights = self.layer.fuse_wgrad_accumulation, _parameters(self.layer, "weight")
         if _is_group(self.layer):
             inputs, output_gradients, gradients = self.operands
             if not fused:
                 dtype = self.layer.activation_dtype
                 # `empty_like` would return an fp8 tensor for an fp8 weight, whatever dtype is requested.
-                weights = _weights(self.layer)
-                gradients = [torch.empty(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
+                gradients = [torch.empty(each.shape, dtype=dtype, device=each.device) for each in weights]
             _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
         else:
             layer_input, output_gradient = self.operands
             layer_input = whole_sequence(layer_input, self.sequence_group)
             gradients, bias_gradients = ([each] for each in self.product(layer_input, output_gradient))
         if not fused:
-            for weight, gradient in zip(_weights(self.layer), gradients, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=True):
                 if weight.requires_grad:
                     weight.main_grad.add_(gradient)
         for bias, gradient in zip(_biases(self.layer), bias_gradients, strict=False):
@@ -85,8 +84,7 @@ def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Para
     """The trainable weights and biases of layers with delayed weight gradients. A bias is included even if its layer's
     weight is frozen.
     """
-    held = (each for layer in layers for each in (*_weights(layer), *_biases(layer)))
-    return tuple(parameter for parameter in held if parameter.requires_grad)
+    return tuple(each for layer in layers for each in _weights_and_biases(layer) if each.requires_grad)
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
@@ -101,7 +99,7 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
                 "Transformer Engine's LayerNormMLP holds two weights, which schedules with W passes do not support: "
                 "build the model from LayerNormLinear and Linear, or use --pipeline-schedule 1f1b"
             )
-        for parameter in (*_weights(layer), *_biases(layer)):
+        for parameter in _weights_and_biases(layer):
             parameter.skip_backward_post_hook = True
 
 
@@ -131,10 +129,10 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
             if group is not None:
                 operands = [operands[0].chunk(group.size())[group.rank()].clone(), *operands[1:]]
             taken.append(DelayedWeightGradient(layer, operands, product, group))
-        for parameter in _biases(layer) if in_group else (*_weights(layer), *_biases(layer)):
+        for parameter in _biases(layer) if in_group else _weights_and_biases(layer):
             if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
                 parameter.main_grad.add_(parameter.grad)
-        for parameter in (*_weights(layer), *_biases(layer)):
+        for parameter in _weights_and_biases(layer):
             parameter.grad = None
     return taken
 
@@ -168,18 +166,17 @@ def _is_group(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "num_gemms")
 
 
-def _weights(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    return _parameters(layer, "weight")
+def _parameters(layer: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
+    names = [f"{name}{expert}" for expert in range(layer.num_gemms)] if _is_group(layer) else [name]
+    return [getattr(layer, each) for each in names]
 
 
-def _biases(layer: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    return _parameters(layer, "bias") if layer.use_bias else ()
+def _biases(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return _parameters(layer, "bias") if layer.use_bias else []
 
 
-def _parameters(layer: torch.nn.Module, name: str) -> tuple[torch.nn.Parameter, ...]:
-    if _is_group(layer):
-        return tuple(getattr(layer, f"{name}{expert}") for expert in range(layer.num_gemms))
-    return (getattr(layer, name),)
+def _weights_and_biases(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return _parameters(layer, "weight") + _biases(layer)
 
 
 def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:

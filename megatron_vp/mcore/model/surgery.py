@@ -39,7 +39,6 @@ def _sharded_weight(
     layer: EmbeddingLayer | OutputLayer, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
 ) -> dict[str, Any]:
     """The shard as rows of one global tensor, under the key that plain Megatron uses."""
-    assert not sharded_offsets, "vocabulary layers do not support sharded_offsets"
     shards, weight = layer.shards, layer.weight
     key = f"{prefix}weight"
     return {
@@ -180,15 +179,8 @@ def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_membe
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     # For every model replica of the job, its global ranks in the order of their vocabulary shards.
     replicas = sorted(set(from_all(tuple(dist.get_process_group_ranks(groups.mp)))))
-    communicators = PipelineGroups.create(
-        replicas,
-        edges,
-        backend_limit,
-        tensor_size=groups.tp.size(),
-        vocab_members=vocab_members,
-    )
-    pipeline = Pipeline(communicators)
-    if not communicators.alone:  # A rank without peers has no launcher, and so no store.
+    pipeline = Pipeline(PipelineGroups.create(replicas, edges, backend_limit, groups.tp.size(), vocab_members))
+    if not pipeline.groups.alone:  # A rank without peers has no launcher, and so no store.
         Watchdog(pipeline.progress, first, later).start()
     return pipeline
 

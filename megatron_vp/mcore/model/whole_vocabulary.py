@@ -145,26 +145,20 @@ def moved_rows(
     return wanted_vh, trained
 
 
-def _model_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that finds the model among the arguments of a Megatron-Bridge method."""
-    signature = inspect.signature(original)
-    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments["megatron_model"]
-
-
 def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Megatron-Bridge so that it finds the model's vocabulary layers unsharded. If the method yields
     weights, the layers stay unsharded until it has finished.
     """
-    model_in = _model_in(original)
+    signature = inspect.signature(original)
 
     @wraps(original)
     def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with whole_vocabulary(model_in(*args, **kwargs)):
+        with whole_vocabulary(signature.bind(*args, **kwargs).arguments["megatron_model"]):
             yield from original(*args, **kwargs)
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with whole_vocabulary(model_in(*args, **kwargs)):
+        with whole_vocabulary(signature.bind(*args, **kwargs).arguments["megatron_model"]):
             return original(*args, **kwargs)
 
     return stream if inspect.isgeneratorfunction(original) else call
@@ -172,16 +166,15 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse Hugging Face weights that would be loaded after the split, because they would not reach the shards."""
-    model_in = _model_in(original)
 
     @wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        if _split(model_in(*args, **kwargs)) is not None:
+    def load(self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _split(megatron_model) is not None:
             raise UserError(
                 "Megatron-Bridge cannot load Hugging Face weights into this model, because its vocabulary layers are "
                 "already split: load the weights before the split, with to_megatron_provider(load_weights=True)"
             )
-        return original(*args, **kwargs)
+        return original(self, hf_pretrained, megatron_model, *args, **kwargs)
 
     return load
 

@@ -58,10 +58,9 @@ def forward_backward(
     Raises:
         UserError: if our schedules do not support an argument.
     """
-    if collect_non_loss_data:
-        raise UserError(f"collect_non_loss_data is not supported by our schedules: {_LEAVE_OUT}")
-    if adjust_tensor_shapes_fn is not None:
-        raise UserError(f"adjust_tensor_shapes_fn (distillation) is not supported by our schedules: {_LEAVE_OUT}")
+    if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
+        given = "collect_non_loss_data" if collect_non_loss_data else "adjust_tensor_shapes_fn (distillation)"
+        raise UserError(f"{given} is not supported by our schedules: {_LEAVE_OUT}")
     gradients = not forward_only
     chunks = model if isinstance(model, list) else [model]
     built = _model(chunks, gradients)

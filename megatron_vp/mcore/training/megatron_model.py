@@ -57,12 +57,8 @@ class MegatronModel:
             _Chunk(chunk, iterator, schedule.microbatches, inside, (no_sync or nullcontext)())
             for chunk, iterator, no_sync in zip(chunks, data_iterators, held, strict=True)
         ]
-        self._forward_step = forward_step
-        self._microbatches = schedule.microbatches
-        self._shapes = shapes
-        self._gradients = gradients
-        self._context_group = context_group
-        self._split_backward = schedule.split_backward
+        self._forward_step, self._schedule, self._shapes = forward_step, schedule, shapes
+        self._gradients, self._context_group = gradients, context_group
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights(schedule, rank)
@@ -82,11 +78,11 @@ class MegatronModel:
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         """Token ids, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank 0."""
-        return self._extended("input_ids", self._chunks[0], microbatch)
+        return self._extended(self._token_ids("input_ids", self._chunks[0], microbatch))
 
     def labels(self, microbatch: int) -> torch.Tensor:
         """Labels, int64 [b, e], laid out as in `Shapes.token_ids`; only for rank p-1."""
-        return self._extended("labels", self._chunks[-1], microbatch)
+        return self._extended(self._token_ids("labels", self._chunks[-1], microbatch))
 
     def embed(self, microbatch: int, words_bsh: torch.Tensor) -> torch.Tensor:
         """Run Megatron's embedding layer on rows that were already looked up: from [b, s, h] to [s / sp_size, b, h]."""
@@ -150,7 +146,7 @@ class MegatronModel:
         """
         part = self._chunks[chunk]
         part.before_backward()
-        if self._split_backward:
+        if self._schedule.split_backward:
             self._pending_weights[chunk, microbatch] = backward_without_weights(
                 lambda: schedules.backward_step(None, output, gradient, self._config),
                 part.delaying,
@@ -174,7 +170,7 @@ class MegatronModel:
         pending.reverse()
         while pending:
             pending.pop().accumulate()
-        if part.weight_passes == self._microbatches:
+        if part.weight_passes == self._schedule.microbatches:
             for parameter in dict.fromkeys(parameters):
                 part.complete(parameter)
 
@@ -235,19 +231,18 @@ class MegatronModel:
             chunk.captured += 1
         return chunk.captures[microbatch]
 
-    def _extended(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
+    def _extended(self, values_bs: torch.Tensor) -> torch.Tensor:
         """Token ids or labels, [b, e], laid out as in `Shapes.token_ids`."""
-        values_bs, shapes = self._token_ids(name, chunk, microbatch), self._shapes
-        return append_next_tokens(values_bs, shapes.mtp_depth, shapes.cp_chunks, self._context_group)
+        return append_next_tokens(values_bs, self._shapes.mtp_depth, self._shapes.cp_chunks, self._context_group)
 
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
         value = self._capture(chunk, microbatch).argument(name)
-        expected = (self._shapes.batch, self._shapes.sequence)
-        if value is None or tuple(value.shape) != expected:
-            found = "nothing" if value is None else f"shape {list(value.shape)}"
+        expected, found = [self._shapes.batch, self._shapes.sequence], None if value is None else list(value.shape)
+        if found != expected:
             raise UserError(
-                f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {list(expected)}, but "
-                f"forward_step passed {found} to the model for microbatch {microbatch}: pass {name} in that shape"
+                f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {expected}, but forward_step "
+                f"passed {'nothing' if found is None else f'shape {found}'} to the model for microbatch {microbatch}: "
+                f"pass {name} in that shape"
             )
         return value.contiguous()
 
@@ -265,7 +260,7 @@ class MegatronModel:
             self._config,
             vp_stage=None,
             collect_non_loss_data=False,
-            num_microbatches=self._microbatches,
+            num_microbatches=self._schedule.microbatches,
             forward_data_store=self.losses,
             cp_group_size=self._context_group.size(),
             is_last_stage=loss_func is not None,
