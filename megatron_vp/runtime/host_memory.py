@@ -10,7 +10,6 @@ import mmap
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 
@@ -24,8 +23,6 @@ ALIGNMENT = 512
 """Alignment of tensors in a slot, in bytes: copies are fastest between aligned addresses."""
 SPARE = 8
 """A slot that replaces a smaller one has 1 / SPARE of its size to spare, so that slots are rarely replaced."""
-TOUCHING_THREADS = 4
-"""Number of threads that touch the pages of a slot before it is pinned."""
 
 
 def parts(slot: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -81,8 +78,6 @@ def _pinned(size: int) -> torch.Tensor:
     with suppress(OSError):  # The kernel may be built without huge pages.
         mapping.madvise(mmap.MADV_HUGEPAGE)
     slot = torch.frombuffer(mapping, dtype=torch.uint8)
-    with ThreadPoolExecutor(TOUCHING_THREADS) as threads:  # The driver would touch page after page in one thread.
-        list(threads.map(torch.Tensor.zero_, slot.split(-(-size // TOUCHING_THREADS))))
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(slot.data_ptr(), size, 0)
     if error != runtime.cudaError.success:

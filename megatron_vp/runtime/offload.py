@@ -69,11 +69,8 @@ class SavedForward:
         self.slot: Any = None
         """The slot of host memory to which the storages in `moving` are copied."""
 
-    def saving(self) -> saved_tensors_hooks:
-        """Context manager that captures the tensors that autograd saves."""
-        return saved_tensors_hooks(self._pack, _unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Capture a tensor that autograd saves."""
         if isinstance(tensor, torch.nn.Parameter):
             return tensor  # Layers read `main_grad` from a saved parameter.
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
@@ -130,7 +127,7 @@ class Offload:
             yield None
             return
         saved = self._saved[microbatch, chunk] = SavedForward()
-        with saved.saving():
+        with saved_tensors_hooks(saved.pack, _unpack):
             yield saved
 
     def _leave(self, microbatch: int, chunk: int) -> None:

@@ -59,6 +59,7 @@ class Watchdog:
 
     def __init__(self, progress: Progress, first_limit: float, limit: float) -> None:
         self._progress, self._first_limit, self._limit = progress, first_limit, limit
+        self._period = min(min(first_limit, limit) / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
         self._own = progress.members[progress.rank]
         self._call = -1 - progress.members[0]
         """In place of a rank in the notes: the roll of this pipeline has been called."""
@@ -113,10 +114,6 @@ class Watchdog:
             if self._told is None:
                 end_process(1, f"error: {said} ({stood:.0f} s){others}")
             end_process(128 + self._told, f"error: {said} when it received {signal.Signals(self._told).name}{others}")
-
-    @property
-    def _period(self) -> float:
-        return min(min(self._first_limit, self._limit) / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
 
     def answer(self) -> None:
         """Record what this rank is doing, if another rank calls the roll while this rank is stuck. A rank that makes

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -47,7 +48,7 @@ def test_gradients_are_bit_for_bit_those_without(name, world, method, chunks):
 def saved_by(function, *inputs, close=True):
     """What `function` saves for its backward, and its output."""
     saved = SavedForward()
-    with saved.saving():
+    with saved_tensors_hooks(saved.pack, offload._unpack):
         output = function(*inputs)
     if close:
         saved.close(inputs[0])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import batched, chain
 from typing import Any
 
 import torch
@@ -52,13 +52,13 @@ def plain_settings(job: SettledJob) -> dict[str, Any]:
     if pattern is None:
         layout = layout or even_layout(args.num_layers, chunks * ranks, args.mtp_num_layers or 0)
         segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
-        layout = PipelineParallelLayerLayout([list(chain(*part)) for part in _in_groups(segments, joined)], ranks)
+        layout = PipelineParallelLayerLayout([list(chain(*part)) for part in batched(segments, joined)], ranks)
     else:
         given = pattern_in(vars(job.given))
         if given is not None and given.layers is None and "|" in pattern:
             pattern = given.with_bars(even_layers(len(given.letters), chunks * ranks))
         main, *heads = pattern.split("/")
-        layout, pattern = None, "/".join(["|".join(map("".join, _in_groups(main.split("|"), joined))), *heads])
+        layout, pattern = None, "/".join(["|".join(map("".join, batched(main.split("|"), joined))), *heads])
     return {
         "virtual_pipeline_model_parallel_size": chunks // joined if chunks > joined else None,
         "pipeline_model_parallel_layout": layout,
@@ -103,14 +103,14 @@ class PlainStart:
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
-        stage = placement.stage_of[rank // self._tensor_size][index]
-        near = stage * self._placement.stages // placement.stages
         # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway.
-        for owner, (its_near, wanted) in enumerate(from_all((near, _forms(own)), self._group)):
+        for owner, wanted in enumerate(from_all(_forms(own), self._group)):
+            stage = placement.stage_of[owner // self._tensor_size][index]
+            near = stage * self._placement.stages // placement.stages
             for name, form in wanted.items():
                 # Of the plain chunks that hold the tensor, take the one nearest to our stage.
                 holders = [
-                    (abs(plain - its_near), first + owner % self._tensor_size, held)
+                    (abs(plain - near), first + owner % self._tensor_size, held)
                     for plain, first, held in self._places
                     if self._holdings[first + owner % self._tensor_size][held].get(name) == form
                 ]
@@ -205,10 +205,6 @@ def _global_name(chunk: nn.Module, name: str) -> str:
         return name
     index, _, rest = name.removeprefix(_LAYERS).partition(".")
     return f"{_LAYERS}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
-
-
-def _in_groups(segments: list[Any], size: int) -> Iterator[list[Any]]:
-    return (segments[first : first + size] for first in range(0, len(segments), size))
 
 
 def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

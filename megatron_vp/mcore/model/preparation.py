@@ -75,8 +75,7 @@ class RankModel:
             self._start.fill(chunk, index, placement)
         self.chunks.append(chunk)
         object.__setattr__(chunk, MODEL, self)
-        if self.job.settings.vocab_parallel or _constructor_places():
-            chunk.register_forward_pre_hook(self._refuse_outside_of_passes, prepend=True)
+        chunk.register_forward_pre_hook(self._refuse_outside_of_passes, prepend=True)
         return chunk
 
     def _refuse_outside_of_passes(self, chunk: nn.Module, _inputs: tuple[Any, ...]) -> None:
