@@ -118,7 +118,7 @@ def refuse_layer(name: str, layer: nn.Module) -> NoReturn:
     """Refuse an adapter on a vocabulary layer, or another layer in its place."""
     kind = type(layer)
     raise UserError(
-        f"{name} is a {kind.__qualname__} of {kind.__module__}, but --vocab-parallel reads the rows of Megatron's own "
+        f"{name} is a {kind.__name__} of {kind.__module__}, but --vocab-parallel reads the rows of Megatron's own "
         "layer directly, and would skip an adapter or other behaviour: adapt only layers between the embedding and "
         "the output layer, or leave --vocab-parallel out"
     )
