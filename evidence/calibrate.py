@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.calibration import fit, known_to_fit, leave_out, report
 from evidence.public_fit import PublicFit, fit_to_public_runs
-from megatron_vp.cli.result_output import progress_bar
+from megatron_vp.cli.result_output import progress_lines
 
 
 def main() -> None:
@@ -29,15 +31,10 @@ def main() -> None:
     cells = known_to_fit()
     setups = sorted({cell.setup for cell in cells})
     parts = [*setups, (5, 16)]
-    with progress_bar() as progress:
-        task = progress.add_task("fitting", total=1 + len(parts))
-        constants = fit(cells)
-        progress.update(task, advance=1)
-        left_out = leave_out(cells, parts, lambda: progress.update(task, advance=1))
-        task = progress.add_task("predicting published runs", total=None)
-        found = fit_to_public_runs(
-            lambda done, of: progress.update(task, completed=done, total=of), len(os.sched_getaffinity(0))
-        )
+    progress, fitted = progress_lines(), count(1)
+    constants = fit(cells)
+    left_out = leave_out(cells, parts, lambda: progress("fitting", next(fitted), len(parts)))
+    found = fit_to_public_runs(partial(progress, "predicting published runs"), len(os.sched_getaffinity(0)))
     lines = [
         f"constants fitted to results of the paper: {len(cells)} cells of tables 5 and 6 ({len(setups)} setups), pass "
         "times on 8 GPUs, and table 3",

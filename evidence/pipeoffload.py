@@ -22,7 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import figures
-from megatron_vp.cli.result_output import progress_bar
+from megatron_vp.cli.result_output import progress_lines
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.paper.published import Measurement
 from megatron_vp.cost.paper.runs import A100, paper_mfu
@@ -239,11 +239,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=("table", "csv"), default="table")
     given = parser.parse_args(words)
     cells, found = published(), []
-    with progress_bar() as progress:
-        task = progress.add_task("predicting cells", total=len(cells))
-        for each in predict_cells(cells, len(os.sched_getaffinity(0))):
-            found.append(each)
-            progress.update(task, advance=1)
+    progress = progress_lines()
+    for each in predict_cells(cells, len(os.sched_getaffinity(0))):
+        found.append(each)
+        progress("predicting cells", len(found), len(cells))
     print(to_csv(found) if given.format == "csv" else to_text(found), end="")
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.comparison import Outcome, errors_by_group, layout, predicted, to_csv, to_document, to_markdown
 from evidence.public_rows import PublicRow, read_rows
-from megatron_vp.cli.result_output import progress_bar
+from megatron_vp.cli.result_output import progress_lines
 from megatron_vp.cost.hardware.gpus import GIB
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
@@ -50,12 +50,11 @@ def _names(row: PublicRow, text: str) -> bool:
 
 def _predict(rows: list[PublicRow]) -> list[Outcome]:
     """Predict all rows in worker processes, one per core; results keep the order of the rows."""
-    with progress_bar() as progress:
-        task = progress.add_task("predicting runs", total=len(rows))
-        with worker_pool(min(len(rows), len(os.sched_getaffinity(0)))) as pool:
-            running = [pool.submit(predicted, row) for row in rows]
-            for _ in as_completed(running):
-                progress.update(task, advance=1)
+    progress = progress_lines()
+    with worker_pool(min(len(rows), len(os.sched_getaffinity(0)))) as pool:
+        running = [pool.submit(predicted, row) for row in rows]
+        for done, _ in enumerate(as_completed(running), start=1):
+            progress("predicting runs", done, len(rows))
     return [each.result() for each in running]
 
 

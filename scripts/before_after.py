@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.comparison import predicted
 from evidence.public_rows import PublicRow, read_rows
-from megatron_vp.cli.planning import GIB, Request, read_request
+from megatron_vp.cli.planning import GIB, Request, read_cluster
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.layer_operations import layer_weights
 from megatron_vp.cost.layers.shapes import Job, Plan
@@ -137,7 +137,7 @@ class Run:
 
 def request() -> Request:
     """The job that the picture shows, with 8 pipeline ranks and 4 replicas."""
-    return read_request([ROOT / CONFIG], [], HARDWARE, NODES, None)
+    return Request.of(*read_cluster([ROOT / CONFIG], [], HARDWARE, NODES, None))
 
 
 def runs(asked: Request) -> list[Run]:

@@ -160,7 +160,7 @@ def test_schedules_and_help_need_neither_torch_nor_megatron():
     code = (
         "import sys, megatron_vp.cli.app, megatron_vp.schedule.lowering, megatron_vp.schedule.generators, "
         "megatron_vp.cost.paper.tables, megatron_vp.cost.paper.cells, megatron_vp.cost.planning.search, "
-        "megatron_vp.cost.planning.charts, megatron_vp.trace.figures, megatron_vp.trace.two_runs, "
+        "megatron_vp.trace.figures, megatron_vp.trace.two_runs, "
         "megatron_vp.cost.layers.job_plan, megatron_vp.jobs.config_words, megatron_vp.jobs.resolved;"
         "print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
     )

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from megatron_vp.cli.planning import OutputOption
-from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
+from megatron_vp.cli.result_output import check_destination, format_for, progress_lines, write
 from megatron_vp.cli.sbatch import batch_files
 from megatron_vp.errors import UserError
 
@@ -66,11 +66,10 @@ def tables(
     output_format = format_for(asked_format, output, Format)
     known = {} if published is None else read_cells(published)
     predicted = []
-    with progress_bar() as progress:
-        task = progress.add_task("predicting cells", total=len(jobs()))
-        for cell in jobs():
-            predicted.append(predict_cell(cell))
-            progress.update(task, advance=1)
+    progress = progress_lines()
+    for cell in jobs():
+        predicted.append(predict_cell(cell))
+        progress("predicting cells", len(predicted), len(jobs()))
     formatted = {Format.CSV: to_csv, Format.TABLE: to_text, Format.PNG: picture}[output_format]
     write(formatted(make_rows(predicted, known)), output)
 

@@ -15,25 +15,24 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.planning import (
-    FORMAT_HELP,
     GIB,
     Format,
+    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
     Request,
-    gains,
-    how_to_run,
-    memory_room,
+    memory_used,
     read_cluster,
     seconds,
     table,
-    what_to_set,
 )
-from megatron_vp.cli.result_output import check_destination, format_for, progress_bar, write
+from megatron_vp.cli.result_output import check_destination, format_for, progress_lines, write
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import files_and_flags
+from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
@@ -43,7 +42,10 @@ if TYPE_CHECKING:
     from megatron_vp.jobs.job_config import JobConfig
 
 SHOWN = 12
-"""The table of a search shows at most this many runs of the frontier; JSON and the picture show all."""
+"""The table of a search shows at most this many runs of the frontier; JSON has all."""
+
+SIZES = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
+"""What differs between the runs of a search, as named in `Job`."""
 
 
 def plan(
@@ -53,7 +55,7 @@ def plan(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
-    asked_format: Annotated[Format | None, typer.Option("--format", help=FORMAT_HELP)] = None,
+    asked_format: FormatOption = None,
     output: OutputOption = None,
     write_schedule: Annotated[
         Path | None,
@@ -75,9 +77,9 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: run at most this many simulations (default 250). Simulations of the job's own "
-            "parallel sizes, and of runs to compare with, do not count. Unlike a time limit, this limit gives the same "
-            "result on every machine.",
+            help="With --search or --offload: run at most this many simulations (default 250). Simulations of the "
+            "job's own parallel sizes without offload, and of runs to compare with, do not count. Unlike a time limit, "
+            "this limit gives the same result on every machine.",
         ),
     ] = None,
     offload: Annotated[
@@ -85,8 +87,8 @@ def plan(
         typer.Option(
             "--offload",
             help="Also try the schedules gis, gis-h and po, try offloading the activations of chunks to host memory "
-            "under every schedule (--offload-chunks), and list slower runs that need less memory. With --search, "
-            "offloading is tried only for the job's own parallel sizes and up to four other combinations of sizes.",
+            "under every schedule (--offload-chunks), and list slower runs that need less memory. --search-budget "
+            "limits these simulations, too.",
         ),
     ] = False,
     keep: Annotated[
@@ -108,32 +110,17 @@ def plan(
     """
     output_format = format_for(asked_format, output, Format)
     asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
-    if search and write_schedule is not None:
-        raise UserError(
-            "--write-schedule cannot be combined with --search: search first, then plan the job that was found"
-        )
-    for option, value in (("--keep", keep and keep[0]), ("--search-budget", search_budget)):
-        if value and not search:
-            raise UserError(f"{option} {value} has no effect without --search: add --search, or leave out {option}")
+    if keep and not search:
+        raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
     check_destination(False, write_schedule)
     answer = _answer(*read_cluster(*asked), search, keep or [], search_budget, offload)
     if write_schedule is not None:
         from megatron_vp.cost.planning.predict import make_simulator
         from megatron_vp.schedule import to_json
 
-        chosen, request = answer.choice.chosen, answer.request
-        simulator = make_simulator(request.job, chosen.candidate.plan, request.hardware)
+        simulator = make_simulator(answer.request.job, answer.choice.chosen.plan, answer.request.hardware)
         write(to_json(simulator.schedule) + "\n", write_schedule)
-    match output_format:
-        case Format.TABLE:
-            content: str | bytes = answer.table()
-        case Format.JSON:
-            content = json.dumps(answer.document(), indent=1) + "\n"
-        case Format.PNG:
-            from megatron_vp.cost.planning.charts import runs_chart
-
-            content = runs_chart(answer.search, answer.choice.chosen, "\n".join(answer.heading))
-    write(content, output)
+    write(answer.table() if output_format is Format.TABLE else json.dumps(answer.document(), indent=1) + "\n", output)
 
 
 def _answer(
@@ -150,17 +137,12 @@ def _answer(
     from megatron_vp.cost.layers.job_plan import chunks_given, plan_of
     from megatron_vp.cost.layers.shapes import Recompute
     from megatron_vp.cost.planning.candidates import check_pipeline
-    from megatron_vp.cost.planning.choice import tie_of
+    from megatron_vp.cost.planning.choice import tie_band
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.search import BUDGET, Search
-    from megatron_vp.cost.planning.variants import DIMENSIONS, Variant, variants
+    from megatron_vp.cost.planning.variants import Variant, variants
 
     if searching:
-        if gpus is None:
-            raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")
-        for name in keep:
-            if name not in DIMENSIONS:
-                raise UserError(f"--keep {name} is not a setting that --search varies; use {', '.join(DIMENSIONS)}")
         tried = variants(config.values, gpus, hardware, keep)
     else:
         job = Request.of(config, hardware, gpus, limit).job
@@ -178,19 +160,11 @@ def _answer(
             given = own_plan(config, tried[0].job, hardware, limit)
         except UserError as error:
             refused = f"the job as given cannot run: {error}"
-    with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=of)
-            bar.update(tasks[what], completed=done, total=of)
-
-        chunks = chunks_given(config) or 2
-        search = Search(
-            tried, hardware, limit, budget or BUDGET, chunks, offload, given, config.values, progress=progress
-        ).run()
-    return Answer(config, search, search.choice(tie_of(tried[0].job, hardware).share), searching, refused)
+    chunks, progress = chunks_given(config) or 2, progress_lines()
+    search = Search(
+        tried, hardware, limit, budget or BUDGET, chunks, offload, given, config.values, progress=progress
+    ).run()
+    return Answer(config, search, search.choice(tie_band(tried[0].job, hardware)), searching, refused)
 
 
 @dataclass(frozen=True)
@@ -225,45 +199,7 @@ class Answer:
         request = self.request_of(found)
         sizes = self.search.tried[found.variant].settings
         changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
-        return changed | settings_of(request.config, found.candidate.plan, request.job)
-
-    def sizes(self, found: Prediction) -> dict[str, Any]:
-        """The sizes of the run `found` that a search varies, and its data-parallel size."""
-        job = self.search.tried[found.variant].job
-        names = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
-        return {name: getattr(job, name) for name in names}
-
-    @property
-    def given(self) -> Prediction | None:
-        """The run of the job as its configuration describes it; None if it cannot run."""
-        return next((each for each in self.search.found if each.given), None)
-
-    @property
-    def heading(self) -> list[str]:
-        """Lines that describe the job, its hardware and, for a search, which runs were compared."""
-        found = self.search
-        if not self.searching:
-            return [self.request.title]
-        job = found.tried[0].job
-        vocabulary = self.config.values.get("vocab_size") or job.model.vocab
-        title = (
-            f"{job.gpus} x {found.hardware.title}: {found.count:,} ways to train with "
-            f"{job.microbatches * job.micro_batch * job.data} x {job.sequence} tokens per iteration, vocabulary "
-            f"{vocabulary}; {len(found.found):,} simulated"
-        )
-        if not found.untried:
-            return [title, "The frontier: runs that no other run beats in both time and memory."]
-        least = min(option.bound.seconds for option in found.untried)
-        fastest = (
-            "possibly including the fastest" if least <= found.fitting[0].iteration_seconds else "all of them slower"
-        )
-        likely = sum(found.front.expects(option.bound) for option in found.untried)
-        return [
-            title,
-            f"The frontier is partial: {len(found.untried):,} ways to train were not tried, {fastest} (each takes at "
-            f"least {seconds(least)} s per iteration); {likely or 'none'} of them probably belong to the frontier. All "
-            f"simulations of --search-budget {found.budget} were used; a larger budget allows more.",
-        ]
+        return changed | settings_of(request.config, found.plan, request.job)
 
     def table(self) -> str:
         """The answer as text."""
@@ -276,65 +212,111 @@ class Answer:
             listed = [each for each in search.found if each in kept or each is chosen or each.given]
         columns = self._columns()
         rows = [
-            [text(each) for _, text in columns]
+            [text(each) for text in columns.values()]
             for each in sorted(listed, key=lambda one: (not one.fits(limit), one.iteration_seconds))
         ]
-        given = [self.refused] if self.refused else [] if self.given is None else ["*: the job as given"]
-        lines = [*self.heading, self.request.job.layers.line, *([] if self.searching else [self.request.shards])]
-        lines += [table([heading for heading, _ in columns], rows) + "\n".join([*given, *self.request.notes])]
+        lines = [self.request.title, self.request.job.layers.line, *self._searched(), table([*columns], rows).rstrip()]
+        lines += [self.refused] if self.refused else ["*: the job as given"] * any(each.given for each in listed)
+        lines += self.request.notes
         lines += [f"not possible: {one.plan.schedule}, {one.method}: {reason}" for one, reason in search.impossible]
-        if search.offload:
-            away = sum(1 for each in search.found if each.candidate.plan.offload_chunks)
-            lines.append(
-                f"offloading of activations to host memory: tried with {search.offload_sizes} combinations of parallel "
-                f"sizes, {away} runs simulated"
-            )
-        lines += gains(self.choice, self._name) + self._tie()
-        lines += memory_room(self.request, chosen, [] if self.searching else search.found, self.searching)
-        return "\n".join([*lines, *how_to_run(self.settings(chosen), self.request, self.choice)])
+        lines += [*self._gains(), *self._tie(), f"the recommended run: {memory_used(chosen, limit)}"]
+        return "\n".join([*lines, *self._how_to_run()])
 
-    def _columns(self) -> list[tuple[str, Callable[[Prediction], str]]]:
-        limit, gpus = self.search.limit, self.request.job.gpus
-        names = ("tensor", "context", "pipeline", "data", "expert", "micro\nbatch", "<recompute")
-        sizes = [(name, lambda each, at=at: str([*self.sizes(each).values()][at])) for at, name in enumerate(names)]
-        columns: list[tuple[str, Callable[[Prediction], str]]] = [
-            *(sizes if self.searching else []),
-            ("<schedule", lambda each: each.candidate.plan.label),
-            ("<vocabulary", lambda each: each.candidate.title + " *" * each.given),
-            ("s / iteration", lambda each: seconds(each.iteration_seconds)),
-            ("tokens / s\nper GPU", lambda each: f"{each.tokens_per_second / gpus:,.0f}"),
-            ("MFU %", lambda each: f"{100 * each.mfu:.1f}"),
-            ("GiB", lambda each: f"{each.peak_memory / GIB:.1f}"),
-        ]
-        if self.search.offload:
-            columns.append(("host\nGiB", _host_gib))
+    def _searched(self) -> list[str]:
+        """Lines that state what a search compared."""
+        search = self.search
         if not self.searching:
-            columns.insert(-1, ("bubble %", lambda each: f"{100 * each.bubble_fraction:.1f}"))
-            columns.append(("<fits", lambda each: "yes" if each.fits(limit) else "no"))
-            columns.append(("<bound by", lambda each: each.bound_by(limit)))
+            return []
+        lines = [
+            f"{len(search.found):,} of {search.count:,} ways to train were simulated; the table has the frontier: runs "
+            "that no other run beats in both time and memory"
+        ]
+        if search.untried:
+            least = min(option.bound.seconds for option in search.untried)
+            lines.append(
+                f"The frontier is partial: {len(search.untried):,} ways to train, which take at least {seconds(least)} "
+                f"s per iteration, were not tried, because --search-budget {search.budget} was used up"
+            )
+        return lines
+
+    def _columns(self) -> dict[str, Callable[[Prediction], str]]:
+        """The columns of the table: headings, and what is said of a run."""
+        limit, gpus = self.search.limit, self.request.job.gpus
+        headings = ("tensor", "context", "pipeline", "data", "expert", "micro\nbatch", "<recompute")
+        columns: dict[str, Callable[[Prediction], str]] = {}
+        if self.searching:
+            columns = {
+                heading: lambda each, name=name: str(getattr(each.job, name))
+                for heading, name in zip(headings, SIZES, strict=True)
+            }
+        columns |= {
+            "<schedule": lambda each: each.plan.label,
+            "<vocabulary": lambda each: each.candidate.title + " *" * each.given,
+            "s / iteration": lambda each: seconds(each.iteration_seconds),
+            "tokens / s\nper GPU": lambda each: f"{each.tokens_per_second / gpus:,.0f}",
+            "MFU %": lambda each: f"{100 * each.mfu:.1f}",
+            "GiB": lambda each: f"{each.peak_memory / GIB:.1f}",
+        }
+        if self.search.offload:
+            columns["host\nGiB"] = lambda each: f"{max((rank.host for rank in each.copies), default=0) / GIB:.1f}"
+        if not self.searching:
+            columns["<fits"] = lambda each: "yes" if each.fits(limit) else "no"
+            columns["<bound by"] = lambda each: each.bound_by(limit)
         return columns
 
     def _name(self, each: Prediction) -> str:
         """A run that is compared with the recommended one, with the sizes in which it differs."""
-        if not self.searching:
-            return each.candidate.name
-        chosen, sizes = self.sizes(self.choice.chosen), self.sizes(each)
-        changed = [f"{size.replace('_', ' ')} {value}" for size, value in sizes.items() if value != chosen[size]]
-        return f"{each.candidate.name}, " + (f"with {', '.join(changed)}" if changed else "at the same sizes")
+        own = self.choice.chosen.job
+        changed = [
+            f"{name.replace('_', ' ')} {getattr(each.job, name)}"
+            for name in SIZES
+            if getattr(each.job, name) != getattr(own, name)
+        ]
+        return each.candidate.name + f", with {', '.join(changed)}" * bool(changed)
+
+    def _gains(self) -> list[str]:
+        """Lines that compare the recommended run with the best run without vocabulary parallelism, and with Megatron's
+        own best run.
+        """
+        choice, lines = self.choice, []
+        kinds = {"without_split": "without vocabulary parallelism", "in_megatron": "without megatron_vp"}
+        for kind, what in kinds.items():
+            other = getattr(choice, kind)
+            if other is None:
+                lines.append(f"no run {what} fits in memory")
+            elif not getattr(choice.chosen.candidate, kind):
+                lines.append(
+                    f"{choice.gain_over(other):.2f} times as fast as the best run {what} that fits in memory "
+                    f"({self._name(other)})"
+                )
+        return lines
 
     def _tie(self) -> list[str]:
         """A line that states which runs tie for fastest."""
-        limit, choice, chosen = self.search.limit, self.choice, self.choice.chosen
+        choice, chosen, fastest = self.choice, self.choice.chosen, self.choice.tied[0]
         if len(choice.tied) == 1:
             return []
-        fastest = choice.tied[0]
-        avoided = not chosen.is_tight(limit) and any(each.is_tight(limit) for each in choice.tied)
         ahead = 100 * (chosen.iteration_seconds / fastest.iteration_seconds - 1)
         said = "it is also the fastest" if chosen is fastest else f"{self._name(fastest)} is {ahead:.1f} % faster"
         return [
-            f"a tie: the iteration times of {len(choice.tied)} runs differ by at most {self.request.tie.text}; "
-            f"{chosen.candidate.name} is the simplest{' that leaves memory free' if avoided else ''}; {said}"
+            f"a tie: {len(choice.tied)} runs differ by at most {100 * choice.band:.0f} % in time, the error of "
+            f"predictions; {chosen.candidate.name} is the simplest; {said}"
         ]
+
+    def _how_to_run(self) -> list[str]:
+        """Lines that show how to configure the recommended run: the flags to add, and an overlay file."""
+        settings, job, choice = self.settings(self.choice.chosen), self.request.job, self.choice
+        slower = not choice.chosen.candidate.without_split and (choice.gain_over(choice.without_split) or 1) < 1
+        use = "no gain in time; to run with this memory, use: " if slower else "use: "
+        lines = ["", use + (flags_of(settings) or "the configuration without changes")]
+        if unset := _unset(settings):
+            lines.append(f"and unset {', '.join(unset)} with a configuration file, such as the one below")
+        if self.request.hardware.is_gpu and max(job.tensor, job.context) > 1:
+            lines.append(
+                f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"
+            )
+        lines.append("Megatron has not checked these settings: run megatron-vp check with them before you train")
+        return [*lines, "", yaml_of(settings)]
 
     def document(self) -> dict[str, Any]:
         """The answer as a JSON document. Runs of a plan are named by their index in `plans`, those of a search are
@@ -343,38 +325,47 @@ class Answer:
         search, choice = self.search, self.choice
 
         def entry(each: Prediction) -> dict[str, Any]:
-            found = self.sizes(each) | each.document(search.limit) | {"given": each.given}
-            return found | what_to_set(self.settings(each))
+            sizes, settings = {name: getattr(each.job, name) for name in SIZES}, self.settings(each)
+            # `overlay` always reproduces the run, but `flags` reproduces it only if `unset` is empty.
+            return (
+                sizes
+                | each.document(search.limit)
+                | {
+                    "given": each.given,
+                    "settings": settings,
+                    "flags": flags_of(settings),
+                    "unset": [option_of(name) for name in _unset(settings)],
+                    "overlay": yaml_of(settings),
+                }
+            )
 
         named: Callable[[Prediction], Any] = entry if self.searching else search.found.index
-        compared = {"given": self.given, "without_split": choice.without_split, "in_megatron": choice.in_megatron}
+        compared = {
+            "given": next((each for each in search.found if each.given), None),
+            "without_split": choice.without_split,
+            "in_megatron": choice.in_megatron,
+        }
         document = self.request.document() | {
             "best": named(choice.chosen),
             **{name: each and named(each) for name, each in compared.items()},
-            "gain": choice.gain,
-            "gain_over_megatron": choice.gain_over_megatron,
-            "tie_band": self.request.tie.share,
+            "gain": choice.gain_over(choice.without_split),
+            "gain_over_megatron": choice.gain_over(choice.in_megatron),
+            "tie_band": choice.band,
+            "frontier": [*map(named, search.frontier)],
         }
-        if not self.searching:
+        if self.searching:
             return document | {
-                "tied": [*map(named, choice.tied)],
-                "plans": [*map(entry, search.found)],
-                "frontier": [*map(named, search.frontier)],
-                "impossible": [
-                    {"schedule": one.plan.schedule, "method": one.method, "reason": reason}
-                    for one, reason in search.impossible
-                ],
+                "combinations": search.count,
+                "simulated": len(search.found),
+                "untried": len(search.untried),
             }
         return document | {
-            "frontier": [*map(entry, search.frontier)],
-            "combinations": search.count,
-            "simulated": len(search.found),
-            "untried": len(search.untried),
-            "untried_seconds": min((option.bound.seconds for option in search.untried), default=None),
-            "budget": search.budget,
-            "offload_sizes": search.offload_sizes if search.offload else None,
-            "partial": bool(search.untried),
-            "heading": self.heading[-1],
+            "tied": [*map(named, choice.tied)],
+            "plans": [*map(entry, search.found)],
+            "impossible": [
+                {"schedule": one.plan.schedule, "method": one.method, "reason": reason}
+                for one, reason in search.impossible
+            ],
         }
 
 
@@ -382,6 +373,6 @@ def _changes(own: object, value: object) -> bool:
     return (own or None) != (value or None) and not (value == 1 and own is None)
 
 
-def _host_gib(each: Prediction) -> str:
-    host = max((copies.host for copies in each.copies), default=0.0)
-    return f"{host / GIB:.1f}" if host else ""
+def _unset(settings: dict[str, Any]) -> list[str]:
+    """The settings that flags cannot express, because they unset an argument."""
+    return [name for name, value in settings.items() if value is None or value is False]

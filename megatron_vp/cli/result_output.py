@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
 from megatron_vp.errors import UserError, say
 from megatron_vp.files import replacing
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+FORMAT_SUFFIXES = ("json", "csv", "svg", "png", "html", "pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
+"""Suffixes that name the format of an output file. No command can write all of them."""
 
-
-TOLD_BY_SUFFIX = ("json", "csv", "svg", "png", "html")
-"""Suffixes that select the format of an output file."""
-
-UNKNOWN_SUFFIXES = ("pdf", "jpg", "jpeg", "gif", "yaml", "yml", "xlsx")
-"""Common suffixes of file formats that no command can write."""
-
-LINE_EVERY, REDRAW_EVERY = 2.0, 0.1
-"""Seconds between progress lines in a pipe or file, and between updates of the bar on a terminal."""
+LINE_EVERY = 2.0
+"""Seconds between lines of progress."""
 
 _WRITTEN_AS = {"perfetto": "json", "programs": "json"}
 
@@ -37,15 +30,15 @@ def format_for[F: StrEnum](asked: F | None, output: Path | None, formats: type[F
     created.
     """
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
-    known = [each.value for each in formats]
-    if suffix in UNKNOWN_SUFFIXES or (suffix in TOLD_BY_SUFFIX and suffix not in known):
+    known, named = [each.value for each in formats], suffix in FORMAT_SUFFIXES
+    if named and suffix not in known:
         raise UserError(f"cannot write {output}: this command writes {', '.join(known)}; choose another suffix")
-    chosen = asked if asked is not None else formats(suffix if suffix in TOLD_BY_SUFFIX else otherwise)
-    if suffix in TOLD_BY_SUFFIX and _WRITTEN_AS.get(chosen.value, chosen.value) != suffix:
+    chosen = formats(suffix if named else otherwise) if asked is None else asked
+    if named and _WRITTEN_AS.get(chosen, chosen) != suffix:
         raise UserError(
             f"--format {chosen.value} and -o {output} contradict each other: leave out --format, or rename the file"
         )
-    check_destination(chosen.value == "png", output)
+    check_destination(chosen == "png", output)
     return chosen
 
 
@@ -82,33 +75,16 @@ def write(content: str | bytes, output: Path | None) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-def progress_bar() -> Progress:
-    """Show progress on standard error: a bar on a terminal, otherwise a line every few seconds.
-
-    The bar is removed at the end. It is redrawn only when progress is reported, not by a thread, because a process with
-    threads cannot safely fork workers.
+def progress_lines() -> Callable[[str, int, int], None]:
+    """Return a function that takes the name of a step, the number of its tasks that are done, and their total. Every
+    LINE_EVERY seconds, it writes a line to standard error.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    said_at = time.monotonic()
 
-    class Shown(Progress):
-        shown_at = time.monotonic()
-        said = ""
+    def report(what: str, done: int, of: int) -> None:
+        nonlocal said_at
+        if time.monotonic() >= said_at + LINE_EVERY:
+            said_at = time.monotonic()
+            say(f"{what}: {100 * done // of} %")
 
-        def update(self, task_id: TaskID, **changes: Any) -> None:
-            super().update(task_id, **changes)
-            now = time.monotonic()
-            if now < self.shown_at + (LINE_EVERY if self.disable else REDRAW_EVERY):
-                return
-            self.shown_at = now
-            if not self.disable:
-                self.refresh()
-                return
-            task = next(each for each in self.tasks if each.id == task_id)
-            line = f"{task.description}: {task.percentage:.0f} %"
-            if task.total and line != self.said:
-                self.said = line
-                say(line)
-
-    console = Console(stderr=True)
-    return Shown(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
+    return report

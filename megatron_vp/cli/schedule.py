@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_vp.cli.result_output import format_for, progress_bar, write
+from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.families import FAMILIES
 
@@ -157,25 +157,23 @@ def schedule(
                     "NAME, -p or -m is missing: give -p RANKS, -m MICROBATCHES and NAME, which is one of "
                     f"{', '.join(FAMILIES)}; or give --from FILE"
                 )
-            with progress_bar() as bar:
-                bar.add_task("generating and simulating", total=None)
-                limit = None if activation_limit is None else microbatches_of_limit(activation_limit)
-                holders = None if vocab_ranks is None else _ranks(vocab_ranks)
-                offloaded = chunks_to_offload(offload_chunks, family(name).chunks_of(chunks))
-                found = generate(
-                    name,
-                    pipeline_size,
-                    microbatches,
-                    vocab=vocab,
-                    chunks=chunks,
-                    costs=costs,
-                    vocab_ranks=holders,
-                    offload_chunks=offloaded,
-                    activation_limit=limit,
-                )
-                if offloaded:
-                    check_offloaded(found)
-                shown = [timed(found, check=False)]
+            limit = None if activation_limit is None else microbatches_of_limit(activation_limit)
+            holders = None if vocab_ranks is None else _ranks(vocab_ranks)
+            offloaded = chunks_to_offload(offload_chunks, family(name).chunks_of(chunks))
+            found = generate(
+                name,
+                pipeline_size,
+                microbatches,
+                vocab=vocab,
+                chunks=chunks,
+                costs=costs,
+                vocab_ranks=holders,
+                offload_chunks=offloaded,
+                activation_limit=limit,
+            )
+            if offloaded:
+                check_offloaded(found)
+            shown = [timed(found, check=False)]
         if compare is not None:
             second = Path(compare).is_file()
             shown.append(timed(_read(Path(compare)) if second else _compared(compare, found, costs), check=second))

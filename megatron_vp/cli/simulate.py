@@ -10,29 +10,26 @@ import typer
 
 from megatron_vp.cli.job import ConfigOption, JobArgument, options_of
 from megatron_vp.cli.planning import (
-    FORMAT_HELP,
     GIB,
+    Format,
+    FormatOption,
     HardwareOption,
     MemoryOption,
     NodesOption,
     OutputOption,
     Request,
-    TableOrJson,
-    memory_room,
-    read_request,
+    memory_used,
+    read_cluster,
     seconds,
     table,
 )
 from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import files_and_flags
-from megatron_vp.jobs.settings import ONE_QUEUE
 
 if TYPE_CHECKING:
     from megatron_vp.cost.layers.shapes import Job, Plan
     from megatron_vp.cost.planning.predict import Prediction
-    from megatron_vp.cost.ranks.outside import OutsideMemory
-    from megatron_vp.cost.ranks.rank_memory import RankMemory
 
 MOST_FORWARDS = 131_072
 """Limit on pipeline ranks x microbatches x chunks; at this limit, a simulation takes half a minute on one core."""
@@ -52,7 +49,7 @@ def simulate(
             help="Instead of the cost model's pass times, use those measured by a run with --pipeline-trace DIR.",
         ),
     ] = None,
-    asked_format: Annotated[TableOrJson | None, typer.Option("--format", help=FORMAT_HELP)] = None,
+    asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
     """Predict the time and memory of every pipeline rank of a job under the schedule that the job sets.
@@ -69,8 +66,9 @@ def simulate(
     from megatron_vp.schedule.gc_paused import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
-    output_format = format_for(asked_format, output, TableOrJson)
-    request = read_request(*files_and_flags(job, overlays), hardware, nodes, memory, options_of(context))
+    output_format = format_for(asked_format, output, Format)
+    asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
+    request = Request.of(*read_cluster(*asked))
     whole, config = request.job, request.config
     _refuse_endless(whole, plan_of(config))
     partition = None if trace is None else read_traces(trace)[0].partition
@@ -80,7 +78,7 @@ def simulate(
         found = predict(whole, plan, request.hardware, measured)
         if plan.offload_chunks:
             check_offload(found)
-        if output_format is TableOrJson.JSON:
+        if output_format is Format.JSON:
             content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
         else:
             content = _table(request, found)
@@ -100,32 +98,29 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
 
 def _table(request: Request, found: Prediction) -> str:
     from megatron_vp.cost.layers.job_plan import bars_of
-    from megatron_vp.schedule import VocabMethod
 
     makespan, peak = found.iteration_seconds - found.step, request.hardware.peak_flops
     memory = table(
         ["rank", "busy s", "idle %", "GiB", *found.memory[0].parts()],
         (
-            [str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}", *_sizes(held, 1)]
+            [
+                *(str(rank), seconds(busy), f"{100 * (1 - busy / makespan):.1f}"),
+                *(f"{size / GIB:.1f}" for size in (held.total, *held.parts().values())),
+            ]
             for rank, (busy, held) in enumerate(zip(found.busy, found.memory, strict=True))
         ),
         "memory in GiB by kind of data",
     )
-    outside = table(
-        ["rank", "communicators", "outside", *found.memory[0].outside.parts()],
-        (
-            [str(rank), str(held.outside.communicators), *_sizes(held.outside, 2)]
-            for rank, held in enumerate(found.memory)
-        ),
-        "number of communicators that this project adds, and estimated memory in GiB outside PyTorch's allocator",
-    )
     bars, plan, part = bars_of(request.config, found.plan, request.job), found.plan, found.seconds
-    fits = "fits" if found.fits(request.limit) else "does not fit"
+    divided = {
+        "vocabulary rows by rank": found.vocab_rows,
+        "layers by stage": None if request.job.model.is_hybrid else plan.layers,
+    }
     return "\n".join(
         [
             request.title,
             f"schedule {plan.schedule}{f' ({plan.shape})' if plan.shape else ''}, vocabulary {found.candidate.method}"
-            + (f"; {request.shards_of(plan)}" if plan.vocab is not VocabMethod.NONE else ""),
+            + "".join(f"; {what}: {','.join(map(str, counts))}" for what, counts in divided.items() if counts),
             *([] if bars is None else [f"segments by stage: {bars}"]),
             request.job.layers.line,
             "",
@@ -134,66 +129,26 @@ def _table(request: Request, found: Prediction) -> str:
             f"MFU {100 * found.mfu:.1f} % of {peak / 1e12:.0f} TFLOP/s, bubble {100 * found.bubble_fraction:.1f} %",
             f"iteration time: mean work per rank {seconds(part['work'])} s, "
             f"excess work of the busiest rank {part['imbalance']:.3g} s, bubble {part['bubble']:.3g} s, "
-            f"communication {part['communication']:.3g} s, gradient synchronisation and optimizer {found.step:.3g} s"
-            + (f", copies to the host and back {part['copies']:.3g} s" if found.copies else ""),
-            f"peak memory {found.peak_memory / GIB:.1f} GiB: {fits} into {request.limit / GIB:.4g} GiB; the run is "
-            f"bound by {found.bound_by(request.limit)}",
-            *memory_room(request, found),
+            f"communication {part['communication']:.3g} s, gradient synchronisation and optimizer {found.step:.3g} s",
+            f"{memory_used(found, request.limit)}; bound by {found.bound_by(request.limit)}",
+            *_copies(request, found),
             "",
-            memory + outside + _copies(request, found) + "\n".join(request.notes),
+            memory + "\n".join(request.notes),
             "",
         ]
     )
 
 
-def _sizes(memory: RankMemory | OutsideMemory, digits: int) -> list[str]:
-    """The total and the parts of `memory` in GiB."""
-    return [f"{size / GIB:.{digits}f}" for size in (memory.total, *memory.parts().values())]
-
-
-def _copies(request: Request, found: Prediction) -> str:
+def _copies(request: Request, found: Prediction) -> list[str]:
+    """A line about the activations in host memory, if there are any."""
     from megatron_vp.cost.planning.offloading import fullest_node, host_room
-    from megatron_vp.cost.planning.predict import has_one_queue
 
     if not found.copies:
-        return ""
-    shown = table(
-        [
-            *("rank", "chunks", "host GiB", "GiB per microbatch", "lane busy %"),
-            *("copy-out wait s", "copy-back wait s", "queue wait s"),
-        ],
-        (
-            [
-                str(rank),
-                ",".join(map(str, each.chunks)) or "-",
-                f"{each.host / GIB:.2f}",
-                f"{each.bytes / GIB:.3f}",
-                f"{100 * each.load:.0f}",
-                *(f"{wait:.3g}" for wait in (each.wait_out, each.wait_back, each.wait_in_queue)),
-            ]
-            for rank, each in enumerate(found.copies)
-        ),
-        "activations in host memory (predicted; never measured on a GPU)",
-    )
+        return []
     taken = fullest_node(request.job, request.hardware, [each.host for each in found.copies])
-    lines = [
-        f"host memory for offloaded activations on the fullest node: {taken / GIB:.0f} of "
-        f"{host_room(request.hardware) / GIB:.0f} GiB"
-    ]
-    if min(len(each.chunks) for each in found.copies) < found.plan.offload_chunks:
-        lines.append(
-            "the activations of some chunks stay on the device, because the backward passes of these chunks start "
-            "before a copy to the host would finish"
-        )
     load, slowest = max((each.load, rank) for rank, each in enumerate(found.copies))
-    if load > 1:
-        lines.append(
-            f"copies set the pace: on rank {slowest}, they take {load:.2f} times as long as the passes; fewer "
-            "offloaded chunks shorten the iteration"
-        )
-    if has_one_queue(request.job, request.hardware):
-        lines.append(
-            f"with one hardware queue ({ONE_QUEUE}=1), a copy that waits for an earlier copy also delays the passes "
-            "queued after it (queue wait s)"
-        )
-    return shown + "\n".join(lines) + "\n"
+    return [
+        f"host memory for offloaded activations on the fullest node: {taken / GIB:.0f} of "
+        f"{host_room(request.hardware) / GIB:.0f} GiB; copies take {100 * load:.0f} % of the passes' time on rank "
+        f"{slowest}" + "; fewer offloaded chunks shorten the iteration" * (load > 1)
+    ]

@@ -13,8 +13,8 @@ from megatron_vp.schedule.graph import Graph, Step
 from megatron_vp.schedule.ledger import activation_levels, peaks
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
-from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
-from megatron_vp.schedule.transfers import Copy, Operation
+from megatron_vp.schedule.passes import Schedule, VocabMethod
+from megatron_vp.schedule.transfers import Operation
 
 Span = tuple[float, float]
 """Start and end."""
@@ -73,26 +73,6 @@ class Timeline:
     def peak_host(self) -> tuple[float, ...]:
         """Peak of each rank's activations in host memory, in the unit of `peak_activation`."""
         return tuple(most / self.schedule.chunks for most in peaks(self.schedule, Held.HOST_ACTIVATIONS))
-
-    @cached_property
-    def copy_waits(self) -> tuple[tuple[float, ...], ...]:
-        """For each rank, the total time for which passes wait only for copies, in three parts: passes O, backwards, and
-        other passes.
-
-        Other passes wait for copies only if copies and passes share one hardware queue.
-        """
-        graph, start, end = self.nodes
-        is_copy = graph.of_nodes(lambda node: isinstance(node, Copy))
-        parts, waits = {PassKind.O: 0, PassKind.B: 1, PassKind.BW: 1}, []
-        for steps, order in zip(self.schedule.ranks, graph.numbers(self.schedule.ranks), strict=True):
-            waited = [0.0, 0.0, 0.0]
-            for step, number in zip(steps, order, strict=True):
-                needed = graph.predecessors[number]
-                if any(is_copy[before] for before in needed):
-                    since = max((end[before] for before in needed if not is_copy[before]), default=0.0)
-                    waited[parts.get(step.kind, 2)] += max(0.0, start[number] - since)
-            waits.append(tuple(waited))
-        return tuple(waits)
 
     def held(self, rank: int, held: Held) -> list[tuple[float, float]]:
         """The times at which the rank's activations change, each with the new level in the unit of `peak_activation`.

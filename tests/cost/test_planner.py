@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_vp.cli.planning import gains
+from megatron_vp.cli.plan import Answer
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.layers.job_plan import settings_of
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
@@ -105,7 +105,7 @@ def test_the_best_is_the_fastest_that_fits():
     method = min(evaluations, key=lambda each: each.peak_memory).candidate.method
     for order in (evaluations, evaluations[::-1]):
         with pytest.raises(
-            UserError, match=rf"no plan fits .*: the smallest, 1f1b with {method}, needs {least / GIB:.1f} GiB;"
+            UserError, match=rf"no plan fits .*: the smallest, 1f1b, {method}, needs {least / GIB:.1f} GiB;"
         ):
             choose(order, least - 1)
 
@@ -166,11 +166,24 @@ def test_a_tie_goes_to_the_simplest():
     ]
     choice = choose(made, H100.memory, band=0.03)
     assert choice.chosen is made[3] and choice.tied == tuple(made[:4])
-    assert choice.gain == pytest.approx(1.04 / 1.03)
+    assert choice.gain_over(choice.without_split) == pytest.approx(1.04 / 1.03)
     assert choose(made, H100.memory, band=0.005).chosen is made[0]
     assert choose(made, H100.memory, band=0.05).chosen is made[4]  # Megatron's own schedule
     same = [_made("1f1b", "vocab-2", 1.0, 2e9), _made("1f1b", "vocab-2", 1.0, 1e9)]
     assert choose(same, H100.memory).chosen is same[1]
+
+
+def test_the_gain_is_over_the_best_run_without_a_split_that_fits():
+    made = [
+        _made("1f1b", "vocab-2", 1.0),
+        _made("zb-h1", "redistributed", 1.2, memory=1e12),
+        _made("1f1b", "redistributed", 1.5),
+        _made("1f1b", "plain", 2.0),
+    ]
+    choice = choose(made, H100.memory)
+    assert choice.without_split is made[2] and choice.gain_over(made[2]) == 1.5
+    choice = choose(made[:2], H100.memory)
+    assert choice.without_split is choice.gain_over(None) is None
 
 
 def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
@@ -181,49 +194,66 @@ def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
         _made("1f1b", "plain", 2.0),
     ]
     choice = choose(made, H100.memory)
-    assert choice.in_megatron is made[2] and (choice.gain, choice.gain_over_megatron) == (1.2, 1.5)
-    assert choose(made[:2], H100.memory).gain_over_megatron is None
+    assert (choice.without_split, choice.in_megatron) == (made[1], made[2])
+    assert choose(made[:2], H100.memory).in_megatron is None
     offloaded = replace(made[2], candidate=Candidate("plain", Plan("interleaved", chunks=2, offload_chunks=1)))
     assert choose([made[0], offloaded], H100.memory).in_megatron is None
 
 
-FASTER = "times as fast as the best run that"
-UNSPLIT = f"1.50 {FASTER} fits in memory and does not use vocabulary parallelism"
+NONE = "no run without megatron_vp fits in memory"
 
 
 @pytest.mark.parametrize(
     ("chosen", "without_split", "in_megatron", "lines"),
     [
         (
-            *(("zb-v", "vocab-2"), ("zb-v", "plain"), ("1f1b", "redistributed")),
+            ("zb-v", "vocab-2"),
+            ("zb-v", "plain"),
+            ("1f1b", "redistributed"),
             [
-                f"{UNSPLIT} (zb-v, plain)",
-                f"2.00 {FASTER} Megatron itself supports and that fits in memory (1f1b, redis",
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
+                "2.00 times as fast as the best run without megatron_vp that fits in memory (1f1b, redistributed)",
             ],
         ),
         (
-            *(("zb-v", "vocab-2"), ("1f1b", "plain"), "the same"),
-            [f"{UNSPLIT} (1f1b, plain); Megatron itself supports this run"],
+            ("zb-v", "vocab-2"),
+            ("1f1b", "plain"),
+            "the same",
+            [
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (1f1b, plain)",
+                "1.50 times as fast as the best run without megatron_vp that fits in memory (1f1b, plain)",
+            ],
         ),
         (
-            *(("zb-v", "vocab-2"), ("zb-v", "plain"), None),
-            [f"{UNSPLIT} (zb-v, plain)", "Megatron itself supports none of the runs that fit in memory"],
+            ("zb-v", "plain"),
+            ("zb-v", "plain"),
+            ("1f1b", "plain"),
+            ["2.00 times as fast as the best run without megatron_vp that fits in memory (1f1b, plain)"],
         ),
-        (("zb-v", "vocab-2"), None, None, ["no run without vocabulary parallelism fits in memory"]),
+        (
+            ("zb-v", "vocab-2"),
+            ("zb-v", "plain"),
+            None,
+            [
+                "1.50 times as fast as the best run without vocabulary parallelism that fits in memory (zb-v, plain)",
+                "no run without megatron_vp fits in memory",
+            ],
+        ),
+        (("zb-v", "vocab-2"), None, None, ["no run without vocabulary parallelism fits in memory", NONE]),
         (("1f1b", "plain"), ("1f1b", "plain"), "the same", []),
     ],
 )
 def test_the_gains_are_said(chosen, without_split, in_megatron, lines):
     other = without_split and _made(*without_split, 1.5)
     own = other if in_megatron == "the same" else in_megatron and _made(*in_megatron, 2.0)
-    for said, line in zip(gains(Choice(_made(*chosen, 1.0), (), other, own)), lines, strict=True):
-        assert said.startswith(line)
+    choice = Choice(_made(*chosen, 1.0), (), other, own)
+    assert Answer(None, None, choice, False, "")._gains() == lines
 
 
 def test_interlaced_is_never_chosen():
     made = [_made("interlaced", "interlaced", 1.0), _made("1f1b", "vocab-2", 2.0, 1e12)]
     assert choose([made[0], _made("1f1b", "plain", 3.0)], H100.memory).chosen.candidate.method == "plain"
-    with pytest.raises(UserError, match="1f1b with vocab-2"):
+    with pytest.raises(UserError, match="1f1b, vocab-2"):
         choose(made, H100.memory)
 
 
@@ -234,19 +264,20 @@ def _whole_bases(candidate, job):
 
 def test_memory_between_two_schedules_gets_one_of_its_own():
     job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
-    tried = {each.plan.vocab: each for each in flexible_candidates(job, H100)}
+    tried = {each[0].plan.vocab: each for each in flexible_candidates(job, H100)}
     assert set(tried) == {VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2}
-    candidate = tried[VocabMethod.VOCAB_1]
+    candidate, largest = asked = tried[VocabMethod.VOCAB_1]
+    assert (candidate.plan.schedule, largest.plan.schedule) == ("v-flex", "zb-v")
     most, middle, least = _whole_bases(candidate, job)
     limit = (most.peak_memory + middle.peak_memory) / 2
-    found = fitted_evaluation(candidate, job, H100, limit)
-    assert found is not None and found.fits(limit) and not most.fits(limit)
+    (found,) = fitted_evaluation(*asked, job, H100, limit)
+    assert found.fits(limit) and not most.fits(limit)
     assert found.iteration_seconds < middle.iteration_seconds
     fitted = found.candidate.plan
     assert found.document(limit)["activation_limit"] == fitted.activation_limit == fitted.label.removeprefix("v-flex ")
     assert settings_of(JobConfig({}, {}), fitted, job)["activation_limit"] == fitted.activation_limit
     again = with_limit(job, replace(fitted, shape="", activation_limit=""), H100, fitted.activation_limit)
     assert evaluate(replace(candidate, plan=again), job, H100).fits(limit)
-    assert fitted_evaluation(candidate, job, H100, most.peak_memory) is None, "zb-v fits"
-    assert fitted_evaluation(candidate, job, H100, 0.3 * least.peak_memory) is None, "nothing fits"
+    assert fitted_evaluation(*asked, job, H100, most.peak_memory) == [], "zb-v fits"
+    assert fitted_evaluation(*asked, job, H100, 0.3 * least.peak_memory) == [], "nothing fits"
     assert flexible_candidates(replace(job, pipeline=32, model=replace(MODEL, layers=32)), H100) == []

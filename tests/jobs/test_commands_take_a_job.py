@@ -19,7 +19,7 @@ SPELLINGS = [
 ]
 ASKED = {
     "plan": ([], "megatron_vp.cli.plan.read_cluster", lambda files, flags, *_: arguments(files, flags)),
-    "simulate": ([], "megatron_vp.cli.simulate.read_request", lambda files, flags, *_: arguments(files, flags)),
+    "simulate": ([], "megatron_vp.cli.simulate.read_cluster", lambda files, flags, *_: arguments(files, flags)),
     "check": (["--ranks", "4"], "megatron_vp.mcore.start.preflight.check_job", lambda words, _: words),
     "sbatch": (
         ["--nodes", "1", "--node-software", "te=no"],  # Otherwise, sbatch reads the files itself.

@@ -1,5 +1,9 @@
 """Test --log-pipeline-interval: the pipeline scalars that a run writes to TensorBoard, read from the event file."""
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,7 @@ from megatron_vp.mcore.reports import pipeline_scalars
 from megatron_vp.runtime import launcher_store
 from megatron_vp.trace.figures import RankFigures, scalars
 from megatron_vp.trace.two_runs import read_losses
-from tests.harness.ranks import run_ranks_to_their_end
+from tests.harness.ranks import ROOT, run_ranks_to_their_end
 from tests.harness.training import tiny_model, train
 from tests.mcore.faults import train_with_fault
 
@@ -87,6 +91,21 @@ def test_figures_that_a_rank_did_not_send_do_not_end_the_run(monkeypatch, capsys
     monkeypatch.setattr(pipeline_scalars, "current", lambda: SimpleNamespace(args=args))
     assert pipeline_scalars._by_interval(lambda *given, **named: True)({}, {}, 0.1, 1) is True
     assert "> no pipeline metrics of iteration 1: no word from ranks 0 and 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_what_the_curves_cost_runs():
+    """On sleeping ranks. How much it is says nothing where other tests run."""
+    sizes = ("--ranks", "2", "--microbatches", "4", "--pass-ms", "2", "--iterations", "2", "--schedule", "v-half")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "log_interval.py"), *sizes],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["schedule"] == "v-half" and row["median_ratio"] > 0 and set(row["curves"]) == ALWAYS | OF_VOCABULARY
 
 
 def test_each_line_of_the_log_has_the_loss_of_its_own_iteration_as_tensorboard_has(tmp_path):

@@ -93,6 +93,61 @@ def test_a_frozen_weight_launches_no_gradient_and_frees_what_only_that_needs(alg
     assert torch.equal(*parts)
 
 
+class Bytes(TorchDispatchMode):
+    """Adds up what PyTorch's operations read and write, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and not function.is_view and not name.startswith(("empty", "new_empty")):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}, result))
+            tensors = {
+                id(each): each for each in leaves if isinstance(each, torch.Tensor)
+            }  # an output is an argument, too
+            self.moved += sum(each.nbytes for each in tensors.values())
+        return result
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096])
+@pytest.mark.parametrize("rows", [4096, 8192, 32768])
+@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+def test_label_smoothing_moves_hardly_more_bytes_in_t(tokens, rows, algorithm):
+    """Counted: PyTorch's operations outside of ours, and of ours what their kernels read and write."""
+    hidden, moved = 4096, []
+    for loss in (CROSS_ENTROPY, TokenLoss(label_smoothing=0.1)):
+        with FakeTensorMode():
+            weight = torch.nn.Parameter(torch.empty(rows, hidden, dtype=torch.bfloat16))
+            weight.main_grad = torch.empty(rows, hidden)
+            x, g = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens)
+            layer, total = OutputLayer(weight, VocabShards(2 * rows, 2), 1), GlobalStatistics(*torch.empty(3, tokens))
+            pending = layer(x, torch.empty(tokens, dtype=torch.int64), loss)
+            with Bytes() as t:
+                layer.t_pass(pending, total, g, input_gradient=algorithm == "vocab-1")
+            of_kernels = 6 * x.numel() + 2 * pending.exp_nv.numel() + 8 * weight.numel()
+            if algorithm == "vocab-1":
+                of_kernels += 4 * x.numel()
+            if loss.label_smoothing:  # the partial sums of g X, written and read
+                of_kernels += 2 * 4 * hidden * tokens // 32 + 4 * hidden
+            moved.append(t.moved + of_kernels)
+    assert moved[0] < moved[1] < 1.02 * moved[0]
+
+
+def test_label_smoothing_reads_neither_the_weight_nor_x_again_in_s():
+    rows, hidden, tokens, moved = 8192, 4096, 2048, []
+    for loss in (CROSS_ENTROPY, TokenLoss(label_smoothing=0.1)):
+        with FakeTensorMode():
+            weight = torch.nn.Parameter(torch.empty(rows, hidden, dtype=torch.bfloat16))
+            x, labels = torch.empty(tokens, hidden, dtype=torch.bfloat16), torch.empty(tokens, dtype=torch.int64)
+            with Bytes() as s:
+                OutputLayer(weight, VocabShards(2 * rows, 2), 1)(x, labels, loss)
+            moved.append(s.moved)
+    assert moved[1] - moved[0] < 0.01 * moved[0]
+
+
 def _problem(vocab, dtype, seed=0, logit_scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * logit_scale
@@ -188,6 +243,21 @@ def test_a_weight_gradient_is_off_by_two_roundings_where_a_rounded_d_is_by_one(m
     assert _distance(found, expected) < 2 * _distance(rounded.double().t() @ x.double(), expected)
 
 
+def test_statistics_of_stages_fold_as_those_of_shards():
+    logits_srn = torch.randn(2, 3, 5, dtype=torch.float64)  # of two stages, three shards each, one logit a shard
+    shards = torch.stack([logits_srn, torch.ones_like(logits_srn), torch.rand_like(logits_srn)], dim=2)
+    empty = torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)[None, :, None].expand(3, 3, 5)
+    shards = torch.cat([shards, empty[None]])
+    total_3n, stages = torch.empty(3, 5, dtype=torch.float64), torch.empty(3, 3, 5, dtype=torch.float64)
+    for shards_of_stage, stage_3n in zip(shards, stages, strict=True):
+        EagerOperations().fold_(stage_3n, shards_of_stage)
+    assert torch.equal(stages[2], empty[0])
+    EagerOperations().fold_(total_3n, stages)
+    total = GlobalStatistics(*total_3n)
+    torch.testing.assert_close(total.log_sum_exp_n, logits_srn.flatten(0, 1).logsumexp(0))
+    torch.testing.assert_close(total.linear_n, shards[:, :, 2].sum((0, 1)))
+
+
 # Large coefficients, so that a wrong term shows; a z-loss alone, smoothing alone, and both.
 LOSSES = [TokenLoss(z_loss=0.3), TokenLoss(label_smoothing=0.2), TokenLoss(label_smoothing=0.2, z_loss=0.3)]
 
@@ -260,6 +330,24 @@ def test_weight_gradients_add_up(dtype):
         layer.t_pass(pending, GlobalStatistics(*pending.statistics_3n), row_gradient, input_gradient=False)
         found.append(parameter.main_grad.clone())
     torch.testing.assert_close(found[1], 2 * found[0])
+
+
+def test_the_second_row_of_label_smoothing_holds_the_rounding_error_of_the_first():
+    x, weight, labels, row_gradient = _problem(50, torch.bfloat16)
+    layer = OutputLayer(torch.nn.Parameter(weight), VocabShards(50, 1), 0)
+    pending = layer(x, labels, TokenLoss(label_smoothing=0.2))
+    derivative = pending.derivative(GlobalStatistics(*pending.statistics_3n))
+    weighed = EagerOperations().enter_targets_(pending.exp_nv, x, row_gradient, derivative)
+    exact = row_gradient.double() @ x.double() * -derivative.smoothing_factor
+    assert _distance(weighed[TOKENS:].double().sum(0), exact) < 2**-14 < _distance(weighed[TOKENS], exact)
+
+
+def test_two_runs_give_the_same_bits():
+    x, weight, labels, row_gradient = _problem(50, torch.float32)
+    first = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
+    second = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_logits_far_from_zero_do_not_overflow():

@@ -63,11 +63,6 @@ class Bound:
     ranks: tuple[HeldBytes, ...] = ()
     expected: float = 0.0
 
-    @property
-    def without_activations(self) -> Bound:
-        """The bounds for a run that keeps no activations on the device."""
-        return Bound(self.seconds, max((rank.always for rank in self.ranks), default=self.memory))
-
     def memory_within(self, seconds: float) -> float:
         """The fewest bytes that the fullest rank can need if an iteration takes no more than `seconds`."""
         least = self.memory
@@ -82,9 +77,11 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
 
     A rank does its work for all microbatches after every earlier stage has run its first forward, and before the
     earlier stages run their last backwards. It may run a few vocabulary passes (OUTSIDE) before its first forward and
-    after its last backward. If chunks are offloaded to host memory, the result's `memory` and `ranks` are not bounds.
+    after its last backward. Of the stages whose chunks may be offloaded to host memory, only the activations during the
+    passes count.
     """
     plan.check(job)
+    away, plan = plan.offload_chunks, replace(plan, offload_chunks=0)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware)
     memory = memory_model(job, plan, single, hardware)
@@ -107,17 +104,17 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
         drain = 0.0 if split else behind[first]
         seconds = max(seconds, before[first] + job.microbatches * work[rank] + drain - outside + after)
         kept, waiting = memory.held(rank, "kept"), memory.held(rank, "waiting")
-        in_pass, held, byte_seconds = memory.in_pass(rank), 0.0, 0.0
+        in_pass, held, byte_seconds, by_stage = memory.in_pass(rank), 0.0, 0.0, list[float]()
         for stage in stages:
             stays = before[-1] - before[stage] + turn + behind[-1] - behind[stage]
             weight = costs.W[stage] if split else 0.0
             held += stays + weight
-            byte_seconds += stays * kept[stage] + weight * min(kept[stage], waiting[stage])
+            by_stage.append(stays * kept[stage] + weight * min(kept[stage], waiting[stage]))
             byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
         idle = later + before[first] + drain
-        if not plan.offload_chunks:
+        byte_seconds += sum(sorted(by_stage)[: len(stages) - away])
+        if not away:
             seconds = max(seconds, idle + simulated * held / peaks[rank])
-        least = max(least, own.total)
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
             # Logits are held from S to T. With vocab-2, only the time of S is counted, because T may come after the
@@ -125,6 +122,7 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
             scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
             byte_seconds += scored * (logits - buffers)
         always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds
+        least = max(least, always if away else own.total)
         expected = max(expected, always + (1 + FRAGMENTS) * (logits - buffers) + byte_seconds / held * peaks[rank])
         ranks.append(HeldBytes(always, simulated * byte_seconds, idle))
     return Bound(seconds, least, tuple(ranks), expected)

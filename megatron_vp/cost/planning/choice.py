@@ -16,72 +16,39 @@ from megatron_vp.schedule import VocabMethod, family
 _BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
 
 
-@dataclass(frozen=True)
-class Tie:
-    """Runs tie with the fastest run if they take at most `1 + share` times as long. `basis` explains this `share`."""
-
-    share: float
-    basis: str
-
-    @property
-    def text(self) -> str:
-        """`share` in percent, followed by `basis`."""
-        return f"{100 * self.share:.0f} % ({self.basis})"
-
-
-def tie_of(job: Job, hardware: Hardware) -> Tie:
+def tie_band(job: Job, hardware: Hardware) -> float:
     """By how much a run of `job` may be slower than the fastest run and still tie with it.
 
     Predicted times of two runs of one job share most of their error, so their ratio is more accurate than either time.
     In the paper's tables, the ratio is off by at most 2.8 percent. For any other job, the ratio is assumed to be off by
     at most the mean prediction error on published runs of the job's kind, or of another kind if no such runs are known.
-    `Tie.share` is at least `ERROR_BAND["time"]`, the largest error of predicted times on A100s in fp16.
+    The result is at least `ERROR_BAND["time"]`, the largest error of predicted times on A100s in fp16.
     """
-    least = ERROR_BAND["time"]
     experts, pattern = job.model.experts > 0, job.model.is_hybrid
-    papers = "the largest prediction error on setups like the paper's"
     if hardware.name == "a100" and job.tensor == job.context == 1 and not (experts or pattern or job.fp8):
-        return Tie(least, papers)
+        return ERROR_BAND["time"]
     found = None if pattern else compared(hardware.name, job.fp8 is not None, experts)
-    if found is None:
-        found = compared_elsewhere(experts)
-        basis = (
-            f"the mean prediction error for published runs of another kind: {found.kind}; no published run of this "
-            "job's kind was compared with a prediction"
-        )
-    else:
-        basis = f"the mean prediction error for {found.runs} published runs of this kind: {found.kind}"
-    if found.mean / 100 < least:
-        return Tie(least, f"{papers}, because this error exceeds {basis}")
-    return Tie(found.mean / 100, basis)
+    return max(ERROR_BAND["time"], (found or compared_elsewhere(experts)).mean / 100)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared."""
+    """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared.
+
+    tied: the fastest run that fits, followed by the runs that take at most 1 + `band` times as long.
+    without_split: the fastest run without vocabulary parallelism that fits.
+    in_megatron: the fastest run that Megatron itself supports and that fits.
+    """
 
     chosen: Prediction
     tied: Sequence[Prediction]
-    """The fastest run that fits, followed by the runs that tie with it."""
     without_split: Prediction | None
-    """The fastest run without vocabulary parallelism that fits."""
     in_megatron: Prediction | None
-    """The fastest run that Megatron itself supports and that fits."""
+    band: float = ERROR_BAND["time"]
 
-    @property
-    def gain(self) -> float | None:
-        """Speed-up of the chosen run over `without_split`."""
-        return gain_over(self.without_split, self.chosen)
-
-    @property
-    def gain_over_megatron(self) -> float | None:
-        """Speed-up of the chosen run over `in_megatron`."""
-        return gain_over(self.in_megatron, self.chosen)
-
-
-def gain_over(other: Prediction | None, chosen: Prediction) -> float | None:
-    """Speed-up of `chosen` over another run; None if there is no other run."""
-    return None if other is None else other.iteration_seconds / chosen.iteration_seconds
+    def gain_over(self, other: Prediction | None) -> float | None:
+        """Speed-up of the chosen run over another run; None if there is no other run."""
+        return None if other is None else other.iteration_seconds / self.chosen.iteration_seconds
 
 
 def simplicity(evaluation: Prediction) -> tuple[float, ...]:
@@ -114,28 +81,23 @@ def choose(
 ) -> Choice:
     """Choose one run of `evaluations`, which must be sorted with the fastest first.
 
-    Runs tie if they fit and take at most (1 + `band`) times as long as the fastest run that fits (see `tie_of`), and at
-    most `slowest` seconds. The choice is the simplest tied run (by `key`) whose free memory exceeds the error of
+    Runs tie if they fit and take at most (1 + `band`) times as long as the fastest run that fits (see `tie_band`), and
+    at most `slowest` seconds. The choice is the simplest tied run (by `key`) whose free memory exceeds the error of
     predicted memory (see `Prediction.is_tight`) or, if there is none, the simplest of all tied runs. Interlaced runs
     serve only as a comparison and are never chosen. Raises UserError if nothing fits.
     """
     offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
-    if not offered:
-        raise UserError(
-            "only the schedule `interlaced` can run this job, but `plan` never recommends it, because it exists only "
-            "for comparison"
-        )
     fitting = [each for each in offered if each.fits(limit)]
     if not fitting:
-        least = min(offered, key=lambda each: each.peak_memory)
+        least = min(offered, key=lambda each: each.peak_memory, default=None)
+        smallest = least and f"the smallest, {least.candidate.name}, needs {least.peak_memory / 2**30:.1f} GiB; "
         raise UserError(
-            f"no plan fits into {limit / 2**30:.4g} GiB per rank: the smallest, {least.candidate.plan.schedule} with "
-            f"{least.candidate.method}, needs {least.peak_memory / 2**30:.1f} GiB; use more pipeline or tensor ranks, "
+            f"no plan fits into {limit / 2**30:.4g} GiB per rank: {smallest or ''}use more pipeline or tensor ranks, "
             "recomputation, or larger GPUs"
         )
     slowest = min(slowest, (1 + band) * fitting[0].iteration_seconds)
     tied = tuple(each for each in fitting if each.iteration_seconds <= slowest)
     chosen = min(tied, key=lambda each: (each.is_tight(limit), *key(each)))
-    plain = [each for each in fitting if each.candidate.without_split]
-    own = [each for each in plain if each.candidate.in_megatron]
-    return Choice(chosen, tied, *(next(iter(each), None) for each in (plain, own)))
+    plain = (each for each in fitting if each.candidate.without_split)
+    own = (each for each in fitting if each.candidate.in_megatron)
+    return Choice(chosen, tied, next(plain, None), next(own, None), band)

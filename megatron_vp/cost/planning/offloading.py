@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.bounds import Bound, bound, frontier, thinned
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
 from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator, memory_model, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single_microbatch, stage_costs
@@ -16,7 +15,7 @@ from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import FAMILIES, Costs, VocabMethod, family
+from megatron_vp.schedule import FAMILIES, Costs, family
 from megatron_vp.schedule.flex import fitted, microbatches_of_limit
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
@@ -29,11 +28,6 @@ HOST_SHARE = 0.8
 MOST_LOAD = 0.9
 """Largest ratio of a rank's copy time to its pass time that `plan` allows; above it, passes would wait for copies."""
 
-SIZES = 4
-"""Besides the job's own parallel sizes, a search tries offloading with at most this many other combinations of sizes.
-Each combination takes up to about 50 simulations.
-"""
-
 STEPS = 3
 """Number of memory limits that `fitted_evaluation` tries. The first is only an estimate, and each further one is lower
 by one chunk's activations.
@@ -45,22 +39,23 @@ training job searches with all its microbatches and may find a different shape.
 """
 
 
-def offloaded_evaluations(base: Prediction, job: Job, hardware: Hardware) -> list[Prediction]:
-    """Evaluate the plan of `base`, which does not offload, with every number of offloaded chunks that MOST_LOAD allows.
-
-    Plans that offload no chunk or need more host memory than `host_room` are left out.
-    """
-    plan, found = base.plan, list[Prediction]()
-    for count in range(1, FAMILIES[plan.schedule].chunks_of(plan.chunks) + 1):
-        if copy_load(job, plan, count, hardware) <= MOST_LOAD:
-            found.append(evaluate(replace(base.candidate, plan=replace(plan, offload_chunks=count)), job, hardware))
-    room = host_room(hardware)
+def offloaded(base: Candidate, job: Job, hardware: Hardware) -> list[Candidate]:
+    """The candidate `base` with every number of offloaded chunks that MOST_LOAD allows."""
+    plan, counts = base.plan, range(1, family(base.plan.schedule).chunks_of(base.plan.chunks) + 1)
     return [
-        each
-        for each in found
-        if any(rank.chunks for rank in each.copies)
-        and fullest_node(job, hardware, [rank.host for rank in each.copies]) <= room
+        replace(base, plan=replace(plan, offload_chunks=count))
+        for count in (counts if job.pipeline > 1 else ())
+        if copy_load(job, plan, count, hardware) <= MOST_LOAD
     ]
+
+
+def fits_host(found: Prediction) -> bool:
+    """Whether a run that shall offload chunks does so, with no more host memory than `host_room`."""
+    if not found.copies:
+        return True
+    return (
+        0 < fullest_node(found.job, found.hardware, [rank.host for rank in found.copies]) <= host_room(found.hardware)
+    )
 
 
 def with_chosen_offload(
@@ -77,7 +72,8 @@ def with_chosen_offload(
     base = evaluate(Candidate(method_of(plan), plan), job, hardware)
     if base.fits(room):
         return plan
-    found = offloaded_evaluations(base, job, hardware)
+    found = [evaluate(each, job, hardware) for each in offloaded(base.candidate, job, hardware)]
+    found = list(filter(fits_host, found))
     fitting = [each for each in found if each.fits(room)]
     if not fitting:
         least = min((base, *found), key=lambda each: each.peak_memory)
@@ -103,66 +99,35 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
     return max(loads)
 
 
-def sizes_to_offload(least: Iterable[tuple[Bound, int]]) -> list[int]:
-    """Find the variants with runs on the Pareto frontier of the time and memory bounds in `least`, fastest first. If
-    there are more than SIZES, return only SIZES of them, spread over the frontier.
-
-    least: for each run, its lower bounds without the memory of activations, and the index of its variant.
-    """
-    kept = frontier(sorted(least), lambda each: (each[0].seconds, each[0].memory))
-    return thinned(list(dict.fromkeys(variant for _, variant in kept)), SIZES)
-
-
-def bases_to_offload(job: Job, hardware: Hardware, chunks: int) -> list[Candidate]:
-    """For each schedule whose passes can hide one chunk's copies, return the candidate with the lowest time bound."""
-    best: dict[str, tuple[Bound, int, Candidate]] = {}
-    for place, each in enumerate(candidates(job, hardware, chunks, offload=True)):
-        try:
-            found = bound(each.plan, job, hardware), place, each
-            hidden = copy_load(job, each.plan, 1, hardware) <= MOST_LOAD
-        except UserError:
-            continue
-        if hidden and each.plan.vocab is not VocabMethod.INTERLACED:
-            best[each.plan.schedule] = min(found, best.get(each.plan.schedule, found))
-    return [candidate for _, _, candidate in best.values()]
-
-
-def offloaded_runs(base: Candidate, job: Job, hardware: Hardware) -> list[Prediction]:
-    """Evaluate `base` without and with offloading. The list is empty if the job cannot run under the plan of `base`."""
-    try:
-        found = evaluate(base, job, hardware)
-        return [found, *offloaded_evaluations(found, job, hardware)]
-    except UserError:
-        return []
-
-
-def flexible_candidates(job: Job, hardware: Hardware) -> list[Candidate]:
-    """Each flexible schedule with each vocabulary method, and with the layers of the base that needs the most memory.
+def flexible_candidates(job: Job, hardware: Hardware) -> list[tuple[Candidate, Candidate]]:
+    """Each flexible schedule with each vocabulary method and with the layers of the base that needs the most memory,
+    and the candidate of this base.
 
     The list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
-    if not 2 <= job.pipeline <= min(MOST_BALANCED, job.model.layers):
+    if job.pipeline > MOST_BALANCED:
         return []
-    tried, found = candidates(job, hardware), []
-    for record in FAMILIES.values():
-        # Of the candidates without vocabulary parallelism, the dict keeps the last one, which is redistributed.
-        fullest = [each for each in tried if record.bases and each.plan.schedule == record.bases[0].name]
-        for each in {each.plan.vocab: each for each in fullest}.values():
-            found.append(replace(each, plan=replace(each.plan, schedule=record.name)))
-    return found
+    tried = candidates(job, hardware)
+    return [
+        (replace(each, plan=replace(each.plan, schedule=record.name)), each)
+        for record in FAMILIES.values()
+        for each in tried
+        if record.bases and each.plan.schedule == record.bases[0].name
+    ]
 
 
-def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> Prediction | None:
-    """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it; None if its largest base fits,
-    or if no shape does.
+def fitted_evaluation(
+    candidate: Candidate, largest: Candidate, job: Job, hardware: Hardware, limit: float
+) -> list[Prediction]:
+    """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it. Return nothing if its `largest`
+    base fits, or if no shape does.
     """
     plan = candidate.plan
     sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
-    fullest = replace(plan, schedule=family(plan.schedule).bases[0].name)
     try:
-        found = evaluate(replace(candidate, plan=fullest), job, hardware)
+        found = evaluate(largest, job, hardware)
         if found.fits(limit):
-            return None
+            return []
         # Whatever a rank needs too much must come from its activations, which take their fragments with them.
         room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in found.memory)
         chunks = family(plan.schedule).chunks_of(None)
@@ -173,10 +138,10 @@ def fitted_evaluation(candidate: Candidate, job: Job, hardware: Hardware, limit:
             shaped = replace(candidate, plan=replace(plan, shape=shape, activation_limit=text))
             found = evaluate(shaped, job, hardware)
             if found.fits(limit):
-                return found
+                return [found]
     except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.
         pass
-    return None
+    return []
 
 
 def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Costs | None = None) -> Plan:

@@ -41,16 +41,12 @@ class RankCopies:
     host: peak bytes in host memory.
     bytes: bytes copied per microbatch in one direction.
     load: ratio of copy time to computing time.
-    wait_out, wait_back, wait_in_queue: seconds per iteration; see `Timeline.copy_waits`.
     """
 
     chunks: tuple[int, ...]
     host: float
     bytes: float
     load: float
-    wait_out: float
-    wait_back: float
-    wait_in_queue: float
 
 
 @dataclass
@@ -136,28 +132,21 @@ class Prediction:
 
         work: mean work of the ranks.
         imbalance: excess of the busiest rank's work over the mean.
-        bubble: time that the busiest rank would wait if communication were free.
+        bubble: time that the busiest rank would wait, for copies too, if communication were free.
         communication: time that communication adds.
         step: time after the passes.
-        copies: time that copies of offloaded activations add. It includes the time for which the busiest lane of copies
-            is longer than the work of the busiest rank.
         """
         costs = self.timeline.costs
         assert isinstance(costs, StageCosts)
-        quiet = replace(costs, messages={}, collectives={})
-        silent = uncopied = extended(self.simulator.simulate(quiet), self.job.microbatches)
-        if costs.copies:
-            uncopied = extended(self.simulator.simulate(replace(quiet, copies={})), self.job.microbatches)
-        lane = max((each.load * own for each, own in zip(self.copies, self.busy, strict=False)), default=0.0)
+        quiet = self.simulator.simulate(replace(costs, messages={}, collectives={}))
         mean, most = sum(self.busy) / len(self.busy), max(self.busy)
-        bubble = max(0.0, uncopied - max(most, lane))
+        silent = max(most, extended(quiet, self.job.microbatches))
         return {
             "work": mean,
             "imbalance": most - mean,
-            "bubble": bubble,
-            "communication": max(0.0, self.iteration_seconds - self.step - max(silent, most)),
+            "bubble": silent - most,
+            "communication": max(0.0, self.iteration_seconds - self.step - silent),
             "step": self.step,
-            "copies": max(silent, most) - most - bubble,
         }
 
     @cached_property
@@ -168,12 +157,12 @@ class Prediction:
         timeline, schedule = self.timeline, self.timeline.schedule
         memory = memory_model(self.job, self.plan, schedule, self.hardware)
         took, found = copy_seconds(memory), []
-        for rank, waits in enumerate(timeline.copy_waits):
+        for rank in range(self.job.pipeline):
             chunks = tuple(chunk for where, chunk in schedule.offloaded if where == rank)
             lane = schedule.microbatches * sum(took[way, rank, chunk] for way in (True, False) for chunk in chunks)
             moved, stages = memory.offloaded(rank), schedule.placement.stage_of[rank]
             sizes = sum(moved[stages[chunk]] for chunk in chunks)
-            found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank], *waits))
+            found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank]))
         return tuple(found)
 
     def bound_by(self, limit: float) -> str:
@@ -200,7 +189,7 @@ class Prediction:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
-            "seconds": {name: value for name, value in self.seconds.items() if name != "copies" or self.copies},
+            "seconds": self.seconds,
             "busy_seconds": self.busy,
             "peak_memory_bytes": self.peak_memory,
             "memory_bytes": [rank.parts() for rank in self.memory],

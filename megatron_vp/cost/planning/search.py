@@ -1,11 +1,10 @@
 """Predicts the ways to train a job: all schedules and vocabulary methods with its own parallel sizes and, in a search,
 those that may be fastest or smallest with other parallel sizes.
 
-Every run with other sizes gets a lower bound on its time, and one on its memory as a function of its time (`bounds`).
-The first round simulates runs that are expected to improve the frontier of time and memory. The second round simulates
-the remaining runs whose bounds allow an improvement. The third round finds the fastest runs without vocabulary
-parallelism, for comparison. Next, flexible schedules are fitted to the available memory, and activations are offloaded
-to host memory if requested (`offloading`).
+Every run with other sizes or with offloaded chunks gets a lower bound on its time, and one on its memory as a function
+of its time (`bounds`). The first round simulates runs that are expected to improve the frontier of time and memory. The
+second round simulates the remaining runs whose bounds allow an improvement. The third round finds the fastest runs
+without vocabulary parallelism, for comparison. Finally, flexible schedules are fitted to the available memory.
 
 The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
 decision to simulate uses the results of all simulations up to the last TOGETHER.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,18 +27,12 @@ from megatron_vp.cost.planning.balanced import balanced, least_of_all
 from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, bound, frontier, time_and_memory
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, REDISTRIBUTED, Candidate, candidates, method_of, refusal
 from megatron_vp.cost.planning.choice import Choice, choose, simplicity
-from megatron_vp.cost.planning.offloading import (
-    bases_to_offload,
-    fitted_evaluation,
-    flexible_candidates,
-    offloaded_runs,
-    sizes_to_offload,
-)
+from megatron_vp.cost.planning.offloading import fits_host, fitted_evaluation, flexible_candidates, offloaded
 from megatron_vp.cost.planning.predict import Prediction, evaluate
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod, family
+from megatron_vp.schedule import VocabMethod
 
 BUDGET = 250
 """Default limit on the number of simulations that a search counts against its `budget`."""
@@ -72,7 +65,7 @@ class Search:
     tried: combinations of parallel sizes. All schedules and methods are simulated with the job's own sizes.
     limit: bytes per rank. Within it, shards are balanced and flexible schedules are fitted.
     budget: the largest number of simulations, not counting those with the job's own parallel sizes and those for
-        comparison, offloading and flexible schedules.
+        comparison and flexible schedules.
     chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
     offload: whether to also try offloading activations to host memory.
     given: the plan that the job's configuration describes; it is always among the simulated runs.
@@ -82,7 +75,6 @@ class Search:
     impossible: candidates that the job cannot run with its own sizes, each with the reason.
     count: number of ways to train.
     untried: runs that may be on the frontier but were not simulated, because the budget was used up.
-    offload_sizes: number of combinations of parallel sizes for which offloading was tried.
     """
 
     tried: Sequence[Variant]
@@ -98,7 +90,6 @@ class Search:
     impossible: list[tuple[Candidate, str]] = field(default_factory=list)
     count: int = 0
     untried: list[Option] = field(default_factory=list)
-    offload_sizes: int = 0
 
     pool: Executor = field(init=False, repr=False)
 
@@ -115,27 +106,18 @@ class Search:
                 raise UserError(f"no schedule can run this job: {self.impossible[0][1]}")
             options = self._bounded()
             self.count = len(self.found) + len(options)
-            left, rest = [option for option in options if option.bound.memory <= self.limit], self.budget
-            for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-
-                def wanted(option: Option, gains: Callable[[Bound], bool] = gains) -> bool:
-                    return gains(option.bound)
-
-                left, rest = self._simulate(what, sorted(left), wanted, rest)
+            left = list[Option]()
+            for away in (False, True):
+                turns = [option for option in options if bool(option.candidate.plan.offload_chunks) is away]
+                rest = self.budget
+                for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
+                    turns, rest = self._simulate(what, turns, lambda each, gains=gains: gains(each.bound), rest)
+                left += turns
             for kind in ("in_megatron", "without_split"):
-                turns = sorted(left, key=lambda option: (option.bound.expected > self.limit, option))
-                left, _ = self._simulate("comparing", turns, partial(self._may_lead, kind), COMPARED)
+                left, _ = self._simulate("comparing", left, partial(self._may_lead, kind), COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
             self._fit()
-            if self.offload:
-                self._offload(options)
         self.found.sort(key=lambda each: (*time_and_memory(each), each.variant))
-        if not self.found:
-            least = min((option.bound.memory for option in options), default=self.limit)
-            raise UserError(
-                f"no run fits into {self.limit / 2**30:.4g} GiB per rank on these GPUs: every run needs more than "
-                f"{max(least, self.limit) / 2**30:.1f} GiB; use more or larger GPUs"
-            )
         return self
 
     @property
@@ -175,12 +157,16 @@ class Search:
         return [Option(Bound(0.0, 0.0), index, place, each) for place, each in enumerate(tried)]
 
     def _bounded(self) -> list[Option]:
-        """All options with other sizes than the job's own, sorted."""
-        others = [(index, each.job) for index, each in enumerate(self.tried) if not each.own]
-        listed = [self.pool.submit(bounded_options, *each, self.hardware, self.chunks) for each in others]
+        """All options with other sizes than the job's own or with offloaded chunks: those that probably fit first, then
+        by their bounds.
+        """
+        tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or not each.own]
+        asked = self.hardware, self.chunks, self.offload
+        listed = [self.pool.submit(bounded_options, *each, *asked) for each in tried]
         for done, _ in enumerate(as_completed(listed), start=1):
             self.progress("bounds", done, len(listed))
-        return sorted(option for future in listed for option in future.result())
+        found = (option for future in listed for option in future.result())
+        return sorted(found, key=lambda option: (option.bound.expected > self.limit, option))
 
     def _simulate(
         self,
@@ -212,9 +198,9 @@ class Search:
                 self.progress(what, done, len(options))
         return [*left, *turns], budget
 
-    def _add(self, found: Iterable[Prediction] | str, option: Option) -> None:
+    def _add(self, found: Sequence[Prediction] | str, option: Option) -> None:
         """Add simulated runs of an option that are not known yet, or the reason why the job cannot run it."""
-        own = option.variant in self.own
+        own = self.tried[option.variant].own
         if isinstance(found, str):
             self.impossible += [(option.candidate, found)] if own else []
             return
@@ -233,49 +219,24 @@ class Search:
         return getattr(option.candidate, kind) and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
-        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits. Only a
-        run of a smaller base that fits can become faster in this way.
-        """
-        fastest = min(self.fitting, key=time_and_memory, default=None)
-        running = []
-        for index in dict.fromkeys([*self.own, *([] if fastest is None else [fastest.variant])]):
+        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits."""
+        fitting, running = self.fitting, []
+        for index in dict.fromkeys([*self.own, *(each.variant for each in sorted(fitting, key=time_and_memory)[:1])]):
             job = self.tried[index].job
-            for candidate in flexible_candidates(job, self.hardware):
-                bases = [base.name for base in family(candidate.plan.schedule).bases]
-                rivals = [
-                    each
-                    for each in self.fitting
-                    if each.variant == index and each.plan.schedule in bases and each.plan.vocab is candidate.plan.vocab
-                ]
-                if rivals and all(each.plan.schedule != bases[0] or each.plan.vocab_rows for each in rivals):
-                    future = self.pool.submit(fitted_evaluation, candidate, job, self.hardware, self.limit)
-                    running.append((Option(Bound(0.0, 0.0), index, 0, candidate), rivals, future))
-        for option, rivals, future in running:
-            found = future.result()
-            if found and all(found.iteration_seconds < each.iteration_seconds for each in rivals):
-                self._add([found], option)
-
-    def _offload(self, options: Sequence[Option]) -> None:
-        """Offload chunks with the job's own sizes, and with others that offloading may bring onto the frontier."""
-        able = [each.job.pipeline > 1 and each.job.recompute is Recompute.NONE for each in self.tried]
-        least = [(each.bound.without_activations, each.variant) for each in options if able[each.variant]]
-        others = sizes_to_offload(each for each in least if self.front.may_gain(each[0]))
-        sizes = list(dict.fromkeys([*(index for index in self.own if able[index]), *others]))
-        self.offload_sizes = len(sizes)
-        running = []
-        for index in sizes:
-            job = self.tried[index].job
-            for base in bases_to_offload(job, self.hardware, self.chunks):
-                future = self.pool.submit(offloaded_runs, base, job, self.hardware)
-                running.append((Option(Bound(0.0, 0.0), index, 0, base), future))
-        for done, (option, future) in enumerate(running, start=1):
+            for candidate, largest in flexible_candidates(job, self.hardware):
+                if all(each.variant != index or each.candidate != largest for each in fitting):
+                    asked = candidate, largest, job, self.hardware, self.limit
+                    option = Option(Bound(0.0, 0.0), index, 0, candidate)
+                    running.append((option, self.pool.submit(fitted_evaluation, *asked)))
+        for option, future in running:
             self._add(future.result(), option)
-            self.progress("offloading", done, len(running))
 
 
 def is_balanced(candidate: Candidate, job: Job) -> bool:
     """Whether a candidate is also evaluated with balanced shards: if its layers do not divide equally."""
-    return candidate.plan.vocab.is_sharded and candidate.plan.layers is not None and job.pipeline <= MOST_BALANCED
+    plan = candidate.plan
+    uneven = plan.layers is not None and not plan.offload_chunks
+    return plan.vocab.is_sharded and uneven and job.pipeline <= MOST_BALANCED
 
 
 def evaluations(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Prediction] | str:
@@ -288,25 +249,29 @@ def evaluations(candidate: Candidate, job: Job, hardware: Hardware, limit: float
             assigned = balanced(job, candidate.plan, hardware, limit).plan(candidate.plan)
             if assigned.vocab_rows is not None:
                 found.append(evaluate(replace(candidate, plan=assigned), job, hardware))
-        return found
+        return [each for each in found if fits_host(each)]
     except UserError as error:
         return str(error)
 
 
-def bounded_options(variant: int, job: Job, hardware: Hardware, chunks: int) -> list[Option]:
-    """The options of one variant: all schedules except `interlaced`, which exists only for comparison."""
-    found = []
-    for place, candidate in enumerate(candidates(job, hardware, chunks)):
-        plan = candidate.plan
-        if plan.vocab is VocabMethod.INTERLACED or (0 in (plan.layers or ()) and candidate.method != REDISTRIBUTED):
+def bounded_options(index: int, variant: Variant, hardware: Hardware, chunks: int, offload: bool) -> list[Option]:
+    """The options of one variant, without those that are simulated in any case: all schedules except `interlaced`,
+    which exists only for comparison.
+    """
+    job, found = variant.job, list[Option]()
+    for base in candidates(job, hardware, chunks, offload):
+        layers = base.plan.layers or ()
+        if base.plan.vocab is VocabMethod.INTERLACED or (0 in layers and base.method != REDISTRIBUTED):
             continue  # `evaluate` would refuse stages without layers.
         try:
-            least = bound(plan, job, hardware)
-            if is_balanced(candidate, job):
-                least = _of_any_shards(least, least_of_all(job, plan, hardware))
+            away = offloaded(base, job, hardware) if offload else []
+            for candidate in away if variant.own else [base, *away]:
+                least = bound(candidate.plan, job, hardware)
+                if is_balanced(candidate, job):
+                    least = _of_any_shards(least, least_of_all(job, candidate.plan, hardware))
+                found.append(Option(least, index, len(found), candidate))
         except UserError:
             continue
-        found.append(Option(least, variant, place, candidate))
     return found
 
 

@@ -49,7 +49,9 @@ class Variant:
     own: bool = False
 
 
-def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str] = ()) -> list[Variant]:
+def variants(
+    arguments: Mapping[str, Any], gpus: int | None, hardware: Hardware, keep: Collection[str] = ()
+) -> list[Variant]:
     """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names the dimensions that do not vary.
 
     The first variant is the job as configured, if its parallel sizes and batch size allow `gpus` GPUs. In all other
@@ -57,6 +59,11 @@ def variants(arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: 
     the model or the global batch size does not allow are left out. Raises UserError if the arguments have no global
     batch size, or if no combination is left.
     """
+    if gpus is None:
+        raise UserError("--search needs the size of the cluster: give the number of nodes with --nodes")
+    for name in keep:
+        if name not in DIMENSIONS:
+            raise UserError(f"--keep {name} is not a setting that --search varies; use {', '.join(DIMENSIONS)}")
     if arguments.get("global_batch_size") is None:
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the searched sizes, such as a missing hidden size, are raised here.
