@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_vp.cli.result_output import LINE_EVERY
 from megatron_vp.errors import say
 
 
@@ -50,22 +48,12 @@ def data(
     from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare
 
     texts = TextFiles.find(inputs, json_key, split_lines)
-    said_at = time.monotonic()
-
-    def show(stage: str, done: int) -> None:
-        nonlocal said_at
-        if time.monotonic() > said_at + LINE_EVERY:
-            said_at = time.monotonic()
-            say(f"{stage}: {done / 1e6:.1f} million characters")
-
-    prepared = prepare(
-        texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite, progress=show
-    )
+    prepared = prepare(texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite)
     flags = prepared.flags()
     if "--split" in flags:
         say(
             f"too few documents ({prepared.documents}) for Megatron's default --split {MEGATRONS_SPLIT}, which "
-            "would leave the training, validation or test set empty: train with the --split below"
+            "may leave the training, validation or test set empty: train with the --split below"
         )
     documents = f"{prepared.documents} document{'s' * (prepared.documents != 1)}"
     counts = f"{documents}, {prepared.tokens} tokens, vocabulary size {prepared.vocab_size}"

@@ -76,8 +76,7 @@ def _made(
 
 
 def _records(args: Arguments) -> object:
-    logs = str(args.log_pipeline_interval) not in ("0", "None")
-    return logs or args.rank_report is not None or args.pipeline_trace is not None
+    return args.rank_report is not None or args.pipeline_trace is not None
 
 
 def _in_own_loop(args: Arguments) -> bool:
@@ -93,7 +92,7 @@ _MODELS, _CHECKPOINTS = "models.model_provider", "training.checkpointing"
 CONDITIONS: dict[str, Callable[[Arguments], object]] = {
     "always": lambda args: True,
     "only if Transformer Engine is not installed": lambda args: not installed().engine,
-    "only if Apex's fused_weight_gradient_mlp_cuda is not installed": lambda args: not installed().apex_accumulation,
+    "only if Apex is not installed": lambda args: not installed().apex,
     "only if the run uses no CUDA device": lambda args: uses_cpu([]),
     "only in a replay with --shapes-only": lambda args: replay().meter,
     "only in a replay with --shapes-only, if the job uses Transformer Engine's layers": (
@@ -110,7 +109,7 @@ CONDITIONS: dict[str, Callable[[Arguments], object]] = {
     "only with a --pipeline-schedule that places chunks differently from Megatron": (
         lambda args: run_settings(args).places_chunks
     ),
-    "only if Megatron's own schedule is recorded (--rank-report, --pipeline-trace or --log-pipeline-interval)": (
+    "only if Megatron's own schedule is recorded (--rank-report or --pipeline-trace)": (
         lambda args: _records(args) and not run_settings(args).replaces_schedule
     ),
     "only after `megatron_vp.enable`": lambda args: own_loop() is not None,

@@ -161,26 +161,6 @@ def rank_figures(spans: Sequence[TracedSpan], count: int = 1) -> RankFigures:
     )
 
 
-def scalars(ranks: Sequence[RankFigures]) -> dict[str, float]:
-    """Combine all ranks' figures of one iteration for plotting: busy times in seconds, all other values as fractions.
-
-    The bubble is the idle fraction of the longest `extent`, averaged over the ranks. In all schedules, the first rank
-    has the longest `extent`.
-    """
-    busy, vocabulary = [rank.busy for rank in ranks], sum(rank.vocabulary for rank in ranks)
-    communicating = sum(rank.communicating for rank in ranks)
-    found = {
-        "pipeline/bubble": 1 - fmean(busy) / max(rank.extent for rank in ranks),
-        "pipeline/busy-fastest-rank": min(busy) / 1e3,
-        "pipeline/busy-slowest-rank": max(busy) / 1e3,
-    }
-    if vocabulary:
-        found["pipeline/vocabulary-share"] = vocabulary / sum(busy)
-    if communicating:
-        found["pipeline/second-stream-hidden"] = sum(rank.hidden for rank in ranks) / communicating
-    return found
-
-
 def _total(spans: Iterable[TracedSpan]) -> float:
     """Sum of the durations of `spans`."""
     return sum(span.duration for span in spans)

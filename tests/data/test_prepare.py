@@ -78,13 +78,18 @@ def test_existing_tokenizer_is_used_and_left_alone(prepared, tmp_path):
 
 
 def test_interrupted_run_leaves_nothing(tmp_path):
-    def interrupt(stage, done):
-        if stage == "encoding" and done > sum(map(len, TEXTS)) // 2:
-            assert list(tmp_path.iterdir())
-            raise KeyboardInterrupt
+    class Interrupted(list):
+        readings = 0
+
+        def __iter__(self):
+            self.readings += 1
+            yield from NAMED
+            if self.readings == 2:  # while it encodes
+                assert list(tmp_path.iterdir())
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(NAMED, tmp_path, vocab_size=300, progress=interrupt)
+        prepare(Interrupted(), tmp_path, vocab_size=300)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ import pytest
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.jobs.options import OPTIONS, RUNS, UNCOUNTED, UNREAD, Option, Term
 
-OURS = {"vocab_parallel", "core_attention", "vocab_label_smoothing", "vocab_z_loss", "log_pipeline_interval"}
+OURS = {"vocab_parallel", "core_attention", "vocab_label_smoothing", "vocab_z_loss"}
 
 
 @pytest.mark.parametrize(

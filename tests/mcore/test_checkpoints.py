@@ -28,7 +28,7 @@ from tests.mcore.case_parts import (
     chunks,
 )
 from tests.mcore.comparison import assert_same_bits
-from tests.mcore.faults import errors, train_with_fault
+from tests.mcore.faults import errors, refusal, train_with_fault
 
 AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 LONG_HYBRID = {**HYBRID, "hybrid_layer_pattern": "*-" * 6}
@@ -255,8 +255,8 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     as_before = {"load": good, **Layout.read(layout).options, **options, "override_opt_param_scheduler": None}
     cases = [
         ({**as_before, "train_iters": 2}, None),
-        (as_before, "total number of weight decay iterations do not match; steps are counted in samples): add --over"),
-        ({**as_before, "lr": 1e-2}, "input value 0.01 and checkpointvalue 0.001 for learning rate"),
+        ({**as_before, "lr": 1e-2}, "--lr was 0.001 in the run that wrote"),
+        ({**as_before, "decoupled_lr": 1e-2}, "--decoupled-lr was not set in the run that wrote"),
         (
             {**as_before, "no_load_optim": True, "untie_embeddings_and_output_weights": None},
             "an untied output layer",
@@ -342,6 +342,14 @@ def test_a_load_that_fails_is_a_line_on_each_rank(train_along, tmp_path, fault):
     ends = run_ranks_to_their_end(2, train_with_fault, _arguments(Layout.read("plain"), **here))
     assert all(status in (1, 2) and len(errors(text)) == 1 and "Traceback" not in text for status, text in ends), ends
     assert said in ends[0][1]
+
+
+def test_another_length_is_refused_in_one_line(train_along):
+    layout, options = DEFAULT_FORM
+    _, good = train_along((layout,), (2,), options)
+    here = {**Layout.read(layout).options, **options, "load": good, "train_iters": 4}
+    said = refusal(run_ranks_to_their_end(2, train_with_fault, _arguments(Layout.read("plain"), **here)))
+    assert "total number of weight decay iterations do not match" in said
 
 
 def _contents(folder):

@@ -22,7 +22,7 @@ from megatron_vp.mcore.platform import environment, flags, installed
 from megatron_vp.mcore.platform.installed import Installed
 from tests.harness.ranks import ROOT
 
-APEX = {"apex": True, "apex_accumulation": True, "apex_softmax": True}
+APEX = {"apex": True}
 ENGINE = {"engine": "2.17.1"}
 LOCAL = ["--transformer-impl", "local"]
 COMPILED = ["--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
@@ -72,13 +72,12 @@ def separately(monkeypatch):
 
 
 def test_apex_is_found_by_the_modules_that_megatron_imports(tmp_path, monkeypatch, separately):
-    names = ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
-    monkeypatch.syspath_prepend(_folder(tmp_path, **dict.fromkeys(names, "")))
-    assert installed.here() == Installed(apex=True, apex_accumulation=True)
+    monkeypatch.syspath_prepend(_folder(tmp_path, **dict.fromkeys(installed._APEX_MODULES, "")))
+    assert installed.here() == Installed(apex=True)
     (tmp_path / "fused_weight_gradient_mlp_cuda" / "__init__.py").unlink()
     (tmp_path / "fused_weight_gradient_mlp_cuda").rmdir()
     importlib.invalidate_caches()
-    assert installed.here() == Installed(apex=True)
+    assert installed.here() == Installed()
 
 
 MESSAGE = "Found empty `transformer-engine` meta package installed. Install it with framework extensions."
@@ -127,10 +126,10 @@ def test_a_cpu_run_finds_neither(tmp_path, monkeypatch, separately):
 
 
 def test_a_module_without_a_spec_is_found(separately):
-    sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
-    assert installed.here().apex_accumulation
-    sys.modules["fused_weight_gradient_mlp_cuda"].__spec__ = ModuleSpec("fused_weight_gradient_mlp_cuda", None)
-    assert installed.here().apex_accumulation
+    sys.modules["amp_C"] = ModuleType("amp_C")
+    assert installed._is_there("amp_C")
+    sys.modules["amp_C"].__spec__ = ModuleSpec("amp_C", None)
+    assert installed._is_there("amp_C")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -334,19 +334,3 @@ def megatron_options(_rank, _world_size):
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return {name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "highest", "lowest"),
-    [
-        ("another rate", 5e-4, 5e-5),
-        ("another rate, the checkpoint's kept", 1e-3, 1e-4),
-    ],
-)
-def test_a_run_goes_on_with_the_rate_that_it_was_told_to_take(survey, name, highest, lowest):
-    (_, resumed), _ = survey.plain(name)
-    rates = resumed.scalars["learning-rate"]
-    # Linear, in ten iterations.
-    expected = {(step, 0): lowest + (1 - step / 10) * (highest - lowest) for step in (6, 7, 8)}
-    assert rates == pytest.approx(expected)

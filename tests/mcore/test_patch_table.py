@@ -16,7 +16,7 @@ from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.mcore.settled import early_arguments
 from tests.harness import run_ranks
 
-ENGINE = Installed(engine="2.17.1", apex=True, apex_accumulation=True)
+ENGINE = Installed(engine="2.17.1", apex=True)
 WITHOUT_PACKAGES = {"no transformer engine", "warm-up", "no fused accumulation"}
 SHARDS = {"vocabulary parallelism", "pipeline schedule"}
 ALL_RUNS = {group.name for group in patch_table.GROUPS if group.sentence == "always"} | {"training log"}
@@ -57,9 +57,7 @@ def one_of_two_ranks(monkeypatch):
             {"pipeline schedule", "split backward", "cpu platform", *WITHOUT_PACKAGES},
         ),
         ("--rank-report there", False, {"plain schedule"}),
-        ("--log-pipeline-interval 2", False, {"plain schedule"}),
         ("--rank-report there --vocab-parallel", False, SHARDS),
-        ("--override-opt_param-scheduler", False, {"parameter groups"}),
         ("--iterations-to-skip 3 4", False, {"chunk data"}),
     ],
 )

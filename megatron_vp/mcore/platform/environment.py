@@ -51,9 +51,7 @@ _FIND: dict[str, Callable[[], str | None]] = {
     "GPU": _gpu,
     "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
     "Transformer Engine": lambda: f"{BROKEN}{fault}" if (fault := here().engine_fault) else here().engine,
-    "Apex: norms, optimizer": lambda: "installed" if here().apex else None,
-    "Apex: accumulation": lambda: "fused_weight_gradient_mlp_cuda" if here().apex_accumulation else None,
-    "Apex: softmax": lambda: "scaled_masked_softmax_cuda" if here().apex_softmax else None,
+    "Apex": lambda: "with its extensions" if here().apex else None,
     "C compiler": lambda: shutil.which(os.environ.get("CC", "gcc").split()[0]) or shutil.which("clang"),
     "SLURM": lambda: shutil.which("sbatch"),
 }

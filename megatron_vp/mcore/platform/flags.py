@@ -32,7 +32,7 @@ def _choices(cpu: bool, local: bool, torch_norm: bool, machine: Installed) -> tu
         ("--distributed-backend", "gloo", cpu),
         ("--transformer-impl", "local", cpu or machine.engine is None),
         # Only Megatron's local attention needs Apex's kernel for the fused softmax.
-        ("--no-masked-softmax-fusion", None, cpu or (local and not machine.apex_softmax)),
+        ("--no-masked-softmax-fusion", None, cpu or (local and not machine.apex)),
         # PyTorch would need minutes to compile these fused functions.
         ("--no-bias-gelu-fusion", None, compiles),
         ("--no-bias-swiglu-fusion", None, compiles),

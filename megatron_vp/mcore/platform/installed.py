@@ -1,8 +1,8 @@
 """Finds the installed packages and compiled extensions that decide which code Megatron runs.
 
-We try to import `transformer_engine.pytorch`, as Megatron does, and look for individual extension modules of NVIDIA's
-Apex. The name of a package is not enough: PyPI's `transformer-engine` without an extra raises an error on import, and
-Apex built without its extensions contains only Python code.
+We try to import `transformer_engine.pytorch`, as Megatron does, and look for the extensions of NVIDIA's Apex. The name
+of a package is not enough: PyPI's `transformer-engine` without an extra raises an error on import, and Apex built
+without its extensions contains only Python code. Apex counts as installed only with all extensions that Megatron uses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ INSTALL_ENGINE = 'pip install --no-build-isolation "transformer-engine[pytorch,c
 """Command that builds Transformer Engine for the installed PyTorch. This version was tested with Megatron 0.19."""
 
 _ENGINE = "transformer_engine"
-_APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
-_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
-_SOFTMAX = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
+_APEX_MODULES = (
+    *("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"),
+    *("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"),
+)
 _IN_NODES = {
     "te": (r"no|\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?", "te=2.17.1 or te=no"),
     "cc": (r"\d{1,2}\.\d", "a compute capability such as cc=9.0"),
@@ -44,12 +45,8 @@ class Installed:
     """The version of Transformer Engine; None if `transformer_engine.pytorch` cannot be imported."""
     engine_fault: str | None = None
     """Why the installed Transformer Engine cannot be imported; None if it can be imported or is not installed."""
-    apex_accumulation: bool = False
-    """Whether Apex's kernel that accumulates into `main_grad` is installed."""
-    apex_softmax: bool = False
-    """Whether Apex's masked softmax, for Megatron's local attention, is installed."""
     apex: bool = False
-    """Whether Apex is installed with its norms and its optimizer."""
+    """Whether Apex is installed with the extensions that Megatron uses."""
     capability: tuple[int, int] | None = None
     """The compute capability that --nodes gives for the GPUs; None if it gives none."""
 
@@ -72,14 +69,7 @@ def lacks(module: str) -> bool:
 
 def here() -> Installed:
     """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway."""
-    engine, engine_fault = _engine()
-    return Installed(
-        engine=engine,
-        engine_fault=engine_fault,
-        apex_accumulation=_is_there(_ACCUMULATION),
-        apex_softmax=all(map(_is_there, _SOFTMAX)),
-        apex=all(map(_is_there, _APEX_MODULES)),
-    )
+    return Installed(*_engine(), apex=all(map(_is_there, _APEX_MODULES)))
 
 
 def versions() -> dict[str, str | None]:
@@ -131,7 +121,7 @@ def from_text(text: str) -> Installed:
     if "te" in given:
         changed |= {"engine": None if given["te"] == "no" else given["te"], "engine_fault": None}
     if "apex" in given:
-        changed |= dict.fromkeys(("apex", "apex_accumulation", "apex_softmax"), given["apex"] == "yes")
+        changed["apex"] = given["apex"] == "yes"
     if "cc" in given:
         changed["capability"] = tuple(map(int, given["cc"].split(".")))
     return replace(here(), **changed)
@@ -175,35 +165,26 @@ def parts_of_job(args: Arguments, machine: Installed, w_is_ours: bool) -> dict[s
 
     `w_is_ours` says whether a pass W computes the weight gradients of local layers.
     """
-    local = args.transformer_impl == "local"
+    local, apex = args.transformer_impl == "local", "apex" if machine.apex else None
+    norm = softmax = accumulation = "te"
+    if local:
+        fused = args.masked_softmax_fusion and args.core_attention == "megatron" and (args.bf16 or args.fp16)
+        norm = (args.normalization == "LayerNorm" and apex) or "torch"
+        softmax = (fused and apex) or "torch"
+        accumulation = apex or "megatron_vp"
+    if local and w_is_ours:
+        accumulation = "megatron_vp"
+    elif not args.gradient_accumulation_fusion:
+        accumulation = "unfused"
     return {
         "layers": "local" if local else "te",
-        "norm": _norm(args, machine) if local else "te",
-        "softmax": _softmax(args, machine) if local else "te",
-        "accumulation": _accumulation(args, machine, w_is_ours),
-        "optimizer": "te" if machine.engine else "apex" if machine.apex else "torch",
+        "norm": norm,
+        "softmax": softmax,
+        "accumulation": accumulation,
+        "optimizer": "te" if machine.engine else apex or "torch",
     }
 
 
 def describe(parts: dict[str, str]) -> str:
     """Describe in one line what implements each part."""
     return "; ".join(f"{part}: {TITLES[who]}" for part, who in parts.items())
-
-
-def _norm(args: Arguments, machine: Installed) -> str:
-    return "apex" if machine.apex and args.normalization == "LayerNorm" else "torch"
-
-
-def _softmax(args: Arguments, machine: Installed) -> str:
-    fused = args.masked_softmax_fusion and args.core_attention == "megatron" and (args.bf16 or args.fp16)
-    return "apex" if fused and machine.apex_softmax else "torch"
-
-
-def _accumulation(args: Arguments, machine: Installed, w_is_ours: bool) -> str:
-    if args.transformer_impl == "local" and w_is_ours:
-        return "megatron_vp"
-    if not args.gradient_accumulation_fusion:
-        return "unfused"
-    if args.transformer_impl != "local":
-        return "te"
-    return "apex" if machine.apex_accumulation else "megatron_vp"

@@ -1,7 +1,9 @@
-"""Records training iterations for `--rank-report`, `--pipeline-trace` and `--log-pipeline-interval`."""
+"""Records training iterations for `--rank-report` and `--pipeline-trace`."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.mcore.reports.job_partition import iterations_in, partition_of
-from megatron_vp.mcore.reports.pipeline_scalars import PipelineScalars
 from megatron_vp.mcore.reports.rank_report import RankReport, described, in_first_pipeline
-from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
@@ -47,11 +48,10 @@ def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:
     """
     global _reports
     args = job.arguments
-    asked = args.rank_report is not None or args.pipeline_trace is not None or args.log_pipeline_interval
-    if not asked or not in_first_pipeline(job):
+    if (args.rank_report is None and args.pipeline_trace is None) or not in_first_pipeline(job):
         return None
     if _reports is None:
-        _reports = [PipelineScalars(job.args)] if job.args and args.log_pipeline_interval else []
+        _reports = []
         if args.pipeline_trace is not None:
             iterations = iterations_in(args.pipeline_trace_iterations)
             folder = Path(args.pipeline_trace)
@@ -61,3 +61,15 @@ def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:
             _reports.append(RankReport(args, described(job)))
     due = [report for report in _reports if report.begin()]
     return Watch(Recorder(pipeline_device()), due) if due else None
+
+
+def _by_interval(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def training_log(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> bool:
+        # Megatron keeps the sums of the first iteration after a start for the next line, because this iteration is
+        # logged even within an interval. If the iteration ends an interval, the next line must not contain it.
+        iteration = args[3]
+        within = is_first_iteration and iteration % current().arguments.log_interval != 0
+        return original(*args, is_first_iteration=within, **kwargs)
+
+    return training_log

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from itertools import batched
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,18 +20,19 @@ from megatron_vp.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from megatron_vp.errors import UserError
+from megatron_vp.errors import UserError, say
 from megatron_vp.jobs.known_options import Arguments
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Iterable[tuple[str, str]]
-# Reports progress, given the name of a step and the number of characters read.
-Progress = Callable[[str, int], None]
 
 MEGATRONS_SPLIT = "969,30,1"
-"""Megatron's default split for --data-path."""
+"""Megatron's default split for --data-path, which gives the test set a thousandth of the documents."""
+
+_LINE_EVERY = 2.0
+"""Seconds between two lines of progress."""
 
 _BATCH = 256
 """The number of documents that are encoded together, enough to keep all threads of the tokenizer busy."""
@@ -58,16 +60,10 @@ class Prepared:
 
 
 def split_for(documents: int) -> str | None:
-    """Return a --split that gives training, validation and test a document each, or training all if there are too few;
-    None if Megatron's default split leaves no part empty. Megatron's `BlendedMegatronDatasetBuilder` rounds alike.
+    """Return a --split that gives validation and test a document each, or training all if there are too few; None if
+    Megatron's default split certainly leaves no part empty.
     """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(MEGATRONS_SPLIT))
-    if all(round(begin * documents) < round(end * documents) for begin, end in shares):
+    if documents >= 1000:
         return None
     return f"{documents - 2},1,1" if documents > 2 else "1,0,0"
 
@@ -80,7 +76,6 @@ def prepare(
     vocab_size: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    progress: Progress = lambda stage, done: None,
 ) -> Prepared:
     """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
@@ -108,16 +103,21 @@ def prepare(
     index = Path(f"{prefix}.idx")
     written = [directory / file for file in TOKENIZER_FILES if tokenizer is None]
     written += [Path(f"{prefix}.bin"), index]
+    taken = [] if overwrite else [path for path in written if os.path.lexists(path)]
+    if taken:
+        raise UserError(
+            f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
+            f"replace it with --overwrite"
+        )
     try:
         output.mkdir(parents=True, exist_ok=True)
-        _check_names(written, overwrite)
         with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
             folder = Path(temporary)
             if vocab_size is not None:
-                texts = _counted(documents, partial(progress, "training the tokenizer"))
+                texts = _counted(documents, "training the tokenizer")
                 save_tokenizer(train_tokenizer(texts, vocab_size), folder)
             model, end_id = load_tokenizer(folder if tokenizer is None else tokenizer)
-            counts = _write(_counted(documents, partial(progress, "encoding")), model, end_id, folder / prefix.name)
+            counts = _write(_counted(documents, "encoding"), model, end_id, folder / prefix.name)
             index.unlink(missing_ok=True)
             for path in written:
                 path.parent.mkdir(exist_ok=True)
@@ -130,22 +130,15 @@ def prepare(
     return Prepared(prefix, directory, model.get_vocab_size(), *counts)
 
 
-def _check_names(written: Sequence[Path], overwrite: bool) -> None:
-    taken = [path for path in written if os.path.lexists(path)]
-    if taken and not overwrite:
-        raise UserError(
-            f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
-            f"replace it with --overwrite"
-        )
-
-
-def _counted(documents: Documents, progress: Callable[[int], None]) -> Iterator[str]:
-    """Yield the non-empty texts of documents, and report how many characters have been read."""
-    characters = 0
+def _counted(documents: Documents, stage: str) -> Iterator[str]:
+    """Yield the non-empty texts of documents, and print from time to time how many characters have been read."""
+    characters, said_at = 0, time.monotonic()
     for _, text in documents:
         if text:
             characters += len(text)
-            progress(characters)
+            if time.monotonic() > said_at + _LINE_EVERY:
+                said_at = time.monotonic()
+                say(f"{stage}: {characters / 1e6:.1f} million characters")
             yield text
     if not characters:
         raise UserError("the input contains no text")

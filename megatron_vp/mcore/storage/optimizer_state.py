@@ -15,20 +15,21 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.settled import ROLES
 from megatron_vp.schedule import Placement
 
+_RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
+
 
 def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
-    """Raise UserError if the learning rate's course differs from a checkpoint's, or if Megatron would load optimizer
-    state into the wrong parameters, as it does if the state is in the distributed optimizer's default format and this
-    run splits the model differently.
+    """Raise UserError if Megatron would load optimizer state into the wrong parameters, as it does if the state is in
+    the distributed optimizer's default format and this run splits the model differently, or if Megatron would not find
+    the parameters' groups.
 
     args: this run's arguments, validated by Megatron.
     written_by: the arguments of the run that wrote the checkpoint.
@@ -44,32 +45,14 @@ def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dic
             f"and is {asked[name]} in this run: resume with the old split and save with "
             "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh optimizer"
         )
-    # Megatron matches groups of parameters by whether their rate is decoupled, and finds no match with a KeyError.
-    there, here = (getattr(each, "decoupled_lr", None) for each in (written_by, args))
-    if (there is None) != (here is None):
-        raise UserError(
-            f"the optimizer state in {folder} was written {'without' if there is None else 'with'} --decoupled-lr: "
-            f"{'leave --decoupled-lr out' if there is None else f'add --decoupled-lr {there}'}, or add --no-load-optim "
-            "to start with a fresh optimizer"
-        )
-    told = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    saved = common.get("opt_param_scheduler")
-    if told or not saved or not (args.train_iters or args.train_samples):  # Megatron refuses a run without length.
-        return
-    from megatron.training import training  # Importing it takes long, and most runs load no optimizer state here.
-
-    ours = argparse.Namespace(**vars(args))  # Megatron writes defaults into the arguments.
-    with mock.patch.object(training, "get_args", lambda: ours):
-        course = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
-    try:
-        course.load_state_dict(saved)
-    except AssertionError as error:
-        raise UserError(
-            f"the schedule of learning rate and weight decay differs from the schedule in {folder} ({error}; steps are "
-            "counted in samples): add --override-opt-param-scheduler to continue with the new values, for example "
-            "after a change of --train-iters or the batch size, or --use-checkpoint-opt-param-scheduler to continue "
-            "with the old values"
-        ) from error
+    for name in _RATES:
+        there, here = getattr(written_by, name, None), getattr(args, name, None)
+        if there != here:
+            raise UserError(
+                f"{option_of(name)} was {there or 'not set'} in the run that wrote {folder} and is {here or 'not set'} "
+                "in this run, and Megatron matches groups of parameters by it: give the old value, or add "
+                "--no-load-optim to start with a fresh optimizer"
+            )
 
 
 def one_way(args: Arguments) -> str | None:
