@@ -45,9 +45,9 @@ from output_layer import Shape  # noqa: E402
 from softmax_ways import exponentiate_block, launches  # noqa: E402
 
 from megatron_vp.vocab.kernels import softmax  # noqa: E402
-from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
 from megatron_vp.vocab.kernels.softmax import Launch, launch_for  # noqa: E402
-from megatron_vp.vocab.statistics import LINEAR, MAX  # noqa: E402
+from megatron_vp.vocab.loss import LINEAR, MAX  # noqa: E402
+from megatron_vp.vocab.operations import fused_operations  # noqa: E402
 
 BLOCKS = ((1024, 8192), (512, 8192), (1024, 16384)) if ON_GPU else ((48, 32), (128, 64))
 """The tokens and columns of a block, which has 8 to 32 MiB of logits."""
@@ -75,7 +75,7 @@ class Way:
         self.x_nh, self.weight = shape.x_nh, shape.layer.weight.detach()
         self.main_grad = shape.layer.weight.main_grad
         self.first = shape.layer.shards.start(shape.layer.index)
-        self.operations = FusedOperations()
+        self.operations = fused_operations()
         self.derivative = shape.pending.derivative(shape.total)
         self.statistics_3n = torch.empty_like(shape.pending.statistics_3n)
 

@@ -36,11 +36,10 @@ from rivals import rivals, versions
 
 from megatron_vp.cost.ranks.vocab_kernels import LAUNCH
 from megatron_vp.vocab import output
-from megatron_vp.vocab.eager import EagerOperations
-from megatron_vp.vocab.loss import CROSS_ENTROPY
+from megatron_vp.vocab.loss import CROSS_ENTROPY, GlobalStatistics
+from megatron_vp.vocab.operations import EagerOperations
 from megatron_vp.vocab.output import OutputLayer, PendingOutput
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics
 
 SHARDS = 4
 CHECKED_TOKENS = 512

@@ -23,9 +23,9 @@ from megatron_vp.schedule.instructions import Wait
 from megatron_vp.schedule.passes import VocabMethod
 from megatron_vp.schedule.transfers import Collective, CollectiveKind
 from megatron_vp.vocab.embedding import RowExchange, count_buffer
+from megatron_vp.vocab.loss import MAX, GlobalStatistics, statistics_dtype
 from megatron_vp.vocab.operations import operations_for
 from megatron_vp.vocab.output import PendingOutput
-from megatron_vp.vocab.statistics import MAX, GlobalStatistics, statistics_dtype
 
 Action = Callable[[], None]
 Parts = tuple[Action, list[tuple[Slot, Any, int]]]

@@ -8,8 +8,8 @@ D is the derivative of the loss with respect to the logits, W and dW are the sha
 L are a and l over the whole vocabulary. vocab-1 computes D W in T, once A and L are known. vocab-2 computes E W in S,
 before they are known, and rescales the rows of E W afterwards, so that one barrier is enough.
 
-A z-loss, label smoothing and a softcap change D (see `megatron_vp.vocab.derivative`). None of them needs an additional
-pass over the logits, W, X or the gradient of W.
+A z-loss, label smoothing and a softcap change D (see `megatron_vp.vocab.loss`). Only label smoothing costs time: it
+subtracts a number u from every entry of D. This adds a pass over W for dX, and one over dW.
 
 D is never formed. Instead, T overwrites the targets' entries of E with those of D, divided by c, so that one GEMM, E^T
 (c g X), gives all of D^T (g X). The row factors c and g are applied to X, because X is smaller than E by a factor of
@@ -28,19 +28,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative
-from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss
+from megatron_vp.vocab.loss import CROSS_ENTROPY, LINEAR, MAX, Derivative, GlobalStatistics, TokenLoss, statistics_dtype
 from megatron_vp.vocab.operations import main_grad, operations_for
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import LINEAR, MAX, GlobalStatistics, statistics_dtype
 
 
 @dataclass
 class PendingOutput:
     """State that a shard keeps for a microbatch between S and T: the matrices E [n, V/p] and X [n, h], and vectors [n].
 
-    With label smoothing, E has `SMOOTHING_ROWS` more rows. If the weight is frozen, X is always empty, and E becomes
-    empty once E W has been computed. Otherwise, T overwrites E.
+    If the weight is frozen, X is always empty, and E becomes empty once E W has been computed. Otherwise, T overwrites
+    E.
     """
 
     x_nh: torch.Tensor
@@ -51,8 +49,6 @@ class PendingOutput:
     loss: TokenLoss
     vocab_size: int
     softcap: float = 0.0
-    weight_sum_h: torch.Tensor | None = None
-    """With label smoothing, the sum of the shard's rows times `SMOOTHING_ENTRY`; None until E W has been computed."""
 
     def derivative(self, total: GlobalStatistics) -> Derivative:
         """The factors that turn E into D, once the statistics of the whole vocabulary are known."""
@@ -86,40 +82,29 @@ class OutputLayer(nn.Module):
             labels_n: global token ids, int64 [n]. With an id outside the vocabulary, the target's logit counts as 0, as
                 in Megatron's vocabulary-parallel cross entropy, so the cross entropy is the log-sum-exp.
         """
-        vocab_size, tokens = self.shards.vocab_size, len(x_nh)
+        vocab_size = self.shards.vocab_size
         assert not (self.softcap and loss.label_smoothing), (
             "label smoothing is not supported with a softcap, whose slope would turn the smoothing term, a rank-one "
             "matrix, into a matrix of higher rank"
         )
-        if loss.label_smoothing:
-            exp_nv = x_nh.new_empty(tokens + SMOOTHING_ROWS, len(self.weight))
-            logits_nv = torch.mm(x_nh, self.weight.t(), out=exp_nv[:tokens])
-            exp_nv[tokens:].fill_(SMOOTHING_ENTRY)
-        else:
-            exp_nv = logits_nv = x_nh @ self.weight.t()
+        exp_nv = x_nh @ self.weight.t()
         if self.weight.shape[0]:
-            weights = [loss.target_weight(vocab_size)]
-            if loss.label_smoothing:
-                weights.append(loss.logit_weight(vocab_size))
-            capped = {"softcap": self.softcap} if self.softcap else {}
-            statistics_3n, target_n, target_logit_n = operations_for(logits_nv).exponentiate_(
-                logits_nv, labels_n, self.shards.start(self.index), *weights, **capped
+            weights = loss.target_weight(vocab_size), loss.logit_weight(vocab_size)
+            statistics_3n, target_n, target_logit_n = operations_for(exp_nv).exponentiate_(
+                exp_nv, labels_n, self.shards.start(self.index), *weights, self.softcap
             )
         else:
-            statistics_3n, target_n, target_logit_n = _of_no_rows(logits_nv, labels_n)
+            statistics_3n, target_n, target_logit_n = _of_no_rows(exp_nv, labels_n)
         kept_nh = x_nh if self.weight.requires_grad else x_nh.new_empty(0, x_nh.shape[1])
         return PendingOutput(kept_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, self.softcap)
 
     @torch.no_grad()
     def unscaled_input_gradient(self, pending: PendingOutput) -> torch.Tensor:
         """Complete pass S of vocab-2: compute E W, [n, h] in the model's dtype, without the global statistics."""
-        product_nh, tokens = pending.exp_nv @ self.weight, len(pending.target_n)
+        product_nh = pending.exp_nv @ self.weight
         if not self.weight.requires_grad:
             pending.exp_nv = pending.exp_nv.new_empty(0, len(self.weight))
-        if len(product_nh) == tokens:
-            return product_nh
-        pending.weight_sum_h = product_nh[tokens]
-        return product_nh[:tokens]
+        return product_nh
 
     @torch.no_grad()
     def rescaled_input_gradient(
@@ -127,9 +112,9 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor:
         """Use the global statistics to turn E W [n, h] in place into this shard's part of dX / g."""
         if self.weight.shape[0]:
-            derivative, operations = pending.derivative(total), operations_for(unscaled_nh)
-            smoothing = () if pending.weight_sum_h is None else (pending.weight_sum_h,)
-            operations.rescale_(unscaled_nh, self.weight, derivative, *smoothing)
+            operations_for(unscaled_nh).rescale_(unscaled_nh, self.weight, pending.derivative(total))
+            if smoothing := pending.loss.logit_weight(pending.vocab_size):
+                unscaled_nh -= smoothing * self.weight.sum(0, dtype=pending.statistics_3n.dtype)
         return unscaled_nh
 
     @torch.no_grad()
@@ -151,6 +136,9 @@ class OutputLayer(nn.Module):
             x_nh, operations = pending.x_nh, operations_for(pending.x_nh)
             weighed_nh = operations.enter_targets_(pending.exp_nv, x_nh, token_loss_grad_n, pending.derivative(total))
             operations.add_product_(main_grad(self.weight), pending.exp_nv, weighed_nh)
+            if smoothing := pending.loss.logit_weight(pending.vocab_size):
+                gradient_n, wide_nh = (each.to(pending.statistics_3n.dtype) for each in (token_loss_grad_n, x_nh))
+                main_grad(self.weight).sub_(smoothing * (gradient_n @ wide_nh))
         return part_nh
 
 

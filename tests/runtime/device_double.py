@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_vp.vocab.derivative import Derivative
+from megatron_vp.vocab.loss import Derivative
 
 if TYPE_CHECKING:
     from tests.runtime.world import World
@@ -401,7 +401,7 @@ class Kernels:
     def __init__(self, device: Device) -> None:
         self._launch: Callable[..., None] = device.kernel
 
-    def exponentiate_(self, logits_nv, labels_n, first, target_weight) -> tuple[torch.Tensor, ...]:
+    def exponentiate_(self, logits_nv, labels_n, *others) -> tuple[torch.Tensor, ...]:
         statistics_3n = logits_nv.new_empty((3, len(labels_n)), dtype=torch.float32)
         result = statistics_3n, torch.empty_like(labels_n), torch.empty_like(statistics_3n[0])
         self._launch("exponentiate_", [logits_nv, labels_n], [logits_nv, *result])

@@ -26,10 +26,9 @@ from megatron_vp.schedule.instructions import Instruction
 from megatron_vp.schedule.transfers import Operation
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
-from megatron_vp.vocab.loss import TokenLoss
+from megatron_vp.vocab.loss import GlobalStatistics, TokenLoss
 from megatron_vp.vocab.output import OutputLayer
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics
 from tests.runtime.device_double import Cause, Collectives, Device, Hazard, Kernels, Messages, stands_in_for_cuda
 from tests.runtime.world import Hang, World
 from tests.schedule.early_receives import with_early_receives

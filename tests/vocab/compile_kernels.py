@@ -31,11 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax
-from megatron_vp.vocab.loss import TokenLoss
+from megatron_vp.vocab.loss import Derivative, GlobalStatistics, TokenLoss
 from megatron_vp.vocab.shards import VocabShards
-from megatron_vp.vocab.statistics import GlobalStatistics
 from tests.vocab.machine_code import MachineCode
 
 TABLE = Path(__file__).parent / "data" / "kernel_counts.csv"
@@ -79,7 +77,7 @@ COUNTED = [
     *(Shape(columns=columns, softmax_alone=columns != 8192) for columns in (*first_widths(), 65536)),
     *(Shape(columns=VocabShards(*cut).rows(0), softmax_alone=True) for cut in VOCABULARIES),
     *(Shape(dtype, columns, softmax_alone=True) for dtype in DTYPES[1:] for columns in (8192, 16384, 32768, 65536)),
-    Shape(smoothed=True),
+    Shape(smoothed=True, softmax_alone=True),
     Shape(torch.float16),
 ]
 """Those of the committed table."""
@@ -164,16 +162,16 @@ def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     dtype, columns, hidden = shape.dtype, shape.columns, shape.hidden
     token, factor, weight = empty(tokens, dtype=torch.int64), empty(tokens), empty(columns, hidden, dtype=dtype)
     loss = TokenLoss(label_smoothing=0.1 if shape.smoothed else 0.0)
-    exp = empty(tokens + (SMOOTHING_ROWS if shape.smoothed else 0), columns, dtype=dtype)
+    exp = empty(tokens, columns, dtype=dtype)
     weights = loss.target_weight(2 * columns), loss.logit_weight(2 * columns)
-    statistics, target, target_logit = softmax.exponentiate_(exp[:tokens], token, 64, *weights, softcap=shape.softcap)
+    statistics, target, target_logit = softmax.exponentiate_(exp, token, 64, *weights, softcap=shape.softcap)
     if shape.softmax_alone:
         return
     states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=shape.main_dtype)
     total = GlobalStatistics(factor, factor, factor)
     terms = Derivative(statistics[0], target, target_logit, total, loss, 2 * columns, shape.softcap)
     softmax.fold_(statistics, empty(shards, 3, tokens))
-    gradient_rows.rescale_(states, weight, terms, weight[0] if shape.smoothed else None)
+    gradient_rows.rescale_(states, weight, terms)
     gradient_rows.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)
 

@@ -12,8 +12,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from megatron_vp.vocab.eager import EagerOperations  # noqa: E402
 from megatron_vp.vocab.kernels import softmax  # noqa: E402
+from megatron_vp.vocab.operations import EagerOperations  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -6,19 +6,15 @@ import math
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from megatron_vp.vocab import output  # noqa: E402
-from megatron_vp.vocab.derivative import SMOOTHING_ENTRY, SMOOTHING_ROWS, Derivative, smallest_scale  # noqa: E402
-from megatron_vp.vocab.eager import EagerOperations  # noqa: E402
-from megatron_vp.vocab.kernels import fused, gradient_rows, rows, softmax  # noqa: E402
-from megatron_vp.vocab.kernels.fused import FusedOperations  # noqa: E402
-from megatron_vp.vocab.loss import CROSS_ENTROPY, TokenLoss  # noqa: E402
-from megatron_vp.vocab.statistics import GlobalStatistics  # noqa: E402
+from megatron_vp.vocab import operations, output  # noqa: E402
+from megatron_vp.vocab.kernels import gradient_rows, rows, softmax  # noqa: E402
+from megatron_vp.vocab.loss import CROSS_ENTROPY, Derivative, GlobalStatistics, TokenLoss, smallest_scale  # noqa: E402
+from megatron_vp.vocab.operations import EagerOperations, fused_operations  # noqa: E402
 from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
 
 # Half a unit in the last place; the interpreter cuts numbers off where a GPU rounds them, which may cost a whole one.
@@ -172,21 +168,13 @@ def test_rows_beyond_32_bits(sparse):
 # Not on CPU, where PyTorch's `addmm` has no output of another dtype.
 @pytest.mark.parametrize("inside_the_gemm", [False] if DEVICE == "cpu" else [True, False])
 def test_add_product(monkeypatch, dtype, main_dtype, inside_the_gemm):
-    monkeypatch.setattr(fused, "_ADDS_INTO_FP32", inside_the_gemm)
+    monkeypatch.setattr(operations, "ADDS_INTO_FP32", inside_the_gemm)
     matrix = _random(130, 60, dtype=main_dtype or dtype)
     left, right = _random(77, 130, dtype=dtype), _random(77, 60, dtype=dtype)
     expected = matrix.double() + left.double().t() @ right.double()
-    FusedOperations().add_product_(matrix, left, right)
+    fused_operations().add_product_(matrix, left, right)
     exact = inside_the_gemm and main_dtype == torch.float32
     assert _distance(matrix, expected) < (1e-6 if exact else ROUNDING[dtype])
-
-
-@pytest.mark.parametrize(
-    ("version", "inside"), [("2.8.0", False), ("2.9.1+cu130", False), ("2.10.0", True), ("2.15.0.dev1", True)]
-)
-def test_the_product_goes_into_fp32_where_pytorch_can(version, inside):
-    assert fused.adds_into_fp32(TorchVersion(version)) == inside
-    assert fused.adds_into_fp32(torch.__version__) == fused._ADDS_INTO_FP32
 
 
 def test_the_gemm_of_t_adds_without_rounding_its_product(monkeypatch):
@@ -196,7 +184,7 @@ def test_the_gemm_of_t_adds_without_rounding_its_product(monkeypatch):
         assert out is summand and out_dtype == out.dtype == torch.float32
         return out.addmm_(left.float(), right.float())
 
-    monkeypatch.setattr(fused, "_ADDS_INTO_FP32", True)
+    monkeypatch.setattr(operations, "ADDS_INTO_FP32", True)
     monkeypatch.setattr(torch, "addmm", addmm)
     matrix, left, right = (
         _random(130, 60),
@@ -204,7 +192,7 @@ def test_the_gemm_of_t_adds_without_rounding_its_product(monkeypatch):
         _random(77, 60, dtype=torch.bfloat16),
     )
     expected = matrix.double() + left.double().t() @ right.double()
-    FusedOperations().add_product_(matrix, left, right)
+    fused_operations().add_product_(matrix, left, right)
     assert _distance(matrix, expected) < 1e-6
 
 
@@ -248,9 +236,9 @@ def test_enter_targets(dtype, loss):
     exp[owned, target[owned]] = 0
     rows_of_d = exp.double() * scale[:, None]
     rows_of_d[owned, target[owned]] = entry[owned]
-    for operations in (EagerOperations(), FusedOperations()):
+    for each in (EagerOperations(), fused_operations()):
         entered = exp.clone()
-        weighed = operations.enter_targets_(entered, x, row_gradient, terms)
+        weighed = each.enter_targets_(entered, x, row_gradient, terms)
         # What is taken over is known: where c is too small the row is D's, elsewhere X has c.
         taken = torch.isin(torch.arange(tokens, device=DEVICE), owned) & (scale < smallest_scale(dtype))
         assert taken.any() and not taken.all()
@@ -261,32 +249,6 @@ def test_enter_targets(dtype, loss):
         torch.testing.assert_close(
             entered.double() * left[:, None], rows_of_d, rtol=2 * ROUNDING[dtype] + 2e-6, atol=1e-7
         )
-
-
-@pytest.mark.parametrize("tokens", [1, 32, 70])
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_label_smoothing_takes_its_rows_through_the_gemms(dtype, tokens):
-    """What E's further rows add to E'^T X' is -u sum g x, and to dX / g the sum of W's rows."""
-    hidden, columns, vocab, scaling = gradient_rows.SUMMED_TILE[1] + 5, 48, 40000, 2.0**15
-    exp, x = torch.zeros(tokens + SMOOTHING_ROWS, columns, device=DEVICE, dtype=dtype), _random(tokens, hidden)
-    exp[tokens:] = SMOOTHING_ENTRY
-    x = (x + 1).to(dtype)
-    target, zeros = torch.full((tokens,), -1, device=DEVICE), torch.zeros(tokens, device=DEVICE)
-    terms = Derivative(
-        zeros - 30, target, zeros, GlobalStatistics(zeros, zeros + 1, zeros), TokenLoss(label_smoothing=0.1), vocab
-    )
-    row_gradient = scaling * (_random(tokens).abs() + 0.1) / tokens
-    for operations in (EagerOperations(), FusedOperations()):
-        weighed = operations.enter_targets_(exp, x, row_gradient, terms)
-        assert len(weighed) == len(exp)
-        expected = -terms.loss.logit_weight(vocab) * (row_gradient.double() @ x.double())
-        found = SMOOTHING_ENTRY * weighed[tokens:].double().sum(0)
-        torch.testing.assert_close(found, expected, rtol=2 * ROUNDING[dtype] ** 2 + 1e-6, atol=1e-9)
-        product, weight = _random(tokens, hidden, dtype=dtype), _random(columns, hidden, dtype=dtype)
-        weight_sum = (SMOOTHING_ENTRY * weight.double().sum(0)).to(dtype)
-        operations.rescale_(product, weight, terms, weight_sum)  # c is nearly zero, and no target is here
-        expected = -terms.smoothing_factor * weight_sum.double().expand_as(product)
-        torch.testing.assert_close(product.double(), expected, rtol=ROUNDING[dtype] + 1e-6, atol=6e-8)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
@@ -342,7 +304,7 @@ def test_add_rows_of_nothing():
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm, softcap):
     """S and T of all shards: uneven, one empty."""
-    monkeypatch.setattr(output, "operations_for", lambda tensor: FusedOperations())
+    monkeypatch.setattr(output, "operations_for", lambda tensor: fused_operations())
     x, weight, labels, row_gradient = (tensor.to(DEVICE) for tensor in _problem(9, torch.float32))
     problem = x, weight, labels, row_gradient
     losses, input_gradient, weight_gradient = _sharded(*problem, 4, algorithm, softcap=softcap)

@@ -1,7 +1,6 @@
-"""Triton kernels that apply the factors c and the entries e (`megatron_vp.vocab.derivative`) to E and X, or to E W.
+"""Triton kernels that apply the factors c and the entries e (`megatron_vp.vocab.loss`) to E and X, or to E W.
 
 One kernel is launched for the weight gradient, in T, and one for the input gradient, in T (vocab-1) or C1 (vocab-2).
-With label smoothing, T launches one more kernel, which adds up `n / 32` partial sums of the n rows of g X.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_vp.vocab.derivative import SMOOTHING_ROWS, Derivative, smallest_scale
+from megatron_vp.vocab.loss import Derivative, smallest_scale
 
 BLOCK = 1024
 """Number of elements of a row of E W that a program handles."""
@@ -20,17 +19,8 @@ BLOCK = 1024
 TILE = (4, 512)
 """Number of tokens and number of elements per row of X that a program handles in T."""
 
-SUMMED_TILE = (32, 64)
-"""Replaces `TILE` if labels are smoothed. Each program then also sums over its tokens, so more tokens per program leave
-fewer partial sums.
-"""
-
 CHUNK = 4096
 """Number of elements of a row of E that a program handles in T, `BLOCK` at a time."""
-
-SUMS_TILE = (128, 32)
-"""Number of partial sums that a program adds up at a time, and number of elements per sum that it handles."""
-
 
 # Vectors with one number per token. They are rows of packed tensors, so their alignment varies with the number of
 # tokens. Triton must not compile separate kernels for aligned vectors.
@@ -55,9 +45,8 @@ def _row(token, largest, target, target_logit, total_largest, total_sum, z_loss,
 
 @triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def _rescale(
-    product, weight, weight_sum, sum_weight, largest, target, target_logit, total_largest, total_sum, z_loss,
-    target_weight, inverse_cap, hidden,
-    BLOCK: tl.constexpr, SMOOTHED: tl.constexpr,
+    product, weight, largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap,
+    hidden, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = part * BLOCK + tl.arange(0, BLOCK)
@@ -68,28 +57,16 @@ def _rescale(
     )
     word = tl.load(weight + own * hidden + lane, mask=lane < tl.where(own >= 0, hidden, 0), other=0.0).to(tl.float32)
     value = value * scale + word * entry
-    if SMOOTHED:
-        value -= sum_weight * tl.load(weight_sum + lane, mask=inside).to(tl.float32)
     tl.store(product + token * hidden + lane, value.to(product.dtype.element_ty), mask=inside)
 
 
-def rescale_(
-    product_nh: torch.Tensor,
-    weight_vh: torch.Tensor,
-    derivative: Derivative,
-    weight_sum_h: torch.Tensor | None = None,
-) -> None:
-    """Turn E W into a shard's part of dX / g, in place; see `EagerOperations.rescale_`. Vectors are fp32."""
+def rescale_(product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
+    """Turn E W into (D + u) W, in place; see `EagerOperations.rescale_`. Vectors are fp32."""
     tokens, hidden = product_nh.shape
     assert product_nh.is_contiguous() and weight_vh.is_contiguous()
-    smoothed = weight_sum_h is not None
     _rescale[(tokens, triton.cdiv(hidden, BLOCK))](
-        product_nh, weight_vh, weight_sum_h if smoothed else product_nh, derivative.smoothing_factor,
-        *_terms(derivative), hidden,
-        BLOCK=BLOCK,
-        SMOOTHED=smoothed,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        product_nh, weight_vh, *_terms(derivative), hidden, BLOCK=BLOCK, enable_fp_fusion=True
+    )
 
 
 @triton.jit
@@ -114,9 +91,9 @@ def _rescale_if_taken(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _enter_targets(
-    exp, stride, columns, x, row_gradient, result, sums, smallest, tokens,
+    exp, stride, columns, x, row_gradient, result, smallest, tokens,
     largest, target, target_logit, total_largest, total_sum, z_loss, target_weight, inverse_cap, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, SUMMED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     group, part = tl.program_id(0), tl.program_id(1)
     token = group * ROWS + tl.arange(0, ROWS)
@@ -136,9 +113,6 @@ def _enter_targets(
         taken = (own >= 0) & (tl.abs(scale) < smallest)
         left = tl.where(taken, 1.0, scale)
         tl.store(result + place, (value * (left * gradient)[:, None]).to(result.dtype.element_ty), mask=here)
-        if SUMMED:
-            summed = tl.sum(value * gradient[:, None], 0)
-            tl.store(sums + group.to(tl.int64) * hidden + lane, summed, mask=lane < hidden)
         if part == 0:
             address = exp + token.to(tl.int64) * stride + own
             tl.store(address, (entry / left).to(exp.dtype.element_ty), mask=inside & (own >= 0) & (taken == 0))
@@ -159,57 +133,29 @@ def _enter_targets(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
-def _enter_smoothing(sums, count, result, factor, hidden, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = lane < hidden
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, SUMS):
-        row = start + tl.arange(0, SUMS)
-        here = (row < count)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(sums + row.to(tl.int64)[:, None] * hidden + lane[None, :], mask=here, other=0.0), 0)
-    total *= -factor
-    high = total.to(result.dtype.element_ty)
-    low = (total - high.to(tl.float32)).to(result.dtype.element_ty)
-    tl.store(result + lane, high, mask=inside)
-    tl.store(result + hidden + lane, low, mask=inside)
-
-
 def enter_targets_(
     exp_nv: torch.Tensor, x_nh: torch.Tensor, token_loss_grad_n: torch.Tensor, derivative: Derivative
 ) -> torch.Tensor:
-    """Enter the targets into E and return X', so that E'^T X' = D^T (g X); see `EagerOperations.enter_targets_`.
+    """Enter the targets into E and return X', so that E'^T X' = (D + u)^T (g X); see `EagerOperations.enter_targets_`.
 
     X and each row of E are contiguous; vectors are fp32.
     """
     (tokens, hidden), columns = x_nh.shape, exp_nv.shape[1]
-    smoothed = len(exp_nv) == tokens + SMOOTHING_ROWS
-    assert exp_nv.stride(1) == 1 and x_nh.is_contiguous() and (smoothed or len(exp_nv) == tokens)
-    result = x_nh.new_empty(len(exp_nv), hidden)
-    rows, block = SUMMED_TILE if smoothed else TILE
-    groups = triton.cdiv(tokens, rows)
+    assert exp_nv.stride(1) == 1 and x_nh.is_contiguous()
+    result = torch.empty_like(x_nh)
+    rows, block = TILE
     # If rows of X are not aligned, Triton 3.6 by default uses 56 registers and spills one, so 64 are allowed.
-    options = {"maxnreg": 64} if hidden % 16 and not smoothed else {}
-    sums = torch.empty(groups, hidden, dtype=torch.float32, device=x_nh.device) if smoothed else token_loss_grad_n
-    _enter_targets[(groups, triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](
-        exp_nv, exp_nv.stride(0), columns, x_nh, token_loss_grad_n.contiguous(), result, sums,
+    options = {"maxnreg": 64} if hidden % 16 else {}
+    _enter_targets[(triton.cdiv(tokens, rows), triton.cdiv(hidden, block) + triton.cdiv(columns, CHUNK))](
+        exp_nv, exp_nv.stride(0), columns, x_nh, token_loss_grad_n.contiguous(), result,
         smallest_scale(exp_nv.dtype), tokens, *_terms(derivative), hidden,
         ROWS=rows,
         BLOCK=block,
         CHUNK=CHUNK,
         STEP=BLOCK,
-        SUMMED=smoothed,
         enable_fp_fusion=True,
         **options,
     )  # fmt: skip
-    if smoothed:
-        count, block = SUMS_TILE
-        _enter_smoothing[(triton.cdiv(hidden, block),)](
-            sums, groups, result[tokens:], derivative.smoothing_factor, hidden,
-            SUMS=count,
-            BLOCK=block,
-            enable_fp_fusion=True,
-        )  # fmt: skip
     return result
 
 
