@@ -136,24 +136,13 @@ def _made(quantizer: Any, shape: list[int], dtype: torch.dtype, parts: dict[str,
 # Weights in fp8: what turns masters, of which each replica has a part, into numbers and scales.
 
 
-def fp8_block_scaling_compute_partial_amax(
-    master: torch.Tensor, largest: torch.Tensor, high: int, wide: int, start: int, block: int
-) -> None:
+def fp8_block_scaling_compute_partial_amax(master, largest, high, wide, start, block):
     """Of each block the largest magnitude in this part of a weight."""
     found = _largest(_part(master, high, wide, start), (block, block))
     largest.zero_()[: found.shape[0], : found.shape[1]] = found
 
 
-def fp8_block_scaling_partial_cast(
-    master: torch.Tensor,
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    high: int,
-    wide: int,
-    start: int,
-    block: int,
-    dtype: Any,
-) -> None:
+def fp8_block_scaling_partial_cast(master, numbers, scales, high, wide, start, block, dtype):
     """The numbers of this part of a weight."""
     spread = _spread(scales, (block, block), torch.Size((high, wide))).flatten()[start : start + master.numel()]
     numbers.copy_(_rounded(master.flatten().float(), spread, _FORMATS[int(dtype)]))

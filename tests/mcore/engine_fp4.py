@@ -136,9 +136,7 @@ def _made(quantizer: Any, shape: list[int], dtype: torch.dtype, parts: dict[str,
 # Weights in fp4: what turns masters, of which each replica has a part, into numbers and scales.
 
 
-def nvfp4_multi_tensor_compute_partial_amax(
-    masters: list, tiles: list, wholes: list, heights: list, widths: list, starts: list, block: int
-) -> None:
+def nvfp4_multi_tensor_compute_partial_amax(masters, tiles, wholes, heights, widths, starts, block):
     """Of each block of 16 by 16, and of the whole, the largest magnitude in this part of a weight."""
     for master, tile, whole, height, width, start in zip(masters, tiles, wholes, heights, widths, starts, strict=True):
         values = torch.zeros(height * width)
@@ -152,17 +150,7 @@ def nvfp4_compute_global_scale(amaxes: torch.Tensor, scales: torch.Tensor) -> No
     scales.copy_(_whole_scale(amaxes))
 
 
-def nvfp4_multi_tensor_fused_scale(
-    tiles: list,
-    wholes: list,
-    scales: list,
-    places: list,
-    amaxes: list,
-    rows: list,
-    columns: list,
-    padded: list,
-    block: int,
-) -> None:
+def nvfp4_multi_tensor_fused_scale(tiles, wholes, scales, places, amaxes, rows, columns, padded, block):
     """The scales of blocks, also where a tensor keeps them, and the largest magnitude of the whole."""
     for tile, whole, scale, place, amax in zip(tiles, wholes, scales, places, amaxes, strict=True):
         made = _block_scales(tile, _whole_scale(whole))
@@ -171,9 +159,7 @@ def nvfp4_multi_tensor_fused_scale(
         amax.copy_(whole)
 
 
-def nvfp4_multi_tensor_2d_partial_cast(
-    masters: list, bytes_: list, scales: list, wholes: list, heights: list, widths: list, starts: list, block: int
-) -> None:
+def nvfp4_multi_tensor_2d_partial_cast(masters, bytes_, scales, wholes, heights, widths, starts, block):
     """The numbers of this part of a weight. Of a byte that it shares with another part it writes its half."""
     for master, data, scale, whole, width, start in zip(masters, bytes_, scales, wholes, widths, starts, strict=True):
         place = torch.arange(start, start + master.numel())
@@ -183,9 +169,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
         data.copy_(_packed(codes))
 
 
-def nvfp4_2d_multi_tensor_transpose(
-    rows: list, columns: list, row_scales: list, column_scales: list, heights: list, widths: list
-) -> None:
+def nvfp4_2d_multi_tensor_transpose(rows, columns, row_scales, column_scales, heights, widths):
     """Numbers and scales of the transposed weights."""
     lists = zip(rows, columns, row_scales, column_scales, heights, widths, strict=True)
     for data, turned, scales, turned_scales, height, width in lists:

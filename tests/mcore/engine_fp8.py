@@ -83,9 +83,7 @@ def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
     amax.copy_(tensor.abs().max() if tensor.numel() else torch.tensor(0.0))
 
 
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, largest: float, powers_of_2: bool, epsilon: float
-) -> None:
+def multi_tensor_compute_scale_and_scale_inv(_chunk, _noop, tensor_lists, largest, powers_of_2, epsilon):
     """From (largest magnitudes, scales, their reciprocals): those by which a magnitude becomes the format's largest."""
     assert not epsilon
     for amax, scale, reciprocal in zip(*tensor_lists, strict=True):
@@ -95,9 +93,7 @@ def multi_tensor_compute_scale_and_scale_inv(
         reciprocal.copy_(scale.reciprocal())
 
 
-def create_empty_quantized_tensor(
-    quantizer: Any, shape: list[int], dtype: torch.dtype, device: object, pin_memory: bool
-) -> Any:
+def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
     """A quantised tensor whose values are yet to come."""
     if engine_fp4.is_fp4(quantizer):
         return engine_fp4.quantize(torch.zeros(shape, dtype=dtype), quantizer)

@@ -21,36 +21,15 @@ from tests.mcore.engine_fp8 import dense, wide
 
 
 def generic_gemm(
-    A: torch.Tensor,
-    transA: bool,
-    B: torch.Tensor,
-    transB: bool,
-    D: torch.Tensor | None,
-    quantizer: object,
-    output_dtype: object,
-    bias: torch.Tensor | None,
-    bias_type: object,
-    gelu: bool,
-    gelu_in: torch.Tensor | None,
-    grad: bool,
-    workspace: torch.Tensor,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    comm_overlap: object = None,
-    comm_type: object = None,
-    extra_output: object = None,
-    bulk_overlap: bool = False,
-    alpha: float = 1.0,
-    beta: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    A, transA, B, transB, D, quantizer, out_dtype, bias, _bias, gelu, _in, grad, _work, _size, accumulate, *_, **given
+):
     """D = op(B) op(A), for row-major matrices; without `grad` plus the bias, else with the bias's gradient.
 
     The bias's gradient has D's dtype.
     """
-    assert not gelu and comm_overlap is None and quantizer is None, "only a plain product has a stand-in"
-    assert alpha == 1 and beta in (None, 0, float(accumulate))
-    dtype = A.dtype if output_dtype is None else _TORCH[int(output_dtype)]
+    assert not gelu and given.get("comm_overlap") is None and quantizer is None, "only a plain product has a stand-in"
+    assert given.get("alpha", 1) == 1 and given.get("beta") in (None, 0, float(accumulate))
+    dtype = A.dtype if out_dtype is None else _TORCH[int(out_dtype)]
     left, right = wide(dense(B, transB)), wide(dense(A, not transA))
     product = (left.flatten(0, -2).t() if transB else left) @ (right.t() if transA else right.flatten(0, -2))
     if bias is not None and not grad:
@@ -65,24 +44,8 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    A: list[torch.Tensor],
-    transa: bool,
-    B: list[torch.Tensor],
-    transb: bool,
-    D: list[torch.Tensor] | None,
-    D_type: object,
-    m_splits: list[int],
-    bias: list[torch.Tensor],
-    bias_type: object,
-    single_output: bool,
-    pre_gelu_out: list[torch.Tensor],
-    grad: bool,
-    workspace: list[torch.Tensor],
-    workspaceSize: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    math_sm_count: int,
-) -> list[torch.Tensor]:
+    A, transa, B, transb, D, D_type, _splits, bias, _bias, single_output, _gelu, grad, _work, _size, accumulate, *_
+):
     """D_i = op(B_i) op(A_i), into one tensor after the other or into rows of one; the biases, or with `grad` theirs.
 
     A product over no tokens is zero. It leaves a D that is accumulated as it is.
@@ -104,17 +67,7 @@ def _scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return wide(weight) + 1 if zero_centered else wide(weight)
 
 
-def layernorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    ln_out: torch.Tensor | None,
-    quantizer: object,
-    otype: object,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     """The normalised rows, quantised where there is a quantizer; their means and reciprocal deviations in fp32."""
     rows = wide(input)
     mean = rows.mean(-1, keepdim=True)
@@ -123,15 +76,7 @@ def layernorm_fwd(
     return _put(ln_out, output, quantizer, otype), mean.flatten(), reciprocal.flatten()
 
 
-def layernorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    mu: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
     """The gradients of rows, weight and bias."""
     dtype, dz = gamma.dtype, wide(dz)
     normal = (wide(x) - mu[:, None]) * rsigma[:, None]
@@ -141,16 +86,7 @@ def layernorm_bwd(
     return rows, (dz * normal).sum(0).to(dtype), dz.sum(0).to(dtype)
 
 
-def rmsnorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ln_out: torch.Tensor | None,
-    quantizer: object,
-    otype: object,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, None, torch.Tensor]:
+def rmsnorm_fwd(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     """The normalised rows, quantised where there is a quantizer; their reciprocal root mean squares in fp32."""
     rows = wide(input)
     reciprocal = rows.square().mean(-1, keepdim=True).add(eps).rsqrt()
@@ -158,14 +94,7 @@ def rmsnorm_fwd(
     return _put(ln_out, output, quantizer, otype), None, reciprocal.flatten()
 
 
-def rmsnorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
     """The gradients of rows and weight."""
     dz = wide(dz)
     normal = wide(x) * rsigma[:, None]
@@ -196,9 +125,7 @@ def scaled_masked_softmax_backward(*args: Any) -> torch.Tensor:
     return scaled_upper_triang_masked_softmax_backward(*args)
 
 
-def scaled_upper_triang_masked_softmax_backward(
-    output_gradient: torch.Tensor, softmax: torch.Tensor, scale: float
-) -> torch.Tensor:
+def scaled_upper_triang_masked_softmax_backward(output_gradient, softmax, scale):
     """The gradient of the scores."""
     weighed = wide(output_gradient) * wide(softmax)
     return (scale * (weighed - wide(softmax) * weighed.sum(-1, keepdim=True))).to(softmax.dtype)
@@ -216,18 +143,8 @@ def multi_tensor_scale_tensor(*args: Any) -> None:
 
 
 def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: Sequence[Sequence],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+    chunk_size, noop, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
+):
     """A step of AdamW on (gradients, parameters, first moments, second moments)."""
     assert mode == 1 and bias_correction
     assert all(each.dtype == torch.float32 for each in (*tensor_lists[1], *tensor_lists[2], *tensor_lists[3]))

@@ -3,6 +3,9 @@ replay.
 
 Without a GPU, nothing is captured. A stand-in for Transformer Engine's capture runs layers eagerly, and shares buffers
 in the given order, as Transformer Engine does. It immediately fills everything that this order frees with NaN.
+
+Megatron's own graph module (`--cuda-graph-impl local`) runs unmodified on the stand-in `cpu_graphs`: it records the
+passes of the first iteration, captures them in that order into one pool, and replays them.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from megatron_vp.schedule.request import ScheduleRequest
 from tests.harness.ranks import RankError, run_ranks
 from tests.harness.training import Run, _merge, comparable_model, train_case
 from tests.mcore.comparison import assert_equal
+from tests.mcore.cpu_graphs import Device
 
 slow = pytest.mark.slow
 MICROBATCHES = 6
-GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 1}
 
 
 class Buffer:
@@ -189,46 +192,104 @@ def megatrons_order(size: int, rank: int, microbatches: int) -> list[int]:
     return [1] * ahead + [1, -1] * (microbatches - ahead) + [-1] * ahead
 
 
+def locally_graphed_case(rank: int, world_size: int, arguments: list[str], broken: str = "") -> Run | None:
+    """`train_case` with Megatron's own graphs on `cpu_graphs`; broken: what is left out."""
+    import pretrain_gpt_vp as script
+    from megatron_vp.mcore.training import megatron_model
+
+    with ExitStack() as patched:
+        script.prepare()
+        if broken == "copies":
+            patched.enter_context(mock.patch.object(megatron_model, "_copied", lambda output: output))
+        patched.enter_context(replayed_on_cpu())
+        return train_case(rank, world_size, arguments)
+
+
+@contextmanager
+def replayed_on_cpu() -> Iterator[None]:
+    """Inside, the stand-in takes the device's place, where a job's graphs are recorded once and replayed twice."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_vp.mcore.platform import flags
+
+    device, seeded = Device(), tensor_parallel.model_parallel_cuda_manual_seed
+
+    def seed(number: int, *_: object, **__: object) -> None:
+        seeded(number)
+        cuda_graphs.get_cuda_rng_tracker().is_inference_rng_tracker = True  # one that graphs may use
+
+    with ExitStack() as patched:
+        for target, name, value in (
+            (tensor_parallel, "model_parallel_cuda_manual_seed", seed),
+            (flags, "ROLES", {"of_a_device": {}}),
+            (cuda_graphs, "torch", device),
+            (cuda_graphs, "get_all_rng_states", dict),
+        ):
+            patched.enter_context(mock.patch.object(target, name, value))
+        yield
+    replays = [graph.replays for graph in device.graphs]
+    assert len(replays) >= 2 * MICROBATCHES and min(replays) >= 2, "graphs were not replayed"
+
+
+CASES_OF = {"transformer_engine": graphed_case, "local": locally_graphed_case}
+
+
 @cache
-def _trained(*, broken: str | None = None, **changes: object) -> Run:
+def _trained(broken: str | None = None, **changes: object) -> Run:
     sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 2 * MICROBATCHES, "train_iters": 4}
     words = comparable_model(**{**sizes, **changes})
     if broken is None:
         return _merge(run_ranks(2, train_case, words, timeout=240))
-    return _merge(run_ranks(2, graphed_case, words, broken=broken, timeout=240))
+    return _merge(run_ranks(2, CASES_OF[changes["cuda_graph_impl"]], words, broken=broken, timeout=240))
 
 
-def _graphed(schedule: str, method: str, broken: str = "", modules: str | None = None) -> Run:
+def _graphed(
+    implementation: str, schedule: str, method: str, broken: str = "", modules: str | None = None, **options: object
+) -> Run:
     return _trained(
-        **GRAPHS,
-        cuda_graph_modules=modules,
         broken=broken,
+        cuda_graph_impl=implementation,
+        cuda_graph_warmup_steps=1,
+        cuda_graph_modules=modules,
         vocab_parallel=True,
         vocab_parallel_algorithm=method,
         pipeline_schedule=schedule,
         num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+        **options,
     )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "method", "modules"),
+    ("implementation", "schedule", "method", "modules"),
     [
-        ("1f1b", "vocab-2", None),
-        pytest.param("1f1b", "vocab-1", "mlp", marks=slow),
-        pytest.param("interleaved", "vocab-1", None, marks=slow),
-        pytest.param("interleaved", "vocab-2", "attn", marks=slow),
-        pytest.param("interlaced", "vocab-1", None, marks=slow),
+        ("transformer_engine", "1f1b", "vocab-2", None),
+        pytest.param("transformer_engine", "1f1b", "vocab-1", "mlp", marks=slow),
+        pytest.param("transformer_engine", "interleaved", "vocab-2", "attn", marks=slow),
+        pytest.param("transformer_engine", "interlaced", "vocab-1", None, marks=slow),
+        pytest.param("local", "1f1b", "vocab-2", None, marks=slow),
+        pytest.param("local", "1f1b", "vocab-1", "attn", marks=slow),
+        pytest.param("local", "interlaced", "vocab-2", None, marks=slow),
     ],
 )
-def test_every_step_equals_plain_megatron_without_graphs(schedule, method, modules):
-    assert_equal(_graphed(schedule, method, modules=modules), _trained(), 1e-6)
+def test_every_step_equals_plain_megatron_without_graphs(implementation, schedule, method, modules):
+    assert_equal(_graphed(implementation, schedule, method, modules=modules), _trained(), 1e-6)
 
 
 @slow
-@pytest.mark.parametrize("broken", ["order", "copies"])
-def test_megatrons_order_and_gradients_that_are_not_copied_are_noticed(broken):
-    with pytest.raises((AssertionError, RankError), match=r"gradient of|not close|NaN|nan"):
-        assert_equal(_graphed("1f1b", "vocab-2", broken), _trained(), 1e-6)
+def test_each_microbatch_has_rotary_positions_of_its_own():
+    rope = {"position_embedding_type": "rope"}
+    assert_equal(_graphed("local", "interleaved", "vocab-1", **rope), _trained(**rope), 1e-6)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("implementation", "broken"),
+    [("transformer_engine", "order"), ("transformer_engine", "copies"), ("local", "copies")],
+)
+def test_megatrons_order_and_tensors_that_are_not_copied_are_noticed(implementation, broken):
+    with pytest.raises((AssertionError, RankError), match=r"gradient of|not close|NaN|nan|free a view"):
+        assert_equal(_graphed(implementation, "1f1b", "vocab-2", broken), _trained(), 1e-6)
 
 
 def wrong_reads(handed: list[int], run: list[int]) -> int:

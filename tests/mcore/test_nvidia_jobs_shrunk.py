@@ -23,8 +23,7 @@ from tests.mcore.engine import FUSED, NEWEST, on_cpu, require
 from tests.mcore.nvidia_script import NvidiaScript, needs_checkout
 from tests.mcore.shrunk_job import STEPS, STORAGE, Options, shrunk, words_of
 from tests.mcore.test_flex_dispatcher import fused_combine, fused_dispatch
-from tests.mcore.test_layer_graphs import captured_on_cpu
-from tests.mcore.test_local_graphs import replayed_on_cpu
+from tests.mcore.test_layer_graphs import captured_on_cpu, replayed_on_cpu
 
 pytestmark = [needs_checkout, pytest.mark.slow]
 
