@@ -57,7 +57,6 @@ waiting_tests=(
     tests/gpu
     tests/mcore/test_bad_numbers.py
     tests/mcore/test_faults.py
-    tests/mcore/test_full_disk.py
     tests/mcore/test_save_faults.py
     tests/mcore/test_save_folder.py
     tests/runtime

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 
 import pytest
-import torch
 
 from tests.harness.ranks import ROOT
 
@@ -61,46 +58,3 @@ def test_an_unknown_step_is_refused(tmp_path):
     )
     assert done.returncode == 2 and "unknown call or step 5" in done.stderr
     assert not (tmp_path / "new").exists()
-
-
-@pytest.fixture
-def hold():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    sys.path.append(str(ROOT / "benchmarks"))
-    from overlap_tax import hold
-
-    return hold
-
-
-def test_a_held_block_waits_for_the_end_of_the_pass(hold):
-    """In Triton's interpreter: until the flag is up, or for as many looks as it is given."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    flag, left = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 3))
-    hold[(3,)](flag, left, 5)
-    assert left.tolist() == [0, 0, 0], "the flag never came"
-    hold[(3,)](flag.fill_(1), left, 5)
-    assert left.tolist() == [5, 5, 5]
-
-
-COMPILE = """
-import sys
-sys.path.append(sys.argv[1])
-import torch
-torch.cuda.is_available = lambda: True  # else the benchmark chooses the interpreter
-from overlap_tax import hold
-from tests.vocab.compile_kernels import compiled_only, empty
-
-with compiled_only(90) as made:
-    hold[(4,)](empty(1, dtype=torch.int32), empty(64, dtype=torch.int32), 1 << 24, num_warps=16)
-print(made[0][1].asm["ptx"])
-"""
-
-
-@pytest.mark.slow
-def test_compiled_it_looks_at_memory_again_and_again(hold):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, str(ROOT / "benchmarks")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    loop = re.search(r"^(\$L__BB0_\d+):(?:(?!\n\$L__BB).)*ld\.volatile\.global(.*?)bra\s+\1;", done.stdout, re.M | re.S)
-    assert loop, done.stdout

@@ -195,8 +195,6 @@ def _model(kind, ranks, chunks, tied):
         cap = {"final_logit_softcapping": 0.3, "layernorm_zero_centered_gamma": False, "window_size": None}
         sizes = _transformer(ranks, chunks) | {"kv_channels": 8}
         return Gemma2ModelProvider(**sizes, **common, **cap, cross_entropy_loss_fusion=False)
-    if kind == "gemma4":
-        return _gemma4(_transformer(ranks, chunks) | common)
     if kind == "provider":
         from megatron.bridge.models.gpt_provider import GPTModelProvider
 
@@ -207,29 +205,10 @@ def _model(kind, ranks, chunks, tied):
     return GPTModelConfig(transformer=TransformerConfig(**_transformer(ranks, chunks)), **common)
 
 
-def _gemma4(settings):
-    """A GPT model with the output layer of Gemma 4, whose own layers are Transformer Engine's."""
-    from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4OutputLayer
-    from megatron.bridge.models.gemma.modules import extend_instance
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    @dataclass
-    class Provider(GPTModelProvider):
-        final_logit_softcapping: float = 0.3
-
-        def provide(self, *args, **kwargs):
-            model = super().provide(*args, **kwargs)
-            if hasattr(model, "output_layer"):
-                extend_instance(model.output_layer, Gemma4OutputLayer)
-            return model
-
-    return Provider(**settings, cross_entropy_loss_fusion=False)
-
-
 def configuration(kind, ranks, chunks=1, tied=False, iterations=3, checkpoint=None, ends=None):
     """Bridge's configuration of a small model: as its recipes have it, but for sizes, fp32 and mock data.
 
-    kind: `config`, `provider`, `gemma`, `gemma4`, or the folder of a checkpoint of Hugging Face's.
+    kind: `config`, `provider`, `gemma`, or the folder of a checkpoint of Hugging Face's.
     """
     from megatron.bridge.training.config import (
         CheckpointConfig,

@@ -86,8 +86,6 @@ def plain(kind, tied):
         (V_HALF, "config", 2, False),
         (VOCAB_2, "gemma", 1, True),  # scales its embedding, caps its logits
         (V_HALF, "gemma", 2, True),
-        (V_HALF, "gemma4", 2, True),
-        pytest.param(VOCAB_2, "gemma4", 1, True, marks=pytest.mark.slow),
         ({"pipeline_schedule": "zb-v"}, "gemma", 2, False),
     ],
 )

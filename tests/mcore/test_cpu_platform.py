@@ -46,23 +46,6 @@ def torch_under_the_patches(_rank, _world_size):
     return seen
 
 
-def loaders_under_the_patches(_rank, _world_size):
-    """Whether the same is drawn after two epochs of a loader as before them."""
-    from megatron_vp.mcore import patch_table, patches
-
-    with patches.patched(patch_table.patches_of("cpu platform")):
-        torch.cuda.manual_seed(5)
-        first = torch.rand(3)
-        torch.cuda.manual_seed(5)
-        loader = torch.utils.data.DataLoader(range(4))
-        return [len(list(loader)) for _ in range(2)], torch.equal(first, torch.rand(3))
-
-
-def test_loaders_draw_nothing_from_the_generator_that_stands_for_the_devices():
-    """As on a GPU, where dropout does not depend on who reads data, nor on how often a loader was started."""
-    assert run_ranks(1, loaders_under_the_patches) == [([4, 4], True)]
-
-
 def unequal_parts(rank, world_size):
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
@@ -82,24 +65,6 @@ def unequal_parts(rank, world_size):
 
 def test_ranks_with_unequal_numbers_of_tokens_gather_and_reduce_them():
     assert run_ranks(3, unequal_parts) == [(True, True, True)] * 3
-
-
-def gathered_parts(rank, world_size):
-    from megatron_vp.mcore import patch_table, patches
-
-    def gathered(sizes):
-        parts = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
-        part = torch.full((sizes[rank],), rank + 1.0, dtype=torch.bfloat16)
-        torch.distributed.all_gather(parts, part, group=torch.distributed.group.WORLD)
-        return torch.cat(parts).tolist()
-
-    with process_group(rank, world_size), patches.patched(patch_table.patches_of("cpu platform")):
-        return gathered((2, 0, 1)), gathered((1, 1, 1))
-
-
-def test_parts_of_any_size_are_gathered():
-    """What replicas stepped with a layer-wise optimizer."""
-    assert run_ranks(3, gathered_parts) == [([1, 1, 3], [1, 2, 3])] * 3
 
 
 def test_tensors_asked_for_on_cuda_are_on_the_cpu_and_torch_is_restored_afterwards():

@@ -5,7 +5,6 @@ Training with its layers is in test_transformer_engine.py.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from queue import Queue
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
@@ -24,7 +22,6 @@ from megatron_vp.mcore.model.delayed_weights import (
     trained_parameters,
 )
 from megatron_vp.mcore.training import megatron_model
-from megatron_vp.mcore.training.capture import Capture
 from megatron_vp.schedule.passes import Pass
 
 
@@ -208,47 +205,3 @@ def test_a_layer_with_two_weights_is_refused_by_name():
 
     with pytest.raises(UserError, match="LayerNormMLP holds two weights"):
         leave_out_hooks(torch.nn.Sequential(Ours()))
-
-
-class _Counting(torch.nn.Module):
-    """A chunk that counts how often it is told that a microbatch is the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
-        self.post_process, self.vocab_size, self.told = False, 2, 0
-
-    def set_is_first_microbatch(self):
-        self.told += 1
-
-    def set_input_tensor(self, _):
-        pass
-
-    def forward(self, *_args, **_kwargs):
-        return torch.zeros(1, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("gradients", "first_val_step", "told"), [(True, None, 1), (False, None, 1), (False, True, 1), (False, False, 0)]
-)
-def test_the_first_microbatch_is_told_as_megatron_tells_it(monkeypatch, gradients, first_val_step, told):
-    """Layers in fp8 quantise their weights there: an evaluation that does not tell reads those of an earlier step."""
-    from megatron.core.pipeline_parallel.schedules import check_first_val_step
-
-    assert told == bool(check_first_val_step(first_val_step, not gradients, True))
-    monkeypatch.setattr(megatron_model, "get_rerun_state_machine", lambda: SimpleNamespace(state=None))
-    monkeypatch.setattr(megatron_model, "LossCheck", lambda _: None)
-    monkeypatch.setattr(megatron_model.schedules, "forward_step_calc_loss", lambda *_, **__: None)
-    monkeypatch.setattr(megatron_model.schedules, "set_current_microbatch", lambda *_: None)
-    monkeypatch.setattr(
-        megatron_model, "capture", lambda *_: Capture(inspect.signature(_Counting.forward).bind_partial(None), None)
-    )
-    chunk = _Counting()
-    shapes = SimpleNamespace(device="cpu", heads=1)
-    group = SimpleNamespace(size=lambda: 1)
-    schedule = SimpleNamespace(microbatches=2, split_backward=False, ranks=((),))
-    given = [chunk], None, [None], schedule, 0, shapes, gradients, group
-    model = megatron_model.MegatronModel(*given, first_val_step=first_val_step)
-    for microbatch in range(2):
-        model.forward(0, microbatch, None, None)
-    assert chunk.told == told

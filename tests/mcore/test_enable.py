@@ -269,23 +269,6 @@ def test_a_forward_that_is_replaced_after_the_cut_is_refused():
         run_ranks(2, gradients, {"vocab_parallel": True}, 1, False, forward_replaced)
 
 
-def chunks_out_of_order(rank, ranks):
-    """Build chunk 2 of three where chunk 1 is due."""
-    import megatron_vp
-
-    megatron_vp.enable(vocab_parallel=True, pipeline_schedule="interleaved")
-    own_config = own_loop.TransformerConfig
-    own_loop.TransformerConfig = lambda **sizes: own_config(**{**sizes, "num_layers": 6})
-    own_loop.range = lambda _: (0, 2, 1)
-    with process_group(rank, ranks):
-        own_loop.start(ranks, 3)
-
-
-def test_a_skipped_chunk_is_refused():
-    with pytest.raises(RankError, match="vp_stage=2 out of order on this rank: build one GPTModel per vp_stage"):
-        run_ranks(2, chunks_out_of_order)
-
-
 def with_megatrons_own(rank, ranks, settings):
     """The loop with the function that the getter returned before `enable`."""
     from megatron.core.pipeline_parallel import schedules
@@ -371,20 +354,6 @@ def test_settings_reach_a_parser_that_leaves_unknown_options_alone():
 def test_arguments_that_the_settings_did_not_reach_are_refused():
     with pytest.raises(UserError, match=r"arguments that lack our options, .*: call megatron_vp\.enable first"):
         _with_checks(lambda args, defaults: args)(Namespace(num_layers=4))
-
-
-def with_flash_attention(rank, ranks):
-    """The attention of a model whose specification is made after the call."""
-    import megatron_vp
-
-    megatron_vp.enable(core_attention="sdpa")
-    with process_group(rank, ranks):
-        (part,) = own_loop.start(1)
-        return type(part.module.decoder.layers[0].self_attention.core_attention).__name__
-
-
-def test_flash_attention_reaches_a_loop_of_ones_own():
-    assert run_ranks(1, with_flash_attention) == ["ScaledDotProductAttention"]
 
 
 def without_groups(rank, ranks):

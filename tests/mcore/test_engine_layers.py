@@ -86,64 +86,6 @@ def _compare(kind: type, grouped: bool, fused: bool, bias: bool, apart: bool, dt
         assert parameter.grad is None
 
 
-def delayed_in_fp8_as_at_once(_rank: int, _world_size: int, version: str) -> int:
-    """Every kind of layer in fp8: W later, with the row-wise copies freed, gives the bits of a whole backward."""
-    compared = 0
-    with on_cpu(version, True):
-        from megatron_vp.mcore import patch_table, patches
-
-        with patches.patched(patch_table.patches_of("cpu platform")):
-            import transformer_engine.pytorch as te
-
-            for kind, fused in product((te.Linear, te.LayerNormLinear, te.GroupedLinear), (True, False)):
-                whole, split = (_in_fp8(kind, kind is te.GroupedLinear, fused, delayed) for delayed in (False, True))
-                assert whole.keys() == split.keys()
-                for name, main_grad in whole.items():
-                    assert main_grad.abs().max() > 0 and torch.equal(split[name], main_grad), (kind.__name__, name)
-                compared += 1
-    return compared
-
-
-def _in_fp8(kind: type, grouped: bool, fused: bool, delayed: bool) -> dict[str, torch.Tensor]:
-    """`main_grad` of each weight after two microbatches."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    from megatron_vp.mcore.model.delayed_weights import take_delayed
-
-    torch.manual_seed(0)
-    layer = kind(
-        *((EXPERTS, WIDTH, WIDTH) if grouped else (WIDTH, WIDTH)),
-        bias=False,
-        params_dtype=torch.bfloat16,
-        delay_wgrad_compute=delayed,
-        fuse_wgrad_accumulation=fused,
-        device="cpu",
-    )
-    weights = {name: weight for name, weight in layer.named_parameters() if name.startswith("weight")}
-    for weight in weights.values():
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    waiting = []
-    for microbatch in range(2):
-        rows, gradient = torch.randn(2, 4 * ROWS, WIDTH, dtype=torch.bfloat16)
-        with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
-            experts = [[2 * ROWS] * EXPERTS] if grouped else []
-            output = layer(rows.requires_grad_(), *experts, is_first_microbatch=microbatch == 0)
-        output.backward(gradient)
-        if delayed:
-            waiting += take_delayed([layer], w_is_late=True)
-        for weight in weights.values():
-            if weight.grad is not None and not weight.grad_added_to_main_grad:
-                weight.main_grad += weight.grad
-            weight.grad = None
-    for each in waiting:
-        for operand in each.operands[:2]:
-            for part in operand if isinstance(operand, list) else [operand]:
-                assert part._data is None and part._transpose is not None
-        each.accumulate()
-    return {name: weight.main_grad for name, weight in weights.items()}
-
-
 def _has_norm(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "layer_norm_weight")
 
@@ -161,10 +103,3 @@ def _has_norm(layer: torch.nn.Module) -> bool:
 )
 def test_weight_gradients_that_were_delayed_are_those_of_autograd(version, dtype):
     assert run_ranks(1, delayed_as_autograd, require(version), dtype) == [18]
-
-
-@pytest.mark.parametrize(
-    "version", [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in (MINIMUM, LTS, MEGATRON))]
-)
-def test_in_fp8_a_late_w_gives_the_bits_of_a_whole_backward(version):
-    assert run_ranks(1, delayed_in_fp8_as_at_once, require(version)) == [6]

@@ -86,16 +86,3 @@ def test_every_step_equals_plain_megatron_with_the_same_dispatcher(method):
         num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
     )
     assert_equal(ours, _trained(), FP32)
-
-
-@pytest.mark.slow
-def test_a_fresh_run_starts_from_what_plain_megatron_draws():
-    drawn = {"same_weights": False, "num_layers": 5, "moe_layer_freq": "([0]*1+[1]*4)"}
-    split = {"vocab_parallel": True, "pipeline_schedule": "v-half", "pipeline_model_parallel_layout": "Et|t|tt|tL"}
-    ours = _trained(**drawn, **split)
-    assert_equal(ours, _trained(**drawn, pipeline_model_parallel_layout="Ett|tttL"), FP32)
-
-
-@pytest.mark.slow
-def test_the_stand_in_moves_tokens_as_all_to_all_does():
-    assert_equal(_trained(), _trained(moe_token_dispatcher_type="alltoall"), FP32)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import os
-import subprocess
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -71,15 +66,6 @@ def separately(monkeypatch):
     importlib.invalidate_caches()
 
 
-def test_apex_is_found_by_the_modules_that_megatron_imports(tmp_path, monkeypatch, separately):
-    monkeypatch.syspath_prepend(_folder(tmp_path, **dict.fromkeys(installed._APEX_MODULES, "")))
-    assert installed.here() == Installed(apex=True)
-    (tmp_path / "fused_weight_gradient_mlp_cuda" / "__init__.py").unlink()
-    (tmp_path / "fused_weight_gradient_mlp_cuda").rmdir()
-    importlib.invalidate_caches()
-    assert installed.here() == Installed()
-
-
 MESSAGE = "Found empty `transformer-engine` meta package installed. Install it with framework extensions."
 EMPTY = f"__version__ = '2.20.2'\nraise RuntimeError({MESSAGE!r})"
 
@@ -97,25 +83,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_found_and_named(tmp_pat
     assert installed.here() == Installed(engine_fault=fault), "hidden, and still known to be broken"
 
 
-def test_megatron_is_imported_beside_a_transformer_engine_that_cannot_be(tmp_path):
-    """Megatron itself ends with the error of the import, on a CPU too."""
-    _folder(tmp_path, transformer_engine=EMPTY)
-    # The quick start's configuration asks for local layers itself.
-    job = ["configs/quickstart.yaml", "--config", "configs/data/mock.yaml", "--ranks", "4", "--vocab-size", "512"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_vp.cli.app", "check", *job, "--cpu"],
-        env={**_environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGATRON_VP_CPU")}
-
-
 def test_a_cpu_run_finds_neither(tmp_path, monkeypatch, separately):
     """Megatron would compute norms and optimizer steps with their kernels, which need a GPU."""
     monkeypatch.syspath_prepend(_folder(tmp_path, transformer_engine="", apex="", amp_C=""))
@@ -123,13 +90,6 @@ def test_a_cpu_run_finds_neither(tmp_path, monkeypatch, separately):
     for name in ("transformer_engine", "apex", "amp_C"):
         with pytest.raises(ImportError):
             importlib.import_module(name)
-
-
-def test_a_module_without_a_spec_is_found(separately):
-    sys.modules["amp_C"] = ModuleType("amp_C")
-    assert installed._is_there("amp_C")
-    sys.modules["amp_C"].__spec__ = ModuleSpec("amp_C", None)
-    assert installed._is_there("amp_C")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,21 +105,6 @@ def test_our_product_stands_in_for_apexs(dtype):
         layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, gradient, main_grad)
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
     torch.testing.assert_close(main_grad.double(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("found", [True, False])
-def test_index_helpers_are_compiled_only_where_they_are_missing(monkeypatch, tmp_path, found):
-    from megatron.core.datasets import utils
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
-    (tmp_path / "make").write_text("#!/bin/sh\nexit 2\n")
-    (tmp_path / "make").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with (
-        patches.patched(patch_table.patches_of("wheel")),
-        contextlib.nullcontext() if found else pytest.raises(SystemExit),
-    ):
-        utils.compile_helpers()
 
 
 CONFIGS = ("configs/gpt_4b.yaml", "configs/llama3_8b.yaml")

@@ -17,7 +17,7 @@ from megatron_vp.jobs.options import OPTIONS, RUNS
 from megatron_vp.mcore.options.refusals import REFUSALS
 from megatron_vp.mcore.start import launch
 from megatron_vp.mcore.start.preflight import check_job
-from tests.harness.ranks import ROOT, RankError, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
@@ -219,25 +219,6 @@ def test_somebodys_own_script_trains_unchanged_with_and_without_vocabulary_paral
     assert split == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"vocab_parallel": True, "no_labels": True}, "needs labels of shape"),
-        ({"pipeline_schedule": "zb-h1", "no_labels": True}, "needs labels of shape"),
-        (
-            {"vocab_parallel": True, "own_evaluation": True, "eval_iters": 1},
-            "runs its GPTModel outside of forward_step",
-        ),
-    ],
-    ids=str,
-)
-def test_a_script_that_asks_more_of_the_model_is_told_what_cannot_be(options, said):
-    words = tiny_model(**TWO_STAGES, **options, mock_data=None)
-    with pytest.raises(RankError, match=said):
-        run_ranks(2, run_own_script, words)
-
-
 def test_the_run_command_passes_everything_after_the_script_on(monkeypatch):
     started = []
     monkeypatch.setattr(launch, "run_script", lambda script, arguments: started.append((script, arguments)))
@@ -259,20 +240,6 @@ def test_what_a_script_raises_is_not_passed_over_in_silence(monkeypatch, error):
 def test_a_script_that_is_not_there_is_named():
     ((code, text),) = run_ranks(1, missing_script)
     assert code == 2 and "no_such_script.py is not a file" in text
-
-
-def test_the_scripts_own_name_stands_for_it_in_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = []
-    monkeypatch.setattr(launch, "prepare", lambda: None)
-    monkeypatch.setattr(launch, "_require_launcher", lambda _: None)
-    monkeypatch.setattr(launch.runpy, "run_path", lambda script, **_: run.append(script))
-    monkeypatch.setattr(launch.sys, "argv", [])
-    monkeypatch.setattr(launch.sys, "path", [])
-    launch.run_script("pretrain_gpt_vp.py", [])
-    (tmp_path / "pretrain_gpt_vp.py").touch()
-    launch.run_script("pretrain_gpt_vp.py", [])
-    assert run == [str(ROOT / "pretrain_gpt_vp.py"), "pretrain_gpt_vp.py"]
 
 
 def missing_script(_rank, _world_size):

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.harness.ranks import ROOT, run_ranks_to_their_end
+from tests.harness.ranks import run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 RANKS = 4
@@ -71,19 +70,3 @@ def test_a_rank_that_was_given_something_else_is_named(tmp_path):
     first, other = "unrecognized arguments: --no-such-option", "unrecognized arguments: --no-such-option --nor-this"
     assert re.fullmatch(rf"error: 3 ranks \(the first is rank 0\): {first}; .*; rank 3: {other}; .*", last), last
     assert not [line for line in lines if "error" in line.lower()]
-
-
-@pytest.mark.slow
-def test_torchrun_repeats_the_reason_at_the_end_of_its_own_report(tmp_path):
-    words = tiny_model(pipeline_model_parallel_size=1, vocab_parallel=True)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "pretrain_gpt_vp.py", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    lines = done.stdout.splitlines()
-    ours = [number for number, line in enumerate(lines) if "error: " in line and not line.startswith(("E", "  "))]
-    assert len(ours) == 1 and lines[ours[0]].startswith("error: --vocab-parallel with one pipeline stage"), done.stdout
-    of_torchrun = re.compile(r"[EW]\d{4} .*torch/distributed/elastic|Traceback")
-    assert of_torchrun.match(lines[ours[0] + 1]), lines[ours[0] + 1]
-    assert lines[-2].strip().startswith("traceback : error: --vocab-parallel with one pipeline stage")

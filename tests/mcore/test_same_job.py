@@ -127,22 +127,6 @@ def test_places_of_files_may_differ_and_versions_may_not():
     assert difference(here, older, 2).endswith(" on rank 0, 2.6 on rank 2")
 
 
-def test_nested_values_are_compared_without_addresses():
-    from functools import partial
-
-    from megatron_vp.mcore.start.same_job import facts
-
-    class Setting:
-        def __init__(self, value):
-            self.value = value
-
-    def values(value):
-        return {"a": {"b": [Setting(value), partial(max, value)]}, "c": {value, 1}, "d": min}
-
-    assert facts(values(2)) == facts(values(2)) != facts(values(3))
-    assert " at 0x" not in str(facts(values(2)))
-
-
 def test_two_checkouts_of_one_version_are_told_apart(tmp_path):
     from megatron_vp.mcore.start.same_job import code
 

@@ -80,16 +80,6 @@ def test_a_run_that_lives_is_named_and_one_that_was_killed_gives_way_at_once(tmp
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_folder_is_made_and_free_again_after_its_release(tmp_path):
-    first = taken(tmp_path / "new" / "checkpoints")
-    first.check()
-    first.release()
-    second = taken(tmp_path / "new" / "checkpoints")
-    with pytest.raises(UserError, match="is in use by process"):
-        first.check()
-    second.release()
-
-
 @pytest.mark.parametrize(
     ("before", "now", "at_once"),
     [
@@ -147,15 +137,6 @@ def test_a_folder_that_takes_no_files_is_one_line(tmp_path):
         SaveFolder(tmp_path / "file").take()
     with mounted(tmp_path / "disk", "nr_inodes=1") as disk, pytest.raises(UserError, match="No space left on device"):
         SaveFolder(disk).take()
-
-
-def test_a_file_that_somebody_removed_is_made_again(tmp_path):
-    run = taken(tmp_path)
-    (tmp_path / LOCK).unlink()
-    run.check()
-    with pytest.raises(UserError, match="is in use by"):
-        SaveFolder(tmp_path).take()
-    run.release()
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -13,8 +13,7 @@ from torch.distributed import distributed_c10d
 from megatron_vp.runtime import groups
 from megatron_vp.runtime.groups import CTAS, PipelineGroups
 from megatron_vp.runtime.links import Links
-from megatron_vp.schedule import Channel, Placement, lower
-from megatron_vp.schedule.transfers import all_edges
+from megatron_vp.schedule import Channel, lower
 from tests.harness.ranks import RankError, run_ranks
 from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
@@ -132,22 +131,3 @@ def in_use(groups: PipelineGroups) -> int:
     """How many communicators a rank uses in a schedule. NCCL creates none for an unused group."""
     takes_part = groups.vocabulary is not None
     return takes_part + len(groups.edges) + (takes_part and groups.tensor is not None)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize(
-    "place", [Placement.round_robin, Placement.v_shape, lambda ranks: Placement.round_robin(ranks, 3)]
-)
-def test_a_rank_has_one_communicator_for_each_edge_and_no_more_for_more_ranks(place, sharded):
-    for ranks in (2, 3, 8, 64):
-        placement, made = place(ranks), []
-        for rank in (0, ranks // 2, ranks - 1):
-            with (
-                mock.patch.multiple(dist, new_group=mock.Mock(), get_backend=lambda group=None: "gloo"),
-                mock.patch.object(dist, "get_rank", lambda group=None, rank=rank: rank),
-                mock.patch.object(groups, "Communicator"),
-            ):
-                own = PipelineGroups.create([range(ranks)], all_edges(placement, sharded))
-            assert in_use(own) == 1 + sum(rank in edge[:2] for edge in all_edges(placement, sharded))
-            made.append(in_use(own))
-        assert max(made) <= 12, "one of the pipeline, four edges to each neighbour, three of the loss function"

@@ -2,8 +2,6 @@
 
 import gc
 import random
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -260,18 +258,3 @@ def test_a_larger_slot_takes_the_place_of_a_pinned_one(pinning):
     larger = memory.take(0, [5000])
     assert made == [("pin", first), ("wait", 0), ("unpin", first), ("pin", larger.data_ptr())]
     assert larger.numel() == 5120 * 9 // 8
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_a_fork_does_not_copy_pinned_memory(pinning):
-    """Since Linux 5.9, a fork copies pinned pages at once; data loader workers are forks."""
-    memory = HostMemory(pins=True)
-    slot = memory.take(0, [2**20])
-    assert not slot.any()
-    flags = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            start, end = (int(each, 16) for each in line.split()[0].split("-"))
-        elif line.startswith("VmFlags:") and start <= slot.data_ptr() < end:
-            flags = line
-    assert "dc" in flags.split()
