@@ -188,9 +188,9 @@ class _Freed:
 
 def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
     alive, seen = weakref.WeakSet(), []
-    part = SimpleNamespace(before_weight_gradient=lambda _: None, after_weight_gradient=lambda _: None, delaying=())
+    part = SimpleNamespace(weight_passes=0, delaying=())
     model = megatron_model.MegatronModel.__new__(megatron_model.MegatronModel)
-    model._chunks = [part]
+    model._chunks, model._schedule = [part], SimpleNamespace(microbatches=2)
     model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}
     model.weight_gradient(0, 0)
     assert seen == [3, 2, 1]
